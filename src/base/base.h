@@ -1,0 +1,128 @@
+/* ---- >>base ----
+ * What every floor shares in public: the macros a program may set, status codes and error texts,
+ * the log callback, the allocator hook, counter-based random numbers and SHA-256.
+ * Calls nothing but the C library. */
+#ifndef DTRAIN__BASE_H
+#define DTRAIN__BASE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#ifndef DTRAIN_API
+#define DTRAIN_API extern
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a fallible call returns. Few codes, one for each thing a caller can do about it. */
+typedef enum dtrain_status {
+    DTRAIN_OK = 0,
+    DTRAIN_ERR_INVALID,     /* an argument is wrong: correct the call */
+    DTRAIN_ERR_MEMORY,      /* the allocator has no more to give */
+    DTRAIN_ERR_IO,          /* the system refused a file, thread or socket */
+    DTRAIN_ERR_TIMEOUT,     /* the deadline passed; the text says who was awaited */
+    DTRAIN_ERR_PEER_LOST,   /* another rank has left or died */
+    DTRAIN_ERR_MISMATCH,    /* ranks made different calls; the text quotes both */
+    DTRAIN_ERR_CORRUPT,     /* data from outside breaks its format */
+    DTRAIN_ERR_UNSUPPORTED, /* legal, but not on this build, system or transport */
+    DTRAIN_ERR_DENIED,      /* a peer did not prove that it belongs here */
+    DTRAIN_ERR_ABORTED      /* cancelled by a rank on purpose */
+} dtrain_status;
+
+/* Returns the constant's name without its prefix, "OK" or "ERR_TIMEOUT"; never NULL.
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_status_name(dtrain_status status);
+
+/* Returns the text of the last error that a dtrain call reported to the calling thread; never NULL.
+ *
+ * The text stays valid until the next failing call of this thread. It is empty before the first.
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_last_error(void);
+
+/* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
+ * Expands in the program's own code; the library itself never exits. */
+#define DTRAIN_CHECK(call)                                                                                   \
+    do {                                                                                                     \
+        dtrain_status dtrain_check_status_ = (call);                                                         \
+        if (dtrain_check_status_ != DTRAIN_OK) {                                                             \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_), \
+                    dtrain_last_error());                                                                    \
+            exit(1);                                                                                         \
+        }                                                                                                    \
+    } while (0)
+
+typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
+
+/* Receives one line of text without a newline; called from any thread, one at a time per thread. */
+typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
+
+/* Sets the process's log callback; NULL silences the library. By default warnings and errors go to stderr.
+ *
+ *   log, user   must stay valid until replaced, and no call may be running while they are replaced
+ *
+ * one thread per object: call it before other threads use the library */
+DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user);
+
+/* Resizes a block: new_bytes of 0 frees it and returns NULL; a NULL pointer allocates.
+ *
+ *   align     a power of two, at most 4096; kept across a resize
+ *   returns   the block, its first min(old_bytes, new_bytes) bytes kept; NULL when there is no memory,
+ *             and then the old block is untouched
+ *
+ * any thread */
+typedef void *(*dtrain_resize_fn)(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
+
+/* Where an object's memory comes from, and how much of it is in use.
+ *
+ * A program sets resize and user and zeroes the rest; objects given the same allocator add to the same
+ * counters. It must outlive them. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
+ * defined before the implementation, replaces the default for allocators whose resize is NULL. */
+typedef struct dtrain_allocator {
+    dtrain_resize_fn resize; /* NULL: the C library */
+    void *user;
+    size_t bytes;      /* in use now; written by the library */
+    size_t peak_bytes; /* the most that was in use at once; written by the library */
+} dtrain_allocator;
+
+/* Fills out with the four 32-bit words number `index` of the stream `seed`.
+ *
+ * A value depends on seed and index alone: any thread may compute any part of a stream, in any order.
+ *
+ *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011
+ *
+ * any thread */
+DTRAIN_API void dtrain_random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4]);
+
+/* Returns 64 random bits: value `index` of the stream `seed`.
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_random_u64(uint64_t seed, uint64_t index);
+
+/* Returns a float drawn evenly from [0, 1): a multiple of 2^-24.
+ *
+ * any thread */
+DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index);
+
+/* Returns a float drawn from the normal distribution of mean 0 and deviation 1, the same bits on every machine.
+ *
+ * any thread */
+DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
+
+/* Writes the SHA-256 of `bytes` bytes at data to digest.
+ *
+ *   source   FIPS 180-4
+ *
+ * any thread */
+DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32]);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,71 @@
+/* ---- >>memory ----
+ * The allocator behind every object, its counters, and arithmetic on sizes that notices overflow.
+ * Blocks are aligned to a cache line and remembered with their size by whoever owns them.
+ * Counters are kept with atomics: one allocator may serve several objects and threads. */
+#ifndef DTRAIN__MEMORY
+#define DTRAIN__MEMORY
+#include "base.h"
+#include "os.c"
+#include "status.c"
+
+static int dtrain__add_size(size_t a, size_t b, size_t *sum)
+{
+    *sum = a + b;
+    return a <= SIZE_MAX - b;
+}
+
+static int dtrain__mul_size(size_t a, size_t b, size_t *product)
+{
+    *product = a * b;
+    return b == 0 || a <= SIZE_MAX / b;
+}
+
+#ifndef DTRAIN_RESIZE
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) \
+    dtrain__resize_default(pointer, old_bytes, new_bytes, align)
+
+static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    void *block = NULL;
+    if (new_bytes > 0) {
+        if (posix_memalign(&block, align < sizeof(void *) ? sizeof(void *) : align, new_bytes) != 0)
+            return NULL;
+        if (pointer != NULL)
+            memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
+    }
+    free(pointer);
+    return block;
+}
+#endif
+
+static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t old_bytes, size_t new_bytes)
+{
+    void *block = allocator->resize != NULL
+                      ? allocator->resize(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE)
+                      : DTRAIN_RESIZE(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE);
+    if (new_bytes > 0 && block == NULL)
+        return NULL;
+    size_t in_use = __atomic_add_fetch(&allocator->bytes, new_bytes - old_bytes, __ATOMIC_RELAXED);
+    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
+    while (in_use > peak && !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED,
+                                                         __ATOMIC_RELAXED))
+        continue;
+    return block;
+}
+
+/* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
+static void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
+{
+    void *block = dtrain__resize(allocator, NULL, 0, bytes > 0 ? bytes : 1);
+    if (block != NULL)
+        memset(block, 0, bytes);
+    return block;
+}
+
+static void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
+{
+    if (pointer != NULL)
+        dtrain__resize(allocator, pointer, bytes > 0 ? bytes : 1, 0);
+}
+
+#endif

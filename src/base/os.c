@@ -1,0 +1,129 @@
+/* ---- >>os ----
+ * The one place for what differs between systems: clock, threads, waiting on a word, processors.
+ * Everything above asks here and never the system. Waiting is on a 32-bit word (a futex on Linux,
+ * a timed sleep elsewhere); a wake-up may be spurious, so callers re-check what they wait for.
+ * Threads started here block all signals, so that handlers run on the program's own. */
+#ifndef DTRAIN__OS
+#define DTRAIN__OS
+#include "base.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#define DTRAIN__CACHE_LINE 64
+
+static int64_t dtrain__os_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static struct timespec dtrain__os_timespec(int64_t ns)
+{
+    struct timespec span;
+    span.tv_sec = (time_t)(ns / 1000000000);
+    span.tv_nsec = (long)(ns % 1000000000);
+    return span;
+}
+
+static int dtrain__os_processors(void)
+{
+#if defined(__linux__) && defined(__NR_sched_getaffinity)
+    /* The affinity mask, not the machine: containers and taskset give a process fewer. */
+    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
+    long bytes = syscall(__NR_sched_getaffinity, 0, sizeof mask, mask);
+    int count = 0;
+    for (long i = 0; i < bytes / (long)sizeof(unsigned long); i++)
+        count += __builtin_popcountl(mask[i]);
+    if (count > 0)
+        return count;
+#endif
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 && online < INT_MAX ? (int)online : 1;
+}
+
+static void dtrain__os_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Sleeps while *word == value, for at most ns; returns early at any time. */
+static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
+{
+#ifdef __linux__
+    struct timespec span = dtrain__os_timespec(ns);
+    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, &span, NULL, 0);
+#else
+    struct timespec span = dtrain__os_timespec(ns < 200000 ? ns : 200000);
+    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
+        nanosleep(&span, NULL);
+#endif
+}
+
+static void dtrain__os_wake_word(uint32_t *word)
+{
+#ifdef __linux__
+    syscall(__NR_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#else
+    (void)word;
+#endif
+}
+
+typedef struct dtrain__os_thread {
+    pthread_t id;
+    void (*body)(void *);
+    void *argument;
+} dtrain__os_thread;
+
+static void *dtrain__os_thread_main(void *pointer)
+{
+    dtrain__os_thread *thread = (dtrain__os_thread *)pointer;
+    thread->body(thread->argument);
+    return NULL;
+}
+
+/* Starts body(argument); the struct stays in place until the join. Returns 0 or an errno. */
+static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument,
+                                   size_t stack_bytes)
+{
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    int error = pthread_attr_init(&attributes);
+    if (error != 0)
+        return error;
+    if (stack_bytes > 0)
+        error = pthread_attr_setstacksize(&attributes, stack_bytes);
+    if (error == 0) {
+        thread->body = body;
+        thread->argument = argument;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        error = pthread_create(&thread->id, &attributes, dtrain__os_thread_main, thread);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    pthread_attr_destroy(&attributes);
+    return error;
+}
+
+static void dtrain__os_thread_join(dtrain__os_thread *thread)
+{
+    pthread_join(thread->id, NULL);
+}
+
+#endif
