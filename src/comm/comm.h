@@ -1,0 +1,247 @@
+/* ---- >>comm ----
+ * Groups of ranks and the collectives between them. A dtrain_comm is one rank's end of a group; every
+ * rank of the group makes the same collective calls in the same order. Results of reductions follow
+ * one order of operations (see >>order), the same bits on every rank and transport.
+ *
+ * ---- >>order ----
+ * The balanced binary tree over ranks whose left part is the largest power of two below their number:
+ * two ranks x0 + x1; four (x0 + x1) + (x2 + x3); five ((x0 + x1) + (x2 + x3)) + x4. A mean is the tree's
+ * sum divided once. 16-bit floats are summed as float32 and rounded once. */
+#ifndef DTRAIN__COMM_H
+#define DTRAIN__COMM_H
+#include "../base/base.h"
+#include "../tensor/tensor.h"
+#include "../transport/transport.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dtrain_comm dtrain_comm;
+typedef struct dtrain_work dtrain_work;
+
+typedef enum dtrain_algorithm {
+    DTRAIN_ALGORITHM_AUTO = 0,
+    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
+    DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
+    DTRAIN_ALGORITHM_RING                /* messages; adds around the ring, not in the tree order */
+} dtrain_algorithm;
+
+typedef enum dtrain_progress {
+    DTRAIN_PROGRESS_THREAD = 0, /* a service thread, started with the first async call, drives async work */
+    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives async work */
+} dtrain_progress;
+
+/* How to make a group. Zero means the default; zero the whole struct, then set what differs. */
+typedef struct dtrain_comm_desc {
+    int rank;                   /* used when world_size is not 0 */
+    int world_size;             /* 0: from the environment */
+    int64_t timeout_ms;         /* deadline of every blocking or async call; 0: 60,000; negative: none */
+    dtrain_algorithm algorithm; /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_progress progress;   /* 0: a service thread */
+    size_t stack_bytes;         /* of dtrain_run_threads' threads; 0: 8 MiB */
+    dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
+} dtrain_comm_desc;
+
+/* Makes the group that the environment or desc describes; a world of one where they describe none.
+ *
+ *   comm     out: this rank's end; NULL on an error
+ *   desc     NULL: all defaults
+ *   errors   DTRAIN_ERR_UNSUPPORTED  a world of several processes: this version connects threads, and
+ *                                    processes through dtrain_comm_from_transport
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
+/* Makes `ranks` connected ends for a program that brings its own threads: comms[r] is rank r's.
+ *
+ *   comms    out: ranks pointers, each used by one thread at a time and destroyed by itself
+ *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc);
+
+/* Runs body once a rank, each on a thread of its own, and returns when all have returned.
+ *
+ *   body      gets its rank's end, which is destroyed after it returns
+ *   returns   DTRAIN_OK when every body did; else the status of the rank that failed first, and a text that
+ *             begins with its number. Ranks that wait for it get DTRAIN_ERR_PEER_LOST
+ *
+ * any thread; blocks until the last body returns */
+DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
+                                            void *user, const dtrain_comm_desc *desc);
+
+/* Makes a group over a transport of your own; the table is copied, and destroyed with the group.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
+                                                    const dtrain_comm_desc *desc);
+
+/* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
+ *
+ * Peers that need this rank for an operation get DTRAIN_ERR_PEER_LOST with its number. Work still pending
+ * is cancelled, its handles die with the group.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
+
+/* Returns this end's rank; 0 for NULL.
+ *
+ * any thread */
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
+
+/* Returns the number of ranks; 1 for NULL.
+ *
+ * any thread */
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
+
+/* Returns the text of the group's last error on this rank; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_comm_error(const dtrain_comm *comm);
+
+/* Returns the allocator that the group uses, for its counters and for objects that shall share them.
+ *
+ * any thread */
+DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
+
+/* Returns the nanoseconds that this rank's caller has spent inside blocking calls and waits of the group.
+ *
+ * one thread per object */
+DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
+
+/* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
+ *
+ * Parts are contiguous, in rank order, and differ by at most one element: the first count % size
+ * ranks hold one more. A rank beyond `count` holds none.
+ *
+ *   rank      0 <= rank < size of comm
+ *   begin     out: index of the part's first element; may be NULL
+ *   returns   the number of elements in the part; 0 for a bad rank or a NULL comm
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin);
+
+/* Reduces `count` elements over all ranks; every rank gets the whole result.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
+ *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
+ *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size
+ *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
+ *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
+ *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
+ *             DTRAIN_ERR_PEER_LOST  a rank has left; the group is broken
+ *             on any error the contents of out are undefined, in is unchanged unless in == out
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype, dtrain_op op);
+
+/* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
+ *
+ *   in       count elements, of which none but those of out change
+ *   out      as many elements as this rank's shard has; in place means out == in + begin of the shard
+ *   others   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                               dtrain_dtype dtype, dtrain_op op);
+
+/* Joins every rank's shard of `count` elements; every rank gets them all.
+ *
+ *   in       this rank's shard (see dtrain_shard); in place means in == out + begin of the shard
+ *   out      count elements
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype);
+
+/* Copies `count` elements from rank root to every rank, in place.
+ *
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root);
+
+/* Returns when every rank has called it; errors as dtrain_all_reduce.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm);
+
+/* Sends `count` elements to rank peer, which calls dtrain_recv with the same count and dtype.
+ *
+ * Messages between two ranks keep their order. The call may return before the peer has received.
+ *
+ *   peer     another rank than this one
+ *   errors   as dtrain_all_reduce
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer);
+
+/* Receives `count` elements that rank peer sends; see dtrain_send.
+ *
+ *   errors   DTRAIN_ERR_MISMATCH  what came has another count or dtype; out is unchanged
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
+
+/* Starts what the function without _async does. Operations of one group finish in the order of their calls.
+ *
+ *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
+ *   buffers  belong to the operation until it is done
+ *   errors   bad arguments at once; all others from dtrain_work_wait
+ *
+ * collective: every rank of comm, same order; never blocks */
+DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                     dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
+                                                int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
+                                           int peer, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
+                                           dtrain_work **work);
+
+/* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
+ *
+ * any thread */
+DTRAIN_API int dtrain_work_done(const dtrain_work *work);
+
+/* Returns an operation's result, once, and frees its handle; waits for its end, which its deadline bounds.
+ *
+ *   returns   DTRAIN_ERR_INVALID for NULL
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
+
+/* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
+ *
+ *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
+ *             a group that has a service thread
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us);
+
+/* Compares `bytes` bytes, elements of dtype, on all ranks.
+ *
+ *   errors   DTRAIN_ERR_MISMATCH  they differ; the text names the first rank that differs from rank 0 and
+ *                                 its first element that does. The same on every rank
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count,
+                                                 dtrain_dtype dtype);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

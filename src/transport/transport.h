@@ -1,0 +1,43 @@
+/* ---- >>transport ----
+ * How bytes get from rank to rank. A transport knows nothing of tensors: it is two functions over a
+ * reliable, ordered stream of bytes from each rank to each other one. Fill the table, give it to
+ * dtrain_comm_from_transport, and every collective runs over it. */
+#ifndef DTRAIN__TRANSPORT_H
+#define DTRAIN__TRANSPORT_H
+#include "../base/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The ranks of one address space; made by the threads transport only. */
+typedef struct dtrain__board dtrain__board;
+
+/* One rank's end of a transport.
+ *
+ * send and recv move up to `bytes` bytes of the stream to or from `peer` and set *moved, on every return,
+ * to how many went. They return
+ *
+ *   DTRAIN_OK             all of them went
+ *   DTRAIN_ERR_TIMEOUT    the clock CLOCK_MONOTONIC passed deadline_ns with some left. A deadline in the past
+ *                         asks for what can be done without waiting; INT64_MAX never comes
+ *   DTRAIN_ERR_PEER_LOST  the peer's end is closed
+ *   another status        the transport is of no more use
+ *
+ * The core orders blocking calls so that sends that wait for their receivers never form a cycle. It calls from
+ * one thread at a time; in poll mode only with past deadlines. */
+typedef struct dtrain_transport {
+    void *self; /* given to every function */
+    int rank;
+    int size;
+    dtrain_status (*send)(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
+    dtrain_status (*recv)(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
+    void (*destroy)(void *self); /* may be NULL; called once, by dtrain_comm_destroy */
+    dtrain__board *board;        /* NULL in transports of your own */
+} dtrain_transport;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
