@@ -1,0 +1,365 @@
+/* ---- >>train ----
+ * From gradients to the next weights: the parameter table, the sampler, optimizers, schedules, gradient
+ * clipping, aggregators, and DDP, which reduces gradients while the backward pass still runs.
+ * Gradients are sums with a weight (usually a number of tokens) and are divided once, by the weight of all
+ * ranks, so that uneven batches and ranks with none are right. Micro-batches are folded by the tree of
+ * >>order: a fixed number of them gives the same weights, bit for bit, on 1, 2, 4 and 8 ranks. */
+#ifndef DTRAIN__TRAIN_H
+#define DTRAIN__TRAIN_H
+#include "../base/base.h"
+#include "../tensor/tensor.h"
+#include "../comm/comm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One tensor of a model. A table of these names every parameter once; zero what does not apply.
+ *
+ * A unit is what is computed, and so reduced, together: usually one layer. Units are numbered from 0 without
+ * gaps, in the order of the forward pass. A stacked tensor, whose first size is the number of layers, gives
+ * one layer to each of the units unit, unit + 1, ... */
+typedef struct dtrain_param {
+    const char *name; /* unique, not empty */
+    dtrain_dtype dtype;
+    size_t shape[DTRAIN_MAX_DIMS];
+    int ndim;     /* 0: the leading nonzero sizes of shape */
+    int stacked;  /* 1: the first size counts layers, one unit each */
+    int unit;     /* the unit, or the first layer's */
+    int no_decay; /* 1: no weight decay (biases, norms) */
+    void *data;
+    void *grad; /* as data; NULL: frozen, neither reduced nor updated */
+} dtrain_param;
+
+/* Checks a table as every function here that takes one does.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a name missing or used twice; a bad dtype or shape; sizes that overflow; units with
+ *                                a gap; memory missing or shared by two tensors. The text names the parameter
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count);
+
+/* Returns the number of units of a table: its highest unit number and one more; 0 for no table.
+ *
+ * any thread */
+DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count);
+
+/* Returns the number of elements of one parameter; 0 when they overflow.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param);
+
+/* What to draw from, and how a step is cut. */
+typedef struct dtrain_sampler_desc {
+    uint64_t count;    /* examples of an epoch; at least 1 */
+    uint64_t seed;     /* of the shuffle */
+    int no_shuffle;    /* 1: in order */
+    size_t batch;      /* examples a micro-batch; 0: 1 */
+    int micro_batches; /* micro-batches a step, over all ranks together; 0: 1 */
+} dtrain_sampler_desc;
+
+/* Deals every example of an epoch exactly once. Holds no position: any step may be asked for, by any number of
+ * ranks, so that resuming is starting at a later step. Copy it freely; it owns nothing. */
+typedef struct dtrain_sampler {
+    dtrain_sampler_desc desc;
+    uint64_t rows, columns; /* of the rectangle that the shuffle permutes */
+} dtrain_sampler;
+
+/* Sets a sampler up.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no examples, or a negative or overflowing cut
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_sampler_init(dtrain_sampler *sampler, const dtrain_sampler_desc *desc);
+
+/* Returns the number of steps of an epoch; the last may be short.
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
+
+/* Returns the example at a position of an epoch's shuffle, which depends on seed, epoch and position alone.
+ *
+ *   position   below count
+ *   source     a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position);
+
+/* Says which of a step's micro-batches are a rank's: a contiguous block, so that their sums fit the tree.
+ *
+ *   step      counted over all epochs: epoch step / steps, in it step % steps
+ *   first     out: the first of them, 0 to micro_batches - 1; may be NULL
+ *   returns   how many there are, those without examples left out: 0 for a rank that has none this step
+ *
+ * any thread */
+DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
+
+/* Lists the examples of one micro-batch. Micro-batches do not depend on the number of ranks. What is left for an
+ * epoch's last step is split over its micro-batches evenly, earlier ones one longer.
+ *
+ *   micro_batch   0 to micro_batches - 1
+ *   examples      out: room for batch of them
+ *   returns       how many there are: batch, or fewer in an epoch's last step
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,
+                                       uint64_t *examples);
+
+typedef enum dtrain_schedule_kind {
+    DTRAIN_SCHEDULE_CONSTANT = 0,
+    DTRAIN_SCHEDULE_LINEAR = 401, /* falls from lr to min_lr in a line */
+    DTRAIN_SCHEDULE_COSINE        /* falls from lr to min_lr along half a cosine */
+} dtrain_schedule_kind;
+
+/* A learning rate over time. */
+typedef struct dtrain_schedule {
+    dtrain_schedule_kind kind;
+    float lr;              /* the highest, reached when the warm-up ends */
+    float min_lr;          /* the last of a falling schedule */
+    uint64_t warmup_steps; /* step s of them has lr * (s + 1) / warmup_steps; 0: none */
+    uint64_t total_steps;  /* when a falling schedule has reached min_lr, warm-up included */
+} dtrain_schedule;
+
+/* Returns the learning rate of a step, counted from 0; the same bits on every machine. 0 for NULL.
+ *
+ * After the warm-up, with t = (step - warmup_steps) / (total_steps - warmup_steps), at most 1:
+ * linear lr + (min_lr - lr) t, cosine min_lr + (lr - min_lr) (1 + cos(pi t)) / 2.
+ *
+ *   source   Loshchilov and Hutter, SGDR, ICLR 2017
+ *
+ * any thread */
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step);
+
+typedef enum dtrain_optimizer_kind {
+    DTRAIN_OPTIMIZER_DEFAULT = 0, /* AdamW */
+    DTRAIN_SGD = 501,
+    DTRAIN_ADAMW
+} dtrain_optimizer_kind;
+
+/* An optimizer's constants. */
+typedef struct dtrain_optimizer_desc {
+    dtrain_optimizer_kind kind; /* 0: AdamW */
+    float beta1;                /* AdamW; 0: 0.9 */
+    float beta2;                /* AdamW; 0: 0.999 */
+    float eps;                  /* AdamW; 0: 1e-8 */
+    float weight_decay;         /* 0: none */
+    float momentum;             /* SGD; 0: none, and no memory for it */
+    int nesterov;               /* SGD: 1 steps along g + momentum * velocity */
+    int decoupled_decay;        /* SGD: 1 decays the weights themselves; 0 adds weight_decay * p to the gradient */
+} dtrain_optimizer_desc;
+
+/* One step of AdamW over a slice: what remains of the optimizer when its state is sharded.
+ *
+ * In float32, each operation rounded, the same bits under any flags and instruction set:
+ *   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g)
+ *   p = (1 - lr * weight_decay) * p - (lr / (1 - beta1^step)) * (m / (sqrt(v) / sqrt(1 - beta2^step) + eps))
+ * The constants are computed in float64 and rounded once.
+ *
+ *   params, grads, m, v   count float32, any alignment, apart from each other; m and v zero before step 1
+ *   desc                  NULL: all defaults; kind is not read
+ *   step                  counted from 1
+ *   source                Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019
+ *
+ * any thread; allocates nothing */
+DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
+                             const dtrain_optimizer_desc *desc, float lr, uint64_t step);
+
+/* One step of SGD over a slice.
+ *
+ * In float32, each operation rounded, the same bits under any flags and instruction set:
+ *   coupled decay   g = g + weight_decay * p; decoupled: p = (1 - lr * weight_decay) * p
+ *   velocity = momentum * velocity + g;  d = velocity, or with nesterov g + momentum * velocity
+ *   p = p - lr * d
+ *
+ *   velocity   zero before the first step; NULL when desc has no momentum, and then d = g
+ *   others     as dtrain_adamw
+ *   source     Sutskever, Martens, Dahl, Hinton, ICML 2013, as PyTorch writes it
+ *
+ * any thread; allocates nothing */
+DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
+                           const dtrain_optimizer_desc *desc, float lr);
+
+typedef struct dtrain_optimizer dtrain_optimizer;
+
+/* Makes an optimizer for the parameters of a table that have a gradient.
+ *
+ *   table       copied; its data and grad are used by every step
+ *   desc        NULL: all defaults
+ *   allocator   of the state: 2 floats an element for AdamW, 1 for SGD with momentum; must outlive it. NULL: the
+ *               C library
+ *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_params_check), or constants out of range
+ *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32
+ *               DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
+                                                 const dtrain_optimizer_desc *desc, dtrain_allocator *allocator);
+
+/* Updates every parameter from its gradient, which stays as it is.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a NULL optimizer, or lr negative or not finite
+ *
+ * one thread per object; allocates nothing */
+DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
+
+/* Frees an optimizer; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
+
+/* Measures the length of all gradients of a table as one vector, and shortens it to max_norm when it is longer.
+ *
+ * Squares are summed in float64: each parameter as dtrain_tensor_sum_squares does, then the parameters in table
+ * order. The factor max_norm / norm is rounded to float32 once.
+ *
+ *   max_norm   0: measure only
+ *   norm       out: the length before; may be NULL. When it is not finite the gradients are left as they are
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or NaN
+ *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
+ *
+ * any thread; allocates nothing */
+DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
+
+/* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
+typedef struct dtrain_ddp dtrain_ddp;
+
+typedef struct dtrain_ddp_desc {
+    size_t bucket_bytes; /* a bucket is closed when it has as many; 0: 1 MiB */
+    int no_broadcast;    /* 1: parameters are the same on all ranks already */
+    int no_overlap;      /* 1: everything is reduced in dtrain_ddp_finish, by blocking calls */
+} dtrain_ddp_desc;
+
+/* Makes a DDP over a group, and gives every rank the parameters of rank 0.
+ *
+ * Memory: the gradients once more, and log2(micro_batches) - 1 times more when gradients accumulate.
+ *
+ *   comm     must outlive it
+ *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
+ *   desc     NULL: all defaults
+ *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            those of dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                           const dtrain_ddp_desc *desc);
+
+/* Opens a step: sets all gradients to zero and says what this rank will bring to it.
+ *
+ * Until dtrain_ddp_finish the group is the DDP's: no other collective of comm.
+ *
+ *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next
+ *   weight          of this rank's examples in the whole step, usually their tokens; may be 0
+ *   errors          DTRAIN_ERR_INVALID  a step is open; micro_batches negative; weight negative or not finite
+ *                   DTRAIN_ERR_MEMORY   more micro-batches than in any step before
+ *                   those of dtrain_all_reduce_async
+ *
+ * collective: every rank of comm, same order; never blocks */
+DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight);
+
+/* Takes a unit's gradients over: called when a micro-batch's backward pass has finished with the unit.
+ *
+ * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
+ * the tree and set to zero for the next; after the last, the unit's bucket is on its way as soon as its other units
+ * are, and the gradients are the DDP's until dtrain_ddp_finish. Any order of units; the next micro-batch begins
+ * when every unit was reduced and one is again, or with dtrain_ddp_next.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others
+ *                                were not; more micro-batches than announced
+ *            those of dtrain_all_reduce_async
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
+
+/* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no step is open, or all its micro-batches have ended
+ *            those of dtrain_all_reduce_async
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
+
+/* Closes the step: waits for all buckets, then divides once. Every gradient is now the weighted mean over all ranks,
+ * the same bits on each of them.
+ *
+ * Units that this rank has not reduced in the last micro-batch count as unused in it: they add nothing.
+ *
+ *   total_weight   out: the sum of all ranks' weights; may be NULL. When it is 0 the gradients are not divided
+ *   errors         DTRAIN_ERR_INVALID  no step is open; fewer micro-batches than announced: the step stays open
+ *                  those of dtrain_all_reduce: the step is closed, gradients are undefined
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight);
+
+/* Returns the text of the DDP's last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp);
+
+/* Frees a DDP; NULL is legal. In an open step it first waits for the buckets on their way, up to timeout_ms.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp);
+
+/* How the gradients of all ranks become one: a table of functions, to be filled by you or by those below. */
+typedef struct dtrain_aggregator {
+    void *self; /* given to every function */
+    /* Turns each gradient of the table, this rank's sum, into the mean over all ranks by weight, and sets
+     * *total_weight to the sum of the weights; with a total of 0 it does not divide. */
+    dtrain_status (*aggregate)(void *self, const dtrain_param *table, size_t count, double weight,
+                               double *total_weight);
+    void (*destroy)(void *self); /* may be NULL */
+} dtrain_aggregator;
+
+/* Makes the aggregator of a program that is alone: it divides by its own weight.
+ *
+ * any thread */
+DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
+
+/* Makes the aggregator that all-reduces over comm, which must outlive it; gradients that lie one after the other
+ * in memory go together.
+ *
+ * any thread; its aggregate is collective, and blocks up to timeout_ms */
+DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
+
+/* Frees what an aggregator owns.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator);
+
+/* Adds the gradients of this rank's examples to the table's, which are zero, and sets *weight to their weight. */
+typedef dtrain_status (*dtrain_compute_fn)(void *user, double *weight);
+
+/* One training step: what to compute, how to aggregate, how to apply. */
+typedef struct dtrain_step_desc {
+    const dtrain_param *table;
+    size_t count;
+    dtrain_compute_fn compute;
+    void *user;                          /* given to compute */
+    const dtrain_aggregator *aggregator; /* NULL: local */
+    dtrain_optimizer *optimizer;         /* made from the same table */
+    float lr;
+    float max_norm; /* of the gradient; 0: not clipped */
+} dtrain_step_desc;
+
+typedef struct dtrain_step_result {
+    double total_weight; /* of all ranks; 0: nothing was applied */
+    double norm;         /* of the gradient before clipping */
+} dtrain_step_result;
+
+/* Sets gradients to zero, computes, aggregates, clips and applies.
+ *
+ *   result   out; may be NULL
+ *   errors   DTRAIN_ERR_INVALID  a missing table, compute or optimizer
+ *            the status of compute, or those of aggregating; nothing was applied. When compute fails on one rank,
+ *            the others learn it when this rank leaves the group, or at their deadline
+ *
+ * collective when its aggregator is */
+DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
