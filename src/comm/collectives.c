@@ -1,0 +1,183 @@
+/* ---- >>collectives ----
+ * The public calls: each describes itself as an operation and hands it to the core, blocking or not. */
+#ifndef DTRAIN__COLLECTIVES
+#define DTRAIN__COLLECTIVES
+#include "op.c"
+#include "comm.c"
+
+static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
+                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+{
+    dtrain__op op;
+    memset(&op, 0, offsetof(dtrain__op, error));
+    op.error.status = DTRAIN_OK;
+    op.kind = kind;
+    op.in = in;
+    op.out = out;
+    op.count = count;
+    op.dtype = dtype;
+    op.op = reduction;
+    op.root = root;
+    return dtrain__comm_call(comm, &op, work);
+}
+
+static dtrain_status dtrain__no_work(const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: nowhere to put the handle (work is NULL)", call);
+}
+
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
+{
+    if (comm != NULL)
+        return dtrain_split(count, comm->size, rank, begin);
+    if (begin != NULL)
+        *begin = 0;
+    return 0;
+}
+
+DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("all_reduce_async");
+    return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                               dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                     dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("reduce_scatter_async");
+    return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("all_gather_async");
+    return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
+                                                int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("broadcast_async");
+    return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
+{
+    return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer)
+{
+    return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
+                                           int peer, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("send_async");
+    return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
+}
+
+DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer)
+{
+    return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
+                                           dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("recv_async");
+    return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
+}
+
+/* Index of the first element in which a and b differ; count when none does. */
+static size_t dtrain__first_difference(const unsigned char *a, const unsigned char *b, size_t count, size_t width)
+{
+    if (count == 0 || memcmp(a, b, count * width) == 0)
+        return count;
+    for (size_t i = 0; i < count; i++)
+        if (memcmp(a + i * width, b + i * width, width) != 0)
+            return i;
+    return count;
+}
+
+/* Compares with rank 0's data in pieces; *first is the first differing element, or count. */
+static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned char *data, size_t count,
+                                               dtrain_dtype dtype, unsigned char *piece, size_t piece_count,
+                                               size_t *first)
+{
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    dtrain_status status = DTRAIN_OK;
+    *first = count;
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += piece_count) {
+        size_t n = count - at < piece_count ? count - at : piece_count;
+        if (comm->rank == 0)
+            memcpy(piece, data + at * width, n * width);
+        status = dtrain_broadcast(comm, piece, n, dtype, 0);
+        if (status == DTRAIN_OK && *first == count) {
+            size_t found = dtrain__first_difference(piece, data + at * width, n, width);
+            *first = found < n ? at + found : count;
+        }
+    }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count, dtrain_dtype dtype)
+{
+    size_t width = dtrain_dtype_bits(dtype) / 8, piece_bytes = (size_t)256 << 10, first;
+    if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
+    unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
+    if (piece == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "check_equal on rank %d: no memory for %zu bytes",
+                            comm->rank, piece_bytes + table_bytes);
+    uint64_t *table = (uint64_t *)(void *)(piece + piece_bytes), mine;
+    dtrain_status status = dtrain__compare_with_root(comm, (const unsigned char *)data, count, dtype, piece,
+                                                     piece_bytes / width, &first);
+    mine = first;
+    if (status == DTRAIN_OK)
+        status = dtrain_all_gather(comm, &mine, table, (size_t)comm->size, DTRAIN_U64);
+    for (int rank = 0; status == DTRAIN_OK && rank < comm->size; rank++)
+        if (table[rank] != count)
+            status = dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
+                                  "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
+                                  "replicas took different steps", dtrain_dtype_name(dtype), count, rank,
+                                  (unsigned long long)table[rank]);
+    dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
+    return status;
+}
+
+#endif

@@ -1,0 +1,389 @@
+/* ---- >>comm_core ----
+ * Making and leaving groups, the queue of asynchronous work, and the threads that drive it. A call runs on
+ * its own thread when nothing is queued; otherwise it queues and waits, so that operations of one group run
+ * one after another in the order of their calls. Whoever drives a queue holds the group's drive_mutex.
+ * One service thread serves all ranks of a board; a group over messages has one of its own. */
+#ifndef DTRAIN__COMM
+#define DTRAIN__COMM
+#include "op.c"
+#include "fused.c"
+#include "message.c"
+
+struct dtrain__service {
+    dtrain__os_thread thread;
+    dtrain__bell *bell;
+    dtrain_allocator *allocator;
+    pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
+    dtrain_comm **comms;
+    int size;
+    uint32_t stop;
+};
+
+static int dtrain__comm_fused(const dtrain__op *op)
+{
+    return op->algorithm == DTRAIN_ALGORITHM_FUSED;
+}
+
+/* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
+ * 0, what goes at once; else until about then. */
+static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    int64_t slice = wait_ns;
+    if (dtrain__comm_fused(op))
+        return dtrain__fused_advance(comm, op, wait_ns);
+    if (wait_ns == INT64_MAX) {
+        /* In slices, so that the log can say who is awaited long before the deadline. */
+        int64_t now = dtrain__os_now_ns();
+        slice = now + 100000000 < op->deadline_ns ? now + 100000000 : op->deadline_ns;
+    }
+    return dtrain__message_advance(comm, op, slice);
+}
+
+static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+typedef struct dtrain__comm_wait {
+    dtrain_comm *comm;
+    dtrain__op *op;
+    int ended;
+} dtrain__comm_wait;
+
+static int dtrain__comm_ready(void *pointer)
+{
+    dtrain__comm_wait *wait = (dtrain__comm_wait *)pointer;
+    wait->ended = dtrain__comm_advance(wait->comm, wait->op, INT64_MAX);
+    return wait->ended;
+}
+
+/* Runs one operation to its end on the calling thread. */
+static void dtrain__comm_run(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__comm_wait wait = {comm, op, 0};
+    int phase = op->phase;
+    size_t at = op->at;
+    for (unsigned turn = 0; !dtrain__comm_ready(&wait); turn++) {
+        if (op->phase != phase || op->at != at)
+            turn = 0;
+        phase = op->phase;
+        at = op->at;
+        if ((turn > comm->bell->spins || !dtrain__comm_fused(op)) && dtrain__op_late(comm, op) &&
+            dtrain__comm_expire(comm, op))
+            return;
+        if (dtrain__comm_fused(op))
+            dtrain__bell_wait(comm->bell, turn, op->deadline_ns, dtrain__comm_ready, &wait);
+        if (wait.ended)
+            return;
+    }
+}
+
+static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
+{
+    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain_work *work = comm->head;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    return work;
+}
+
+/* Takes the head off the queue and makes its result visible; the handle may be gone right after. */
+static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
+{
+    pthread_mutex_lock(&comm->queue_mutex);
+    comm->head = work->next;
+    if (comm->head == NULL)
+        comm->tail = NULL;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+}
+
+/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything ended
+ * or changed its phase. */
+static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
+{
+    int moved = 0;
+    dtrain_work *work;
+    while ((work = dtrain__queue_head(comm)) != NULL) {
+        int phase = work->op.phase;
+        size_t at = work->op.at;
+        int ended = dtrain__comm_advance(comm, &work->op, until_ns);
+        if (!ended && dtrain__op_late(comm, &work->op))
+            ended = dtrain__comm_expire(comm, &work->op);
+        moved |= ended || work->op.phase != phase || work->op.at != at;
+        if (!ended)
+            break;
+        dtrain__queue_finish(comm, work);
+        if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
+    }
+    return moved;
+}
+
+/* One round over the groups that nobody else is driving. */
+static int dtrain__service_round(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    int moved = __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0;
+    pthread_mutex_lock(&service->mutex);
+    for (int i = 0; i < service->size; i++) {
+        dtrain_comm *comm = service->comms[i];
+        if (comm == NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 ||
+            pthread_mutex_trylock(&comm->drive_mutex) != 0)
+            continue;
+        int messages = comm->transport.board == NULL;
+        moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
+        moved |= messages && comm->pending > 0;
+        pthread_mutex_unlock(&comm->drive_mutex);
+    }
+    pthread_mutex_unlock(&service->mutex);
+    return moved;
+}
+
+static void dtrain__service_main(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    unsigned first = service->bell->spins + DTRAIN__WAIT_YIELDS - 10; /* yield a little, then sleep */
+    for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
+        if (dtrain__service_round(service))
+            turn = first;
+        dtrain__bell_wait(service->bell, turn, INT64_MAX, dtrain__service_round, service);
+    }
+}
+
+static void dtrain__service_stop(dtrain__service *service)
+{
+    __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(service->bell);
+    dtrain__os_thread_join(&service->thread);
+    pthread_mutex_destroy(&service->mutex);
+    dtrain__free(service->allocator, service->comms, (size_t)service->size * sizeof(dtrain_comm *));
+    dtrain__free(service->allocator, service, sizeof *service);
+}
+
+static void dtrain__service_stop_board(dtrain__board *board)
+{
+    dtrain__service_stop((dtrain__service *)board->service);
+}
+
+static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out, int size)
+{
+    dtrain_allocator *allocator = comm->transport.board != NULL ? comm->transport.board->allocator : comm->allocator;
+    dtrain__service *service = (dtrain__service *)dtrain__alloc(allocator, sizeof *service);
+    if (service == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a service thread", comm->rank);
+    service->allocator = allocator;
+    service->bell = comm->bell;
+    service->size = size;
+    pthread_mutex_init(&service->mutex, NULL);
+    service->comms = (dtrain_comm **)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain_comm *));
+    int error = service->comms == NULL
+                    ? ENOMEM
+                    : dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
+    if (error == 0) {
+        *out = service;
+        return DTRAIN_OK;
+    }
+    pthread_mutex_destroy(&service->mutex);
+    dtrain__free(allocator, service->comms, (size_t)size * sizeof(dtrain_comm *));
+    dtrain__free(allocator, service, sizeof *service);
+    return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                        "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
+                        "without", comm->rank, strerror(error));
+}
+
+/* Puts the group under a service thread, at the first asynchronous call. */
+static dtrain_status dtrain__service_join(dtrain_comm *comm)
+{
+    dtrain__board *board = comm->transport.board;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__service *service = NULL;
+    if (board == NULL) {
+        status = dtrain__service_start(comm, &service, 1);
+    } else {
+        pthread_mutex_lock(&board->mutex);
+        if (board->service == NULL && (status = dtrain__service_start(comm, &service, board->size)) == DTRAIN_OK) {
+            board->service = service;
+            board->last_gone = dtrain__service_stop_board;
+        }
+        service = (dtrain__service *)board->service;
+        pthread_mutex_unlock(&board->mutex);
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    pthread_mutex_lock(&service->mutex);
+    service->comms[board != NULL ? comm->rank : 0] = comm;
+    pthread_mutex_unlock(&service->mutex);
+    comm->service = service;
+    return DTRAIN_OK;
+}
+
+static void dtrain__service_leave(dtrain_comm *comm)
+{
+    dtrain__service *service = comm->service;
+    if (service == NULL)
+        return;
+    pthread_mutex_lock(&service->mutex);
+    service->comms[comm->transport.board != NULL ? comm->rank : 0] = NULL;
+    pthread_mutex_unlock(&service->mutex);
+    if (comm->transport.board == NULL)
+        dtrain__service_stop(service);
+}
+
+static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain_algorithm asked = comm->desc.algorithm;
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
+    int power_of_two = (comm->size & (comm->size - 1)) == 0;
+    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
+        return DTRAIN_ALGORITHM_TREE;
+    if (comm->transport.board != NULL && (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+        return DTRAIN_ALGORITHM_FUSED;
+    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
+        return DTRAIN_ALGORITHM_TREE;
+    if (asked == DTRAIN_ALGORITHM_RING)
+        return DTRAIN_ALGORITHM_RING;
+    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+}
+
+static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain_status status = dtrain__op_check(comm, op);
+    if (status != DTRAIN_OK)
+        return status;
+    op->algorithm = dtrain__comm_select(comm, op);
+    op->awaited = -1;
+    op->started_ns = dtrain__os_now_ns();
+    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
+                          ? INT64_MAX
+                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK)
+        return status;
+    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain_work *work = comm->spare;
+    if (work != NULL)
+        comm->spare = work->next;
+    else
+        work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
+    if (work != NULL) {
+        work->comm = comm;
+        work->next = NULL;
+        work->done = 0;
+        work->op = *op;
+        if (comm->tail != NULL)
+            comm->tail->next = work;
+        else
+            comm->head = work;
+        comm->tail = work;
+        __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+    }
+    pthread_mutex_unlock(&comm->queue_mutex);
+    if (work == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+    dtrain__bell_ring(comm->bell);
+    *out = work;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API int dtrain_work_done(const dtrain_work *work)
+{
+    return work == NULL || __atomic_load_n(&work->done, __ATOMIC_SEQ_CST) != 0;
+}
+
+static int dtrain__work_ready(void *pointer)
+{
+    return dtrain_work_done((const dtrain_work *)pointer);
+}
+
+/* Drives the queue on the calling thread until work has ended, or looks on while another thread does. */
+static void dtrain__work_help(dtrain_work *work)
+{
+    dtrain_comm *comm = work->comm;
+    unsigned turn = 0;
+    while (!dtrain_work_done(work)) {
+        if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
+            dtrain_work *head;
+            while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
+                dtrain__comm_run(comm, &head->op);
+                dtrain__queue_finish(comm, head);
+            }
+            pthread_mutex_unlock(&comm->drive_mutex);
+        } else {
+            dtrain__bell_wait(comm->bell, turn++, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
+        }
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+{
+    dtrain_status status;
+    dtrain_comm *comm;
+    int64_t started;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+    comm = work->comm;
+    started = dtrain__os_now_ns();
+    dtrain__work_help(work);
+    comm->blocked_ns += dtrain__os_now_ns() - started;
+    status = dtrain__report(&work->op.error);
+    if (status != DTRAIN_OK)
+        comm->error = work->op.error;
+    pthread_mutex_lock(&comm->queue_mutex);
+    work->next = comm->spare;
+    comm->spare = work;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
+{
+    int64_t until;
+    if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
+    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    pthread_mutex_lock(&comm->drive_mutex);
+    do
+        if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))
+            break;
+    while (dtrain__os_now_ns() < until);
+    pthread_mutex_unlock(&comm->drive_mutex);
+    return DTRAIN_OK;
+}
+
+/* Runs a call to its end (work NULL), or starts it. */
+static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
+{
+    dtrain_status status;
+    dtrain_work *queued = NULL;
+    if (work != NULL)
+        *work = NULL;
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?",
+                            dtrain__kind_name((uint64_t)op->kind));
+    status = dtrain__comm_begin(comm, op);
+    if (status != DTRAIN_OK)
+        return status;
+    if (work != NULL)
+        return dtrain__comm_enqueue(comm, op, work);
+    if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
+        status = dtrain__comm_enqueue(comm, op, &queued);
+        return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
+    }
+    dtrain__comm_run(comm, op);
+    comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
+    if (op->error.status != DTRAIN_OK)
+        comm->error = op->error;
+    return dtrain__report(&op->error);
+}
+
+#endif

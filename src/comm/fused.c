@@ -1,0 +1,260 @@
+/* ---- >>fused ----
+ * Collectives between ranks of one address space. Each rank posts its call and buffers; when every
+ * rank has posted, each does its part straight on all ranks' buffers, and returns when all have done
+ * theirs. Small inputs travel on the board itself and need no second round. No step waits: fused_advance
+ * does what can be done now, so that blocking calls, the service thread and poll share it.
+ *
+ * A rank takes its post back at its deadline by marking it; peers commit only after they have seen every
+ * post present twice in a row, so a mark made before the last post arrived is seen by all. */
+#ifndef DTRAIN__FUSED
+#define DTRAIN__FUSED
+#include "op.c"
+
+#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* bytes that one rank reads of inline inputs */
+
+enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_FINISH };
+
+static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = dtrain__op_bytes(op);
+    if (op->kind == DTRAIN__BARRIER)
+        return 1;
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST) && bytes <= DTRAIN__POST_INLINE_BYTES &&
+           bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
+}
+
+static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    return &comm->transport.board->slots[rank].posts[op->number & 1];
+}
+
+static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    dtrain__call call;
+    dtrain__post *post;
+    op->number = comm->number + 1;
+    post = dtrain__fused_post_of(comm, op, comm->rank);
+    call = dtrain__op_call(comm, op);
+    memcpy(post->call, &call, sizeof post->call);
+    post->in = op->in;
+    post->out = op->out;
+    if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
+        memcpy(post->data, op->in, dtrain__op_bytes(op));
+    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    op->phase = DTRAIN__FUSED_GATHER;
+    op->at = 0;
+}
+
+static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
+{
+    uint64_t word = __atomic_load_n(&comm->transport.board->slots[peer].arrived, __ATOMIC_SEQ_CST);
+    return word == 2 * op->number || word / 2 > op->number;
+}
+
+/* Ends the operation with the board broken: first makes sure that no peer is inside its buffers. */
+static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__board *board = comm->transport.board;
+    dtrain__op_blame(comm, op, dtrain__board_cause(board));
+    dtrain__board_revoke(board, comm->rank);
+    return 1;
+}
+
+/* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
+static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__call mine = dtrain__op_call(comm, op), first, other;
+    memcpy(&first, dtrain__fused_post_of(comm, op, 0)->call, sizeof first);
+    for (int peer = 1; peer < comm->size; peer++) {
+        memcpy(&other, dtrain__fused_post_of(comm, op, peer)->call, sizeof other);
+        if (memcmp(&other, &first, sizeof other) == 0)
+            continue;
+        if (memcmp(&mine, &first, sizeof mine) == 0)
+            dtrain__op_mismatch(comm, op, peer, &other);
+        else
+            dtrain__op_mismatch(comm, op, 0, &first);
+        return 0;
+    }
+    return 1;
+}
+
+static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
+        memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
+    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0)
+        return;
+    for (int rank = 0; rank < comm->size; rank++)
+        comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+}
+
+/* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
+static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    __atomic_store_n(&slot->arrived, 2 * op->number + 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size; peer++)
+        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
+            op->awaited = peer;
+            dtrain__op_expire(comm, op);
+            return 1;
+        }
+    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    return 0;
+}
+
+/* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
+static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__board *board = comm->transport.board;
+    int peer = (int)op->at;
+    for (; peer < comm->size; peer++) {
+        int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
+        if (dtrain__fused_arrived(comm, op, peer))
+            continue;
+        op->at = (size_t)peer;
+        op->awaited = peer;
+        if (left)
+            dtrain__board_lost(board, peer);
+        return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
+    }
+    op->at = 0;
+    for (peer = 0; peer < comm->size; peer++)
+        if (!dtrain__fused_arrived(comm, op, peer))
+            return 0;
+    op->awaited = -1;
+    comm->number = op->number;
+    if (!dtrain__fused_agree(comm, op))
+        return 1;
+    if (dtrain__fused_inline(comm, op)) {
+        dtrain__fused_small(comm, op);
+        return 1;
+    }
+    op->touched = 1;
+    op->phase = DTRAIN__FUSED_BODY;
+    return 0;
+}
+
+/* Folds elements [begin, begin + n) of all inputs, into every rank's output or into this rank's shard. */
+static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n, size_t shard_begin)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+        comm->ins[rank] = (const unsigned char *)post->in + begin * width;
+        comm->outs[rank] = op->kind == DTRAIN__ALL_REDUCE ? (unsigned char *)post->out + begin * width : NULL;
+    }
+    if (op->kind == DTRAIN__REDUCE_SCATTER)
+        comm->outs[0] = (unsigned char *)op->out + (begin - shard_begin) * width;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs,
+                 op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1, 0, n);
+}
+
+/* Copies the part of [begin, begin + n) of this rank's output that lies in `rank`'s shard. */
+static void dtrain__fused_copy_shard(dtrain_comm *comm, dtrain__op *op, int rank, size_t begin, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, low, shard = dtrain_split(op->count, comm->size, rank, &low);
+    size_t from = begin > low ? begin : low, to = begin + n < low + shard ? begin + n : low + shard;
+    const unsigned char *source = (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in;
+    unsigned char *target = (unsigned char *)op->out;
+    if (from < to && source != target + low * width)
+        memcpy(target + from * width, source + (from - low) * width, (to - from) * width);
+}
+
+/* This rank's part of the work, in elements: its own shard for reductions, everything for copies. All-reduce
+ * cuts at cache lines, so that no two ranks write one line. */
+static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
+{
+    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n;
+    *begin = 0;
+    if (op->kind == DTRAIN__REDUCE_SCATTER)
+        return dtrain_split(op->count, comm->size, comm->rank, begin);
+    if (op->kind == DTRAIN__BROADCAST && op->root == comm->rank)
+        return 0;
+    if (op->kind != DTRAIN__ALL_REDUCE)
+        return op->count;
+    n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
+    end = (*begin + n) * line;
+    *begin *= line;
+    end = end < op->count ? end : op->count;
+    return end > *begin ? end - *begin : 0;
+}
+
+/* Does this rank's part until `until_ns`; returns 1 when the operation has ended. */
+static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    dtrain__board *board = comm->transport.board;
+    size_t begin, share = dtrain__fused_share(comm, op, &begin);
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
+    while (op->at < share) {
+        size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
+        if (!dtrain__board_enter(board, comm->rank))
+            return dtrain__fused_end_broken(comm, op);
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy((unsigned char *)op->out + from * width,
+                   (const unsigned char *)dtrain__fused_post_of(comm, op, op->root)->in + from * width, n * width);
+        else if (op->kind == DTRAIN__ALL_GATHER)
+            for (int rank = 0; rank < comm->size; rank++)
+                dtrain__fused_copy_shard(comm, op, rank, from, n);
+        else
+            dtrain__fused_reduce(comm, op, from, n, begin);
+        dtrain__board_leave(board, comm->rank);
+        op->at += n;
+        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
+    __atomic_store_n(&board->slots[comm->rank].finished, op->number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    op->at = 0;
+    op->phase = DTRAIN__FUSED_FINISH;
+    return 0;
+}
+
+static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__board *board = comm->transport.board;
+    for (int peer = (int)op->at; peer < comm->size; peer++) {
+        int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->number)
+            continue;
+        op->at = (size_t)peer;
+        op->awaited = peer;
+        if (left)
+            dtrain__board_lost(board, peer);
+        return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
+    }
+    return 1;
+}
+
+/* Takes the operation as far as it goes without waiting, and not much beyond until_ns; returns 1 at its end. */
+static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    if (op->phase == DTRAIN__FUSED_POST) {
+        if (dtrain__board_broken(comm->transport.board))
+            return dtrain__fused_end_broken(comm, op);
+        dtrain__fused_post(comm, op);
+    }
+    if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))
+        return 1;
+    if (op->phase == DTRAIN__FUSED_BODY && dtrain__fused_body(comm, op, until_ns))
+        return 1;
+    return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_finish(comm, op);
+}
+
+/* Ends an operation whose deadline has passed; 0 when it goes on after all. */
+static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->phase == DTRAIN__FUSED_GATHER)
+        return dtrain__fused_withdraw(comm, op);
+    dtrain__op_expire(comm, op);
+    dtrain__board_break(comm->transport.board, &op->error);
+    dtrain__board_revoke(comm->transport.board, comm->rank);
+    return 1;
+}
+
+#endif

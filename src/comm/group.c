@@ -1,0 +1,285 @@
+/* ---- >>group ----
+ * Groups come and go: a world of one, the ranks of one process, a transport of the user's own. Leaving
+ * never waits for a peer; what was pending is cancelled, and whoever needs the leaver is told. */
+#ifndef DTRAIN__GROUP
+#define DTRAIN__GROUP
+#include "op.c"
+#include "comm.c"
+
+static void dtrain__comm_free(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size;
+    dtrain_allocator *allocator = comm->allocator, own;
+    while (comm->head != NULL) {
+        comm->tail = comm->head->next;
+        comm->head->next = comm->spare;
+        comm->spare = comm->head;
+        comm->head = comm->tail;
+    }
+    while (comm->spare != NULL) {
+        comm->tail = comm->spare->next;
+        dtrain__free(allocator, comm->spare, sizeof(dtrain_work));
+        comm->spare = comm->tail;
+    }
+    dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
+    dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
+    dtrain__free(allocator, comm->ins, size * sizeof(void *));
+    dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    pthread_mutex_destroy(&comm->queue_mutex);
+    pthread_mutex_destroy(&comm->drive_mutex);
+    own = comm->own;
+    dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+}
+
+/* Makes one rank's end; on an error the transport stays the caller's. */
+static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport *transport,
+                                      const dtrain_comm_desc *desc)
+{
+    size_t size = (size_t)transport->size;
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain_allocator *allocator = transport->board != NULL ? transport->board->allocator : desc->allocator;
+    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    comm->own = first;
+    comm->allocator = allocator != NULL ? allocator : &comm->own;
+    comm->rank = transport->rank;
+    comm->size = transport->size;
+    comm->transport = *transport;
+    comm->desc = *desc;
+    if (comm->desc.timeout_ms == 0)
+        comm->desc.timeout_ms = 60000;
+    comm->bell = transport->board != NULL ? &transport->board->bell : &comm->own_bell;
+    pthread_mutex_init(&comm->queue_mutex, NULL);
+    pthread_mutex_init(&comm->drive_mutex, NULL);
+    comm->sent = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
+    comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
+    comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL) {
+        dtrain__comm_free(comm);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    }
+    *out = comm;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
+{
+    int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
+    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_RING))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
+                            algorithm);
+    if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
+                            progress);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain__board *board = NULL;
+    dtrain_status status;
+    int made = 0;
+    memset(&defaults, 0, sizeof defaults);
+    if (desc == NULL)
+        desc = &defaults;
+    if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
+                            ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
+    for (int rank = 0; rank < ranks; rank++)
+        comms[rank] = NULL;
+    status = dtrain__comm_check_desc(desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__board_create(&board, ranks, desc->allocator);
+    for (; status == DTRAIN_OK && made < ranks; made++) {
+        dtrain_transport transport;
+        dtrain__threads_transport(&transport, board, made);
+        status = dtrain__comm_new(&comms[made], &transport, desc);
+        if (status != DTRAIN_OK)
+            break;
+    }
+    if (status == DTRAIN_OK || board == NULL)
+        return status;
+    for (int rank = 0; rank < made; rank++) {
+        dtrain__comm_free(comms[rank]);
+        comms[rank] = NULL;
+    }
+    dtrain__board_free(board);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
+    *comm = NULL;
+    if (desc != NULL && desc->world_size != 0 && (desc->rank < 0 || desc->rank >= desc->world_size))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d ranks; ranks count from 0", desc->rank,
+                            desc->world_size);
+    if (desc != NULL && desc->world_size > 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "comm_create: %d processes; this version connects threads (dtrain_run_threads) and, over a "
+                            "transport of your own, processes (dtrain_comm_from_transport)", desc->world_size);
+    return dtrain_threads_create(comm, 1, desc);
+}
+
+DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
+                                                    const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: needs a place for the group and a table with send and recv");
+    *comm = NULL;
+    if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
+        transport->rank >= transport->size)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
+                            transport->rank, transport->size, DTRAIN__MAX_RANKS);
+    if (transport->board != NULL || (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
+                            "leave board NULL and choose another algorithm than FUSED");
+    status = dtrain__comm_check_desc(desc != NULL ? desc : &defaults);
+    return status != DTRAIN_OK ? status : dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+}
+
+/* Cancels what is queued, so that peers hear of it and no buffer is used after the handles are gone. */
+static void dtrain__comm_cancel(dtrain_comm *comm)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain_work *work = dtrain__queue_head(comm);
+    if (work == NULL || comm->transport.board == NULL)
+        return;
+    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
+                 dtrain__op_text(comm, &work->op).text);
+    dtrain__board_break(comm->transport.board, &cause);
+    dtrain__board_revoke(comm->transport.board, comm->rank);
+    dtrain__thread_error = kept;
+}
+
+/* Leaves with a reason that peers will read; NULL: none. */
+static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
+{
+    dtrain_transport transport = comm->transport;
+    dtrain__service_leave(comm);
+    dtrain__comm_cancel(comm);
+    if (why != NULL && transport.board != NULL)
+        transport.board->slots[comm->rank].why = *why;
+    dtrain__comm_free(comm);
+    if (transport.destroy != NULL)
+        transport.destroy(transport.self);
+}
+
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
+{
+    if (comm != NULL)
+        dtrain__comm_leave(comm, comm->error.status != DTRAIN_OK ? &comm->error : NULL);
+}
+
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->rank : 0;
+}
+
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->size : 1;
+}
+
+DTRAIN_API const char *dtrain_comm_error(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->error.text : "";
+}
+
+DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
+{
+    return comm != NULL ? comm->allocator : NULL;
+}
+
+DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->blocked_ns : 0;
+}
+
+typedef struct dtrain__runner {
+    dtrain__os_thread thread;
+    dtrain_comm *comm;
+    dtrain_status (*body)(dtrain_comm *, void *);
+    void *user;
+    uint32_t *failures; /* counts up, so that the first failure is known */
+    uint32_t place;
+    dtrain__error error;
+} dtrain__runner;
+
+static void dtrain__runner_main(void *pointer)
+{
+    dtrain__runner *runner = (dtrain__runner *)pointer;
+    int rank = runner->comm->rank;
+    dtrain__thread_error.text[0] = 0;
+    dtrain_status status = runner->body(runner->comm, runner->user);
+    if (status != DTRAIN_OK) {
+        dtrain__error last = dtrain__thread_error;
+        dtrain__fail(&runner->error, status, "rank %d: %.600s", rank,
+                     last.text[0] != 0 ? last.text : dtrain_status_name(status));
+        runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
+    }
+    dtrain__comm_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
+                                            void *user, const dtrain_comm_desc *desc)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
+    size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
+    uint32_t failures = 0;
+    int started = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (n == 0 || body == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
+                            DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
+    dtrain__runner *runners = (dtrain__runner *)dtrain__alloc(&heap, n * sizeof(dtrain__runner));
+    dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
+    if (runners == NULL || comms == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
+    else
+        status = dtrain_threads_create(comms, ranks, desc);
+    for (; status == DTRAIN_OK && started < ranks; started++) {
+        dtrain__runner *runner = &runners[started];
+        runner->comm = comms[started];
+        runner->body = body;
+        runner->user = user;
+        runner->failures = &failures;
+        int error = dtrain__os_thread_start(&runner->thread, dtrain__runner_main, runner, stack);
+        if (error != 0) {
+            status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started,
+                                  ranks, strerror(error));
+            break;
+        }
+    }
+    if (comms != NULL && status != DTRAIN_OK)
+        for (int rank = started; rank < ranks; rank++)
+            dtrain_comm_destroy(comms[rank]);
+    dtrain__error first = dtrain__thread_error;
+    for (int rank = 0; rank < started; rank++) {
+        dtrain__os_thread_join(&runners[rank].thread);
+        if (status == DTRAIN_OK && runners[rank].place == 1)
+            first = runners[rank].error;
+    }
+    dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
+    dtrain__free(&heap, runners, n * sizeof(dtrain__runner));
+    if (status != DTRAIN_OK || failures > 0) {
+        dtrain__thread_error = first;
+        return first.status;
+    }
+    return DTRAIN_OK;
+}
+
+#endif
