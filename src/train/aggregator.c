@@ -36,7 +36,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
     for (size_t i = 0; i < count; i++) {
         float *grad = (float *)table[i].grad;
         if (grad != NULL)
-            dtrain__train_kernels_get()->scale(grad, grad, factor, dtrain_param_elements(&table[i]));
+            dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
     }
     dtrain__fp_leave(mode);
     return DTRAIN_OK;

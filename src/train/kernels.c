@@ -28,7 +28,7 @@ typedef struct dtrain__train_kernels {
     void (*sgd)(float *p, const float *g, float *velocity, size_t count, const dtrain__sgd_constants *c);
     void (*add)(float *out, const float *a, const float *b, size_t count);       /* out = a + b; out may be a or b */
     void (*divide)(float *out, const float *a, float divisor, size_t count);
-    void (*scale)(float *out, float factor, size_t count);
+    void (*multiply)(float *out, const float *a, float factor, size_t count);
 } dtrain__train_kernels;
 
 DTRAIN__EXACT_BEGIN
@@ -46,7 +46,7 @@ DTRAIN__EXACT_BEGIN
             vector mi = op##_add_ps(op##_mul_ps(op##_loadu_ps(m + i), beta1), op##_mul_ps(gi, rest1));                \
             vector square = op##_mul_ps(gi, gi);                                                                      \
             vector vi = op##_add_ps(op##_mul_ps(op##_loadu_ps(v + i), beta2), op##_mul_ps(square, rest2));            \
-            vector spread = op##_add_ps(op##_mul_ps(op##_sqrt_ps(vi), root), eps);                                    \
+            vector spread = op##_add_ps(op##_mul_ps(dtrain__train_sqrt_##isa(vi), root), eps);                                    \
             op##_storeu_ps(m + i, mi);                                                                                \
             op##_storeu_ps(v + i, vi);                                                                                \
             op##_storeu_ps(p + i, op##_sub_ps(kept, op##_mul_ps(op##_div_ps(mi, spread), rate)));                     \
@@ -131,6 +131,35 @@ DTRAIN__EXACT_BEGIN
         dtrain__train_adamw_##isa, dtrain__train_sgd_##isa, dtrain__train_add_##isa, dtrain__train_divide_##isa,      \
         dtrain__train_multiply_##isa};
 
+/* Square roots that are one instruction: the C library's may set errno. */
+#if defined(__x86_64__)
+static float dtrain__train_rootf(float square)
+{
+    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(square)));
+}
+
+static double dtrain__train_root(double square)
+{
+    __m128d both = _mm_set_sd(square);
+    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
+}
+#else
+static float dtrain__train_rootf(float square)
+{
+    return __builtin_sqrtf(square);
+}
+
+static double dtrain__train_root(double square)
+{
+    return __builtin_sqrt(square);
+}
+#endif
+
+static float dtrain__train_ratio(double over, double under)
+{
+    return (float)(over / under);
+}
+
 static float dtrain__one_loadu_ps(const float *from)
 {
     float value;
@@ -148,10 +177,14 @@ static void dtrain__one_storeu_ps(float *to, float value)
 #define dtrain__one_sub_ps(a, b) ((a) - (b))
 #define dtrain__one_mul_ps(a, b) ((a) * (b))
 #define dtrain__one_div_ps(a, b) ((a) / (b))
-#define dtrain__one_sqrt_ps(a) __builtin_sqrtf(a)
+#define dtrain__train_sqrt_scalar(a) dtrain__train_rootf(a)
 DTRAIN__TRAIN_KERNELS_FOR(scalar, , float, 1, dtrain__one)
 
 #if defined(__x86_64__)
+#define dtrain__train_sqrt_sse2(a) _mm_sqrt_ps(a)
+#define dtrain__train_sqrt_avx2(a) _mm256_sqrt_ps(a)
+/* _mm512_sqrt_ps warns of an undefined operand in gcc's own header. */
+#define dtrain__train_sqrt_avx512(a) _mm512_mask_sqrt_ps(a, 0xFFFF, a)
 DTRAIN__TRAIN_KERNELS_FOR(sse2, , __m128, 4, _mm)
 DTRAIN__TRAIN_KERNELS_FOR(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
 DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
@@ -163,19 +196,9 @@ DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16
 #define dtrain__neon_sub_ps(a, b) vsubq_f32(a, b)
 #define dtrain__neon_mul_ps(a, b) vmulq_f32(a, b)
 #define dtrain__neon_div_ps(a, b) vdivq_f32(a, b)
-#define dtrain__neon_sqrt_ps(a) vsqrtq_f32(a)
+#define dtrain__train_sqrt_neon(a) vsqrtq_f32(a)
 DTRAIN__TRAIN_KERNELS_FOR(neon, , float32x4_t, 4, dtrain__neon)
 #endif
-
-static double dtrain__train_root(double square)
-{
-    return __builtin_sqrt(square);
-}
-
-static float dtrain__train_ratio(double over, double under)
-{
-    return (float)(over / under);
-}
 
 DTRAIN__EXACT_END
 
