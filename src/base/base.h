@@ -4,6 +4,7 @@
  * Calls nothing but the C library. */
 #ifndef DTRAIN__BASE_H
 #define DTRAIN__BASE_H
+#include "platform.h"
 
 #include <stddef.h>
 #include <stdint.h>

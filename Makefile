@@ -1,0 +1,57 @@
+# make           dtrain.h from src/, and every example and tool into build/
+# make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
+# make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
+# make soak      the long random runs, MINUTES=n (default 10)
+# make bench     the benchmark table into build/bench.csv
+CC ?= cc
+CFLAGS ?= -O2
+WARN = -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion
+LIBS = -lpthread -lm
+SAN ?=
+MINUTES ?= 10
+
+programs = $(patsubst examples/%.c,build/%,$(wildcard examples/*.c)) $(patsubst tools/%.c,build/%,$(wildcard tools/*.c))
+test_dir = build/tests$(if $(SAN),-$(subst $(comma),-,$(SAN)))
+comma = ,
+test_programs = $(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_*.c) $(wildcard tests/soak.c))
+test_flags = -O2 -g $(WARN) $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+
+all: dtrain.h $(programs)
+
+dtrain.h: src/order.txt $(shell find src -type f) tools/amalgamate
+	@tools/amalgamate && touch dtrain.h
+
+build $(test_dir):
+	@mkdir -p $@
+
+build/train_%: examples/train_%.c dtrain.h $(wildcard examples/*.h) | build
+	$(CC) -O3 -march=native -fno-math-errno -I. $< -o $@ $(LIBS)
+
+build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
+	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
+
+build/%: tools/%.c dtrain.h | build
+	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
+
+$(test_dir)/%: tests/%.c tests/test.h dtrain.h $(wildcard examples/*) | $(test_dir)
+	$(CC) $(test_flags) -I. $< -o $@ $(LIBS)
+
+test: all $(test_programs)
+	@sh tests/run.sh $(test_dir)
+
+demo: all
+	@sh tools/demo
+
+bench: all
+	@sh tools/bench_table
+
+soak: $(test_dir)/soak
+	$(test_dir)/soak $(MINUTES)
+
+check:
+	@tools/amalgamate --check
+
+clean:
+	rm -rf build
+
+.PHONY: all test demo bench soak check clean

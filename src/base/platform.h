@@ -1,0 +1,38 @@
+/* ---- >>platform ----
+ * What must be settled before any system header: the features that the implementation needs of it; and
+ * the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses. */
+#ifndef DTRAIN__PLATFORM
+#define DTRAIN__PLATFORM
+
+#ifdef DTRAIN_IMPLEMENTATION
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE 1
+#endif
+#if defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
+#define _DARWIN_C_SOURCE 1
+#endif
+#include <limits.h>
+#if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
+#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
+#endif
+#endif
+
+/* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
+ * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt. */
+#if defined(__clang__)
+#define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
+#define DTRAIN__EXACT_END _Pragma("float_control(pop)")
+#elif defined(__GNUC__)
+#define DTRAIN__EXACT_BEGIN \
+    _Pragma("GCC push_options") \
+    _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
+#define DTRAIN__EXACT_END _Pragma("GCC pop_options")
+#else
+#define DTRAIN__EXACT_BEGIN
+#define DTRAIN__EXACT_END
+#ifdef __FAST_MATH__
+#error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
+#endif
+#endif
+
+#endif

@@ -1,0 +1,4 @@
+/* ---- >>end ---- */
+#if defined(__GNUC__)
+#pragma GCC diagnostic pop
+#endif
