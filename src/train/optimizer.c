@@ -79,21 +79,21 @@ DTRAIN__EXACT_END
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
     dtrain__adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
     dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
 }
 
 DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
                            const dtrain_optimizer_desc *desc, float lr)
 {
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
     dtrain__sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
     dtrain__train_kernels_get()->sgd(params, grads, full.momentum == 0.0f ? NULL : velocity, count, &c);
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
 }
 
 /* Returns the name of the first constant out of range, or NULL. */
