@@ -3573,7 +3573,6 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
     dtrain__call call;
     dtrain__post *post;
-    op->number = comm->number + 1;
     post = dtrain__fused_post_of(comm, op, comm->rank);
     call = dtrain__op_call(comm, op);
     memcpy(post->call, &call, sizeof post->call);
@@ -3775,6 +3774,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     if (op->phase == DTRAIN__FUSED_POST) {
+        op->number = comm->number + 1;
         if (dtrain__board_broken(comm->transport.board))
             return dtrain__fused_end_broken(comm, op);
         dtrain__fused_post(comm, op);
@@ -3971,6 +3971,10 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
     size_t half = dtrain__message_half(op), width = dtrain__message_width(op), begin, shard;
     int point_to_point = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    if (point_to_point)
+        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
+    else
+        op->number = comm->number + 1;
     if (comm->broken.status != DTRAIN_OK) {
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
@@ -3986,10 +3990,6 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
         comm->scratch = scratch;
         comm->scratch_bytes = 2 * half;
     }
-    if (point_to_point)
-        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
-    else
-        op->number = comm->number + 1;
     if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && op->count > 0)
         dtrain__message_widen(op, comm->scratch);
     if (op->kind == DTRAIN__ALL_GATHER) {
