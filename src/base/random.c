@@ -85,7 +85,7 @@ static uint64_t dtrain__random_sqrt(uint64_t n)
     return root < 0xffffffffu ? root : 0xffffffffu;
 }
 
-/* Returns sin(pi/2 * (w + 1/2) / 2^32) as a multiple of 2^-32, by the Taylor series to the 15th power. */
+/* Returns sin(pi/2 * (w + 1/2) / 2^32) as a multiple of 2^-32, within 2^-29: the Taylor series to the 15th power. */
 static uint64_t dtrain__random_sine(uint32_t w)
 {
     static const uint64_t term[7] = {0xf4u, 0x3c61u, 0xa83c2u, 0x132d2cdu, 0x1466bc67u, 0xa55de731u, 0x1921fb544u};

@@ -34,6 +34,18 @@ static void dtrain__sha256_schedule(uint32_t w[64], const unsigned char *block)
     }
 }
 
+/* Round t, step 3: instead of moving a ... h down by one, their places in v turn by t. */
+static inline void dtrain__sha256_round(uint32_t v[8], int t, uint32_t addend)
+{
+    uint32_t a = v[(8 - t) & 7], b = v[(9 - t) & 7], c = v[(10 - t) & 7];
+    uint32_t e = v[(12 - t) & 7], f = v[(13 - t) & 7], g = v[(14 - t) & 7];
+    uint32_t sum1 = dtrain__sha256_rotate(e, 6) ^ dtrain__sha256_rotate(e, 11) ^ dtrain__sha256_rotate(e, 25);
+    uint32_t sum0 = dtrain__sha256_rotate(a, 2) ^ dtrain__sha256_rotate(a, 13) ^ dtrain__sha256_rotate(a, 22);
+    uint32_t t1 = v[(15 - t) & 7] + sum1 + ((e & f) ^ (~e & g)) + addend;
+    v[(11 - t) & 7] += t1;
+    v[(15 - t) & 7] = t1 + sum0 + ((a & b) ^ (a & c) ^ (b & c));
+}
+
 static void dtrain__sha256_block(uint32_t state[8], const unsigned char *block)
 {
     static const uint32_t k[64] = {
@@ -48,16 +60,9 @@ static void dtrain__sha256_block(uint32_t state[8], const unsigned char *block)
     uint32_t w[64], v[8];
     dtrain__sha256_schedule(w, block);
     memcpy(v, state, sizeof v);
-    for (int t = 0; t < 64; t++) {
-        uint32_t a = v[0], e = v[4];
-        uint32_t sum1 = dtrain__sha256_rotate(e, 6) ^ dtrain__sha256_rotate(e, 11) ^ dtrain__sha256_rotate(e, 25);
-        uint32_t sum0 = dtrain__sha256_rotate(a, 2) ^ dtrain__sha256_rotate(a, 13) ^ dtrain__sha256_rotate(a, 22);
-        uint32_t t1 = v[7] + sum1 + ((e & v[5]) ^ (~e & v[6])) + k[t] + w[t];
-        uint32_t t2 = sum0 + ((a & v[1]) ^ (a & v[2]) ^ (v[1] & v[2]));
-        memmove(v + 1, v, 7 * sizeof v[0]);
-        v[4] += t1;
-        v[0] = t1 + t2;
-    }
+    for (int t = 0; t < 64; t += 8) /* after eight rounds every variable is back in its place */
+        for (int i = 0; i < 8; i++)
+            dtrain__sha256_round(v, i, k[t + i] + w[t + i]);
     for (int i = 0; i < 8; i++)
         state[i] += v[i];
 }
