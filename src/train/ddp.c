@@ -120,7 +120,7 @@ static void dtrain__ddp_fill(float *to, size_t count)
 /* Folds one unit's gradients, or nothing when it was not used, and zeroes them for the next micro-batch. */
 static void dtrain__ddp_fold_unit(dtrain_ddp *ddp, int number, int unused)
 {
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     size_t done = ddp->units[number].begin;
     int last = ddp->ended == ddp->micro_batches - 1;
     for (size_t i = ddp->params.unit_begin[number]; i < ddp->params.unit_begin[number + 1]; i++) {
@@ -132,7 +132,7 @@ static void dtrain__ddp_fold_unit(dtrain_ddp *ddp, int number, int unused)
             memset(range->grad, 0, range->count * sizeof(float));
         done += range->count;
     }
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
     ddp->units[number].reduced = 1;
     ddp->reduced++;
     if (last)
@@ -296,7 +296,7 @@ static void dtrain__ddp_unpack(dtrain_ddp *ddp, int bucket)
 {
     const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     float divisor = ddp->total_weight > 0.0 ? (float)ddp->total_weight : 1.0f;
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     for (int unit = 0; unit < ddp->params.units; unit++) {
         const float *sums = ddp->levels[0] + ddp->units[unit].begin;
         if (ddp->units[unit].bucket != bucket || ddp->units[unit].count == 0)
@@ -306,7 +306,7 @@ static void dtrain__ddp_unpack(dtrain_ddp *ddp, int bucket)
             sums += ddp->params.ranges[i].count;
         }
     }
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
 }
 
 /* Reduces by blocking calls what was not started; a world of one has nothing to reduce. */

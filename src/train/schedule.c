@@ -5,6 +5,7 @@
 #define DTRAIN__SCHEDULE
 #include "train.h"
 #include "../base/platform.h"
+#include "../tensor/isa.c"
 
 DTRAIN__EXACT_BEGIN
 
@@ -43,11 +44,11 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
     double t = (double)(step - schedule->warmup_steps) / (double)(schedule->total_steps - schedule->warmup_steps);
     if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) {
         double fallen = (min_lr - lr) * t;
-        return (float)(lr + fallen);
+        return (float)(lr + dtrain__rounded_f64(fallen, dtrain__opaque_zero));
     }
     double height = (1.0 + dtrain__schedule_cos(t)) * 0.5;
     double above = (lr - min_lr) * height;
-    return (float)(min_lr + above);
+    return (float)(min_lr + dtrain__rounded_f64(above, dtrain__opaque_zero));
 }
 
 DTRAIN__EXACT_END
