@@ -129,8 +129,9 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
     if (dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes))
         optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
     if (optimizer->state == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for the state of %zu elements, %zu floats each",
-                            optimizer->count, copies);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "optimizer: no memory for the state of %zu elements, %zu floats each", optimizer->count,
+                            copies);
     optimizer->state_count = optimizer->count * copies;
     return DTRAIN_OK;
 }
@@ -166,8 +167,8 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     if (optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_step: the optimizer is NULL: create it first");
     if (!dtrain__train_finite((double)lr) || lr < 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_step: lr is %g, expected a number of at least 0",
-                            (double)lr);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_optimizer_step: lr is %g, expected a number of at least 0", (double)lr);
     dtrain_optimizer_desc desc = optimizer->desc;
     size_t done = 0;
     optimizer->step++;

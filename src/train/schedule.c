@@ -12,8 +12,8 @@ DTRAIN__EXACT_BEGIN
 /* cos(pi t) for 0 <= t <= 1/2: Taylor's series, whose first term left out is below 2^-55. */
 static double dtrain__schedule_cos_quarter(double t)
 {
-    static const double factorials[] = {2.0,     12.0,     30.0,     56.0,     90.0,
-                                        132.0,   182.0,    240.0,    306.0,    380.0}; /* (2k - 1) 2k */
+    static const double factorials[] = {2.0,   12.0,  30.0,  56.0,  90.0,
+                                        132.0, 182.0, 240.0, 306.0, 380.0}; /* (2k - 1) 2k */
     double x = 3.14159265358979323846 * t, square = x * x, sum = 1.0;
     for (int k = 9; k >= 0; k--) {
         double term = square * sum;
