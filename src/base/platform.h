@@ -25,7 +25,7 @@
 #elif defined(__GNUC__)
 #define DTRAIN__EXACT_BEGIN \
     _Pragma("GCC push_options") \
-    _Pragma("GCC optimize(\"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\", \"tree-vectorize\")")
+    _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
 #else
 #define DTRAIN__EXACT_BEGIN

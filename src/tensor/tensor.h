@@ -36,6 +36,15 @@ typedef enum dtrain_dtype {
     DTRAIN_U64
 } dtrain_dtype;
 
+/* How values of several ranks become one. Values are disjoint from every other enum here. */
+typedef enum dtrain_op {
+    DTRAIN_SUM = 101,
+    DTRAIN_MEAN, /* the sum divided once; floats only */
+    DTRAIN_PROD,
+    DTRAIN_MIN, /* a NaN wins; -0 is below +0 */
+    DTRAIN_MAX
+} dtrain_op;
+
 #define DTRAIN_MAX_DIMS 8
 
 /* Returns the width of one element in bits, 4 to 64; 0 for what is no dtype.

@@ -40,7 +40,7 @@ typedef struct dtrain_param {
  * any thread */
 DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count);
 
-/* Returns the number of units of a table: its highest unit number and one more; 0 for no table.
+/* Returns the number of units of a good table: its highest unit number and one more; 0 for no table.
  *
  * any thread */
 DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count);
@@ -153,8 +153,8 @@ typedef struct dtrain_optimizer_desc {
  *
  * In float32, each operation rounded, the same bits under any flags and instruction set:
  *   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g)
- *   p = (1 - lr * weight_decay) * p - (lr / (1 - beta1^step)) * (m / (sqrt(v) / sqrt(1 - beta2^step) + eps))
- * The constants are computed in float64 and rounded once.
+ *   p = (1 - lr * weight_decay) * p - (lr / (1 - beta1^step)) * (m / (sqrt(v) * root + eps))
+ * where root = 1 / sqrt(1 - beta2^step). Constants are computed in float64, the powers by squaring, and rounded once.
  *
  *   params, grads, m, v   count float32, any alignment, apart from each other; m and v zero before step 1
  *   desc                  NULL: all defaults; kind is not read
@@ -317,8 +317,7 @@ typedef struct dtrain_aggregator {
  * any thread */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
 
-/* Makes the aggregator that all-reduces over comm, which must outlive it; gradients that lie one after the other
- * in memory go together.
+/* Makes the aggregator that all-reduces each gradient over comm, which must outlive it.
  *
  * any thread; its aggregate is collective, and blocks up to timeout_ms */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
@@ -345,7 +344,7 @@ typedef struct dtrain_step_desc {
 
 typedef struct dtrain_step_result {
     double total_weight; /* of all ranks; 0: nothing was applied */
-    double norm;         /* of the gradient before clipping */
+    double norm;         /* of the gradient before clipping; 0 when max_norm is */
 } dtrain_step_result;
 
 /* Sets gradients to zero, computes, aggregates, clips and applies.

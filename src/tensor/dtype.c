@@ -1,0 +1,275 @@
+/* ---- >>dtype ----
+ * Names and widths of element types, conversions, and the one rule by which counts are cut into parts.
+ * Every convertible type is exact in float64, so any pair converts by widening to its bits and rounding
+ * once; the pairs that training uses have loops of their own. All of it is integer arithmetic, which no
+ * compiler flag or floating-point mode changes. */
+#ifndef DTRAIN__DTYPE
+#define DTRAIN__DTYPE
+#include "tensor.h"
+#include "../base/status.c"
+#include "isa.c"
+
+typedef struct dtrain__dtype_row {
+    const char *name;
+    unsigned bits;
+} dtrain__dtype_row;
+
+static const dtrain__dtype_row dtrain__dtypes[] = {
+    {"?", 0},        {"BOOL", 8},    {"F4", 4},          {"F6_E2M3", 6},     {"F6_E3M2", 6}, {"U8", 8},
+    {"I8", 8},       {"F8_E5M2", 8}, {"F8_E4M3", 8},     {"F8_E8M0", 8},     {"F8_E4M3FNUZ", 8},
+    {"F8_E5M2FNUZ", 8}, {"I16", 16}, {"U16", 16},        {"F16", 16},        {"BF16", 16},   {"I32", 32},
+    {"U32", 32},     {"F32", 32},    {"C64", 64},        {"F64", 64},        {"I64", 64},    {"U64", 64}};
+
+static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
+{
+    size_t index = (size_t)(int)dtype;
+    return &dtrain__dtypes[index < sizeof dtrain__dtypes / sizeof dtrain__dtypes[0] ? index : 0];
+}
+
+DTRAIN_API unsigned dtrain_dtype_bits(dtrain_dtype dtype)
+{
+    return dtrain__dtype_find(dtype)->bits;
+}
+
+DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
+{
+    return dtrain__dtype_find(dtype)->name;
+}
+
+DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char *name, size_t length)
+{
+    for (int i = 1; name != NULL && i <= (int)DTRAIN_U64; i++)
+        if (strlen(dtrain__dtypes[i].name) == length && memcmp(dtrain__dtypes[i].name, name, length) == 0) {
+            *dtype = (dtrain_dtype)i;
+            return DTRAIN_OK;
+        }
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" is not the name of a dtype; see R13 of the format",
+                        name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
+}
+
+DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
+{
+    size_t n, p, each, longer;
+    if (begin != NULL)
+        *begin = 0;
+    if (parts < 1 || part < 0 || part >= parts)
+        return 0;
+    n = (size_t)parts;
+    p = (size_t)part;
+    each = count / n;
+    longer = count % n;
+    if (begin != NULL)
+        *begin = p * each + (p < longer ? p : longer);
+    return each + (p < longer ? 1 : 0);
+}
+
+/* A binary floating-point format: sign, exponent bits, mantissa bits. finite: E4M3's kind, whose all-ones
+ * exponent is ordinary but for the one NaN pattern, and which has no infinity. */
+typedef struct dtrain__format {
+    int exponent, mantissa, finite, bytes;
+} dtrain__format;
+
+static int dtrain__format_of(dtrain_dtype dtype, dtrain__format *format)
+{
+    static const dtrain__format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
+                                             {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
+    static const dtrain_dtype dtypes[] = {DTRAIN_F64,  DTRAIN_F32,     DTRAIN_F16,
+                                          DTRAIN_BF16, DTRAIN_F8_E4M3, DTRAIN_F8_E5M2};
+    for (int i = 0; i < 6; i++)
+        if (dtypes[i] == dtype) {
+            *format = formats[i];
+            return 1;
+        }
+    return 0;
+}
+
+/* The float64 bits of a value of format f. */
+static uint64_t dtrain__widen(uint64_t bits, dtrain__format f)
+{
+    int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
+    uint64_t sign = (bits >> (f.exponent + f.mantissa)) << 63;
+    uint64_t mantissa = bits & (((uint64_t)1 << f.mantissa) - 1);
+    int exponent = (int)(bits >> f.mantissa) & top;
+    int nan = exponent == top && (f.finite ? mantissa == ((uint64_t)1 << f.mantissa) - 1 : mantissa != 0);
+    if (f.exponent == 11)
+        return bits;
+    if (nan)
+        return sign | 0x7ff8000000000000u | mantissa << (52 - f.mantissa);
+    if (exponent == top && !f.finite)
+        return sign | 0x7ff0000000000000u;
+    if (exponent == 0) {
+        if (mantissa == 0)
+            return sign;
+        for (exponent = 1; (mantissa >> f.mantissa) == 0; exponent--)
+            mantissa <<= 1;
+        mantissa &= ((uint64_t)1 << f.mantissa) - 1;
+    }
+    return sign | (uint64_t)(exponent - bias + 1023) << 52 | mantissa << (52 - f.mantissa);
+}
+
+/* Rounds float64 bits to format f, to the nearest, ties to even. */
+static uint64_t dtrain__narrow(uint64_t bits, dtrain__format f)
+{
+    int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
+    int exponent = (int)(bits >> 52 & 0x7ff) - 1023 + bias, shift = 52 - f.mantissa;
+    uint64_t sign = (bits >> 63) << (f.exponent + f.mantissa), mantissa = bits & 0xfffffffffffffu;
+    uint64_t ones = ((uint64_t)1 << f.mantissa) - 1, infinity = (uint64_t)top << f.mantissa, rounded;
+    if (f.exponent == 11)
+        return bits;
+    if ((bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u)
+        return sign | infinity | (f.finite ? ones : mantissa >> shift | (uint64_t)1 << (f.mantissa - 1));
+    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format all the same */
+    if (exponent < 1)
+        shift = 1 - exponent < 54 - shift ? shift + 1 - exponent : 54;
+    rounded = (mantissa + ((uint64_t)1 << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
+    if (exponent > 0)
+        rounded += (uint64_t)(exponent - 1) << f.mantissa; /* the hidden bit adds the last one; so does a carry */
+    if (exponent > top || rounded >= (f.finite ? infinity | ones : infinity))
+        rounded = f.finite ? infinity | ones : infinity;
+    return sign | rounded;
+}
+
+static uint64_t dtrain__load_bits(const unsigned char *from, int bytes)
+{
+    uint8_t u8;
+    uint16_t u16;
+    uint32_t u32;
+    uint64_t u64 = 0;
+    switch (bytes) {
+    case 1: memcpy(&u8, from, 1); return u8;
+    case 2: memcpy(&u16, from, 2); return u16;
+    case 4: memcpy(&u32, from, 4); return u32;
+    default: memcpy(&u64, from, 8); return u64;
+    }
+}
+
+static void dtrain__store_bits(unsigned char *to, uint64_t bits, int bytes)
+{
+    uint8_t u8 = (uint8_t)bits;
+    uint16_t u16 = (uint16_t)bits;
+    uint32_t u32 = (uint32_t)bits;
+    switch (bytes) {
+    case 1: memcpy(to, &u8, 1); break;
+    case 2: memcpy(to, &u16, 2); break;
+    case 4: memcpy(to, &u32, 4); break;
+    default: memcpy(to, &bits, 8);
+    }
+}
+
+DTRAIN__EXACT_BEGIN
+
+DTRAIN__INLINE uint16_t dtrain__f32_to_bf16(uint32_t x)
+{
+    uint32_t rounded = (x + 0x7fffu + (x >> 16 & 1)) >> 16, nan = x >> 16 | 0x40;
+    return (uint16_t)((x & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+DTRAIN__INLINE uint16_t dtrain__f32_to_f16(uint32_t x)
+{
+    uint32_t sign = x >> 16 & 0x8000u, size = x & 0x7fffffffu, exponent = size >> 23;
+    uint32_t normal = (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
+    uint32_t mantissa = (size & 0x7fffffu) | 0x800000u, shift = exponent < 113 ? 126 - exponent : 1;
+    shift = shift > 31 ? 31 : shift;
+    uint32_t small = (mantissa + ((1u << (shift - 1)) - 1) + (mantissa >> shift & 1)) >> shift;
+    uint32_t nan = 0x7e00u | (size >> 13 & 0x3ffu);
+    normal = normal > 0x7c00u ? 0x7c00u : normal;
+    uint32_t value = exponent < 113 ? small : normal;
+    return (uint16_t)(sign | (size > 0x7f800000u ? nan : value));
+}
+
+DTRAIN__INLINE uint32_t dtrain__f16_to_f32(uint16_t x)
+{
+    uint32_t sign = (uint32_t)(x & 0x8000u) << 16, size = x & 0x7fffu, exponent = size >> 10;
+    uint32_t normal = (size << 13) + 0x38000000u, special = (size << 13) + 0x70000000u;
+    /* A subnormal is a whole number of 2^-24: put it below the leading one of 2^-1 and take that away again. */
+    float small, half = 0.5f;
+    uint32_t bits = 0x3f000000u | size;
+    memcpy(&small, &bits, 4);
+    small -= half;
+    memcpy(&bits, &small, 4);
+    return sign | (exponent == 0 ? bits : exponent == 31 ? special | (size > 0x7c00u ? 0x400000u : 0) : normal);
+}
+
+DTRAIN__INLINE void dtrain__narrow_bf16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u32 *from = (const dtrain__u32 *)in;
+    dtrain__u16 *to = (dtrain__u16 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = dtrain__f32_to_bf16(from[i]);
+}
+
+DTRAIN__INLINE void dtrain__widen_bf16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u16 *from = (const dtrain__u16 *)in;
+    dtrain__u32 *to = (dtrain__u32 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = (uint32_t)from[i] << 16;
+}
+
+DTRAIN__INLINE void dtrain__narrow_f16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u32 *from = (const dtrain__u32 *)in;
+    dtrain__u16 *to = (dtrain__u16 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = dtrain__f32_to_f16(from[i]);
+}
+
+DTRAIN__INLINE void dtrain__widen_f16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u16 *from = (const dtrain__u16 *)in;
+    dtrain__u32 *to = (dtrain__u32 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = dtrain__f16_to_f32(from[i]);
+}
+
+DTRAIN__KERNEL(dtrain__narrow_bf16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__widen_bf16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__narrow_f16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__widen_f16, (const void *in, void *out, size_t count), (in, out, count))
+
+DTRAIN__EXACT_END
+
+/* Converts where the caller has set the floating-point mode and checked the dtypes. */
+static void dtrain__convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
+{
+    dtrain__format f = {0, 0, 0, 0}, t = {0, 0, 0, 0};
+    if (count == 0)
+        return;
+    if (from == to) {
+        memcpy(out, in, count * (dtrain_dtype_bits(from) / 8));
+    } else if (from == DTRAIN_F32 && to == DTRAIN_BF16) {
+        dtrain__narrow_bf16(in, out, count);
+    } else if (from == DTRAIN_F32 && to == DTRAIN_F16) {
+        dtrain__narrow_f16(in, out, count);
+    } else if (from == DTRAIN_BF16 && to == DTRAIN_F32) {
+        dtrain__widen_bf16(in, out, count);
+    } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
+        dtrain__widen_f16(in, out, count);
+    } else {
+        dtrain__format_of(from, &f);
+        dtrain__format_of(to, &t);
+        for (size_t i = 0; i < count; i++) {
+            uint64_t wide = dtrain__widen(dtrain__load_bits((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
+            dtrain__store_bits((unsigned char *)out + i * (size_t)t.bytes, dtrain__narrow(wide, t), t.bytes);
+        }
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
+{
+    dtrain__format format;
+    uint64_t mode;
+    if (!dtrain__format_of(from, &format) || !dtrain__format_of(to, &format))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "convert %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2",
+                            dtrain_dtype_name(from), dtrain_dtype_name(to));
+    if (count > 0 && (in == NULL || out == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert %zu elements: %s is NULL", count,
+                            in == NULL ? "in" : "out");
+    mode = dtrain__fpmode_enter();
+    dtrain__convert(in, from, out, to, count);
+    dtrain__fpmode_restore(mode);
+    return DTRAIN_OK;
+}
+
+#endif

@@ -1,0 +1,312 @@
+/* ---- >>fold ----
+ * The reduction behind every collective: element i of n inputs becomes one value by the tree order (see
+ * >>order), stored to m outputs. Inputs at an index are read before any output there is written, so outputs
+ * may be inputs. Sums of one, two, four and eight float inputs run in registers; the rest in tiles of 4 KiB,
+ * one tile a level of the tree. 16-bit floats are folded as float32 and rounded once. */
+#ifndef DTRAIN__FOLD
+#define DTRAIN__FOLD
+#include "tensor.h"
+#include "../base/status.c"
+#include "isa.c"
+#include "dtype.c"
+
+#define DTRAIN__FOLD_TILE_BYTES 4096
+#define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
+
+static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
+{
+    if (op != DTRAIN_SUM && op != DTRAIN_MEAN && op != DTRAIN_PROD && op != DTRAIN_MIN && op != DTRAIN_MAX)
+        return 0;
+    switch (dtype) {
+    case DTRAIN_F64:
+    case DTRAIN_F32:
+    case DTRAIN_F16:
+    case DTRAIN_BF16: return 1;
+    case DTRAIN_I8:
+    case DTRAIN_U8:
+    case DTRAIN_I32:
+    case DTRAIN_U32:
+    case DTRAIN_I64:
+    case DTRAIN_U64: return op != DTRAIN_MEAN;
+    default: return 0;
+    }
+}
+
+/* The dtype of partial results. */
+static dtrain_dtype dtrain__fold_partial(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F16 || dtype == DTRAIN_BF16 ? DTRAIN_F32 : dtype;
+}
+
+static int dtrain__fold_left(int n)
+{
+    int left = 1;
+    while (2 * left < n)
+        left *= 2;
+    return left;
+}
+
+DTRAIN__EXACT_BEGIN
+
+/* a[i] = a[i] op b[i] */
+#define DTRAIN__PAIR(name, type, expression)                                             \
+    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)         \
+    {                                                                                    \
+        type *a = (type *)left;                                                          \
+        const type *b = (const type *)right;                                             \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;        \
+    }                                                                                    \
+    DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
+
+/* The same for integers, whose loops the base instruction set runs fast enough. */
+#define DTRAIN__PAIR_INT(name, type, expression)                                         \
+    static void name(void *left, const void *right, size_t count)                        \
+    {                                                                                    \
+        type *a = (type *)left;                                                          \
+        const type *b = (const type *)right;                                             \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression); \
+    }
+
+/* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
+#define DTRAIN__BITS_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
+#define DTRAIN__BITS_PICK(type, top, infinity, relation)                                                   \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i]                                         \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i]                                         \
+     : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i] : b[i])
+
+DTRAIN__PAIR(dtrain__sum_f32, dtrain__f32, a[i] + b[i])
+DTRAIN__PAIR(dtrain__sum_f64, dtrain__f64, a[i] + b[i])
+DTRAIN__PAIR(dtrain__prod_f32, dtrain__f32, a[i] * b[i])
+DTRAIN__PAIR(dtrain__prod_f64, dtrain__f64, a[i] * b[i])
+DTRAIN__PAIR(dtrain__min_f32, dtrain__i32, DTRAIN__BITS_PICK(int32_t, 31, 0x7f800000, <))
+DTRAIN__PAIR(dtrain__max_f32, dtrain__i32, DTRAIN__BITS_PICK(int32_t, 31, 0x7f800000, >))
+DTRAIN__PAIR(dtrain__min_f64, dtrain__i64, DTRAIN__BITS_PICK(int64_t, 63, 0x7ff0000000000000, <))
+DTRAIN__PAIR(dtrain__max_f64, dtrain__i64, DTRAIN__BITS_PICK(int64_t, 63, 0x7ff0000000000000, >))
+DTRAIN__PAIR_INT(dtrain__sum_u8, uint8_t, (unsigned)a[i] + b[i])
+DTRAIN__PAIR_INT(dtrain__sum_u32, dtrain__u32, a[i] + b[i])
+DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
+DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_u32, dtrain__u32, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_i64, dtrain__i64, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_u64, dtrain__u64, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_i8, int8_t, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_u8, uint8_t, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_i32, dtrain__i32, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_u32, dtrain__u32, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
+
+/* x[i] = x[i] / divisor */
+#define DTRAIN__DIVIDE(name, type)                                                          \
+    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)               \
+    {                                                                                       \
+        type *x = (type *)data;                                                             \
+        type by = (type)divisor;                                                            \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;            \
+    }                                                                                       \
+    DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
+
+DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
+DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
+
+/* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
+#define DTRAIN__DIRECT(name, type)                                                                            \
+    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t count,      \
+                                    double divisor, int mean)                                                 \
+    {                                                                                                         \
+        const type *x0 = (const type *)in[0], *x1 = (const type *)in[n > 1 ? 1 : 0];                          \
+        const type *x2 = (const type *)in[n > 2 ? 2 : 0], *x3 = (const type *)in[n > 2 ? 3 : 0];              \
+        const type *x4 = (const type *)in[n > 4 ? 4 : 0], *x5 = (const type *)in[n > 4 ? 5 : 0];              \
+        const type *x6 = (const type *)in[n > 4 ? 6 : 0], *x7 = (const type *)in[n > 4 ? 7 : 0];              \
+        type *y0 = (type *)out[0], *y1 = (type *)out[m > 1 ? 1 : 0];                                          \
+        type *y2 = (type *)out[m > 2 ? 2 : 0], *y3 = (type *)out[m > 2 ? 3 : 0];                              \
+        type *y4 = (type *)out[m > 4 ? 4 : 0], *y5 = (type *)out[m > 4 ? 5 : 0];                              \
+        type *y6 = (type *)out[m > 4 ? 6 : 0], *y7 = (type *)out[m > 4 ? 7 : 0];                              \
+        type by = (type)divisor;                                                                              \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                \
+        {                                                                                                     \
+            type s = x0[i];                                                                                   \
+            if (n > 1)                                                                                        \
+                s = s + x1[i];                                                                                \
+            if (n > 2)                                                                                        \
+                s = s + (x2[i] + x3[i]);                                                                      \
+            if (n > 4)                                                                                        \
+                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                  \
+            if (mean)                                                                                         \
+                s = s / by;                                                                                   \
+            y0[i] = s;                                                                                        \
+            if (m > 1)                                                                                        \
+                y1[i] = s;                                                                                    \
+            if (m > 2) {                                                                                      \
+                y2[i] = s;                                                                                    \
+                y3[i] = s;                                                                                    \
+            }                                                                                                 \
+            if (m > 4) {                                                                                      \
+                y4[i] = s;                                                                                    \
+                y5[i] = s;                                                                                    \
+                y6[i] = s;                                                                                    \
+                y7[i] = s;                                                                                    \
+            }                                                                                                 \
+        }                                                                                                     \
+    }                                                                                                         \
+    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t count,      \
+                                    double divisor, int mean)                                                 \
+    {                                                                                                         \
+        int copies = m == n;                                                                                  \
+        if (n == 2 && copies && !mean)                                                                        \
+            name##_loop(in, 2, out, 2, count, divisor, 0);                                                    \
+        else if (n == 2 && copies)                                                                            \
+            name##_loop(in, 2, out, 2, count, divisor, 1);                                                    \
+        else if (n == 2)                                                                                      \
+            name##_loop(in, 2, out, 1, count, divisor, mean);                                                 \
+        else if (n == 4 && copies && !mean)                                                                   \
+            name##_loop(in, 4, out, 4, count, divisor, 0);                                                    \
+        else if (n == 4 && copies)                                                                            \
+            name##_loop(in, 4, out, 4, count, divisor, 1);                                                    \
+        else if (n == 4)                                                                                      \
+            name##_loop(in, 4, out, 1, count, divisor, mean);                                                 \
+        else if (copies)                                                                                      \
+            name##_loop(in, 8, out, 8, count, divisor, mean);                                                 \
+        else                                                                                                  \
+            name##_loop(in, 8, out, 1, count, divisor, mean);                                                 \
+    }                                                                                                         \
+    DTRAIN__KERNEL(name,                                                                                      \
+                   (const void *const *in, int n, void *const *out, int m, size_t count, double divisor, int mean), \
+                   (in, n, out, m, count, divisor, mean))
+
+DTRAIN__DIRECT(dtrain__direct_f32, dtrain__f32)
+DTRAIN__DIRECT(dtrain__direct_f64, dtrain__f64)
+
+DTRAIN__EXACT_END
+
+static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const void *b, size_t count)
+{
+    typedef void (*pair)(void *, const void *, size_t);
+    static const pair sums[] = {dtrain__sum_u8, dtrain__sum_u32, dtrain__sum_u64};
+    static const pair products[] = {dtrain__prod_u8, dtrain__prod_u32, dtrain__prod_u64};
+    static const pair least[] = {dtrain__min_i8,  dtrain__min_u8,  dtrain__min_i32,
+                                 dtrain__min_u32, dtrain__min_i64, dtrain__min_u64};
+    static const pair most[] = {dtrain__max_i8,  dtrain__max_u8,  dtrain__max_i32,
+                                dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
+    int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
+    int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
+    if (op == DTRAIN_SUM)
+        sums[width](a, b, count);
+    else if (op == DTRAIN_PROD)
+        products[width](a, b, count);
+    else
+        (op == DTRAIN_MIN ? least : most)[2 * width + is_unsigned](a, b, count);
+}
+
+/* left[i] = left[i] op right[i], both of a partial dtype; a mean adds. The caller has set the mode. */
+static void dtrain__pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
+{
+    int wide = dtype == DTRAIN_F64;
+    if (dtype != DTRAIN_F64 && dtype != DTRAIN_F32)
+        dtrain__pair_ints(dtype, op, left, right, count);
+    else if (op == DTRAIN_PROD)
+        (wide ? dtrain__prod_f64 : dtrain__prod_f32)(left, right, count);
+    else if (op == DTRAIN_MIN)
+        (wide ? dtrain__min_f64 : dtrain__min_f32)(left, right, count);
+    else if (op == DTRAIN_MAX)
+        (wide ? dtrain__max_f64 : dtrain__max_f32)(left, right, count);
+    else
+        (wide ? dtrain__sum_f64 : dtrain__sum_f32)(left, right, count);
+}
+
+static void dtrain__fold_pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__pair(dtype, op, left, right, count);
+    dtrain__fpmode_restore(mode);
+}
+
+static void dtrain__fold_divide(dtrain_dtype dtype, dtrain_op op, double divisor, void *partial, size_t count)
+{
+    if (op != DTRAIN_MEAN || divisor == 1)
+        return;
+    if (dtype == DTRAIN_F64)
+        dtrain__divide_f64(partial, divisor, count);
+    else
+        dtrain__divide_f32(partial, divisor, count);
+}
+
+/* Turns partial results of dtype's partial dtype into results: divides a mean once, rounds once. partial may be
+ * written; out may be partial where both have one dtype. */
+static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor, void *partial, void *out,
+                                size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_dtype wide = dtrain__fold_partial(dtype);
+    dtrain__fold_divide(wide, op, divisor, partial, count);
+    if (partial != out)
+        dtrain__convert(partial, wide, out, dtype, count);
+    dtrain__fpmode_restore(mode);
+}
+
+/* tiles[0] = tree over in[0 .. n-1] at bytes [at, at + count elements); tiles[1 ..] are the levels below. */
+static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
+                              unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])
+{
+    dtrain_dtype wide = dtrain__fold_partial(dtype);
+    int left = dtrain__fold_left(n);
+    if (n == 1) {
+        const unsigned char *from = (const unsigned char *)in[0] + at;
+        if (wide == dtype)
+            memcpy(tiles[0], from, count * (dtrain_dtype_bits(dtype) / 8));
+        else
+            dtrain__convert(from, dtype, tiles[0], wide, count);
+        return;
+    }
+    dtrain__fold_tree(dtype, op, in, left, at, count, tiles);
+    if (n - left == 1 && wide == dtype) {
+        dtrain__pair(wide, op, tiles[0], (const unsigned char *)in[left] + at, count);
+        return;
+    }
+    dtrain__fold_tree(dtype, op, in + left, n - left, at, count, tiles + 1);
+    dtrain__pair(wide, op, tiles[0], tiles[1], count);
+}
+
+static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
+                               void *const *out, int m, size_t begin, size_t count)
+{
+    unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
+    dtrain_dtype wide = dtrain__fold_partial(dtype);
+    size_t width = dtrain_dtype_bits(dtype) / 8, wide_width = dtrain_dtype_bits(wide) / 8;
+    size_t tile = DTRAIN__FOLD_TILE_BYTES / wide_width;
+    for (size_t at = begin; at < begin + count; at += tile) {
+        size_t step = begin + count - at < tile ? begin + count - at : tile;
+        unsigned char *result = tiles[0];
+        dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles);
+        dtrain__fold_divide(wide, op, divisor, tiles[0], step);
+        if (wide != dtype) {
+            dtrain__convert(tiles[0], wide, tiles[1], dtype, step);
+            result = tiles[1];
+        }
+        for (int k = 0; k < m; k++)
+            memcpy((unsigned char *)out[k] + at * width, result, step * width);
+    }
+}
+
+/* out[k][i] = tree over in[0 .. n-1][i], for i in [begin, begin + count) and every k below m. */
+static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
+                         void *const *out, int m, size_t begin, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
+    direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN) && begin == 0;
+    if (direct && dtype == DTRAIN_F32)
+        dtrain__direct_f32(in, n, out, m, count, divisor, mean);
+    else if (direct && dtype == DTRAIN_F64)
+        dtrain__direct_f64(in, n, out, m, count, divisor, mean);
+    else
+        dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
+    dtrain__fpmode_restore(mode);
+}
+
+#endif

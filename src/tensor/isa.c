@@ -1,0 +1,191 @@
+/* ---- >>isa ----
+ * The instruction set, chosen once at run time, and the floating-point mode. A kernel is written once as
+ * plain loops in an always-inlined body and compiled per instruction set by DTRAIN__KERNEL; its arithmetic is
+ * the same operations in the same order in each, so that only its speed differs. Kernels run in the
+ * default floating-point mode: round to nearest, subnormals kept. */
+#ifndef DTRAIN__ISA
+#define DTRAIN__ISA
+#include "tensor.h"
+#include "../base/os.c"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DTRAIN__X86 1
+#include <immintrin.h>
+#endif
+
+enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_AVX2, DTRAIN__ISA_AVX512 };
+
+static int dtrain__isa_widest(void)
+{
+#if defined(DTRAIN__X86)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return DTRAIN__ISA_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return DTRAIN__ISA_AVX2;
+    return DTRAIN__ISA_SSE2;
+#elif defined(__aarch64__)
+    return DTRAIN__ISA_NEON;
+#else
+    return DTRAIN__ISA_SCALAR;
+#endif
+}
+
+static const char *dtrain__isa_text(int isa)
+{
+    static const char *const names[] = {"?", "scalar", "sse2", "neon", "avx2", "avx512"};
+    return names[isa];
+}
+
+static int dtrain__isa(void)
+{
+    static int chosen;
+    int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    if (isa != 0)
+        return isa;
+    const char *asked = getenv("DTRAIN_ISA");
+    int widest = dtrain__isa_widest();
+    isa = widest;
+    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i < widest; i++)
+        if (strcmp(asked, dtrain__isa_text(i)) == 0 && (i != DTRAIN__ISA_NEON || widest == DTRAIN__ISA_NEON))
+            isa = i;
+    __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
+    return isa;
+}
+
+DTRAIN_API const char *dtrain_isa_name(void)
+{
+    return dtrain__isa_text(dtrain__isa());
+}
+
+/* Sets the default floating-point mode and returns the caller's, for dtrain__fpmode_restore. */
+static uint64_t dtrain__fpmode_enter(void)
+{
+#if defined(DTRAIN__X86)
+    uint32_t mode = __builtin_ia32_stmxcsr();
+    if ((mode & 0xffc0u) != 0x1f80u)
+        __builtin_ia32_ldmxcsr(0x1f80u);
+    return mode;
+#elif defined(__aarch64__)
+    uint64_t mode;
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode));
+    if (mode != 0)
+        __asm__ __volatile__("msr fpcr, %0" : : "r"((uint64_t)0));
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+static void dtrain__fpmode_restore(uint64_t mode)
+{
+#if defined(DTRAIN__X86)
+    if ((mode & 0xffc0u) != 0x1f80u)
+        __builtin_ia32_ldmxcsr((uint32_t)mode);
+#elif defined(__aarch64__)
+    if (mode != 0)
+        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode));
+#else
+    (void)mode;
+#endif
+}
+
+/* Elements at any address, of any declared type. */
+#if defined(__GNUC__)
+typedef float dtrain__f32 __attribute__((aligned(1), may_alias));
+typedef double dtrain__f64 __attribute__((aligned(1), may_alias));
+typedef uint16_t dtrain__u16 __attribute__((aligned(1), may_alias));
+typedef int32_t dtrain__i32 __attribute__((aligned(1), may_alias));
+typedef uint32_t dtrain__u32 __attribute__((aligned(1), may_alias));
+typedef int64_t dtrain__i64 __attribute__((aligned(1), may_alias));
+typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
+#endif
+
+/* Says that iterations do not depend on each other, though the buffers may be the same. */
+#if defined(__clang__)
+#define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+#define DTRAIN__INLINE static inline __attribute__((always_inline))
+
+/* Defines name(...) from name_body(...), compiled for each instruction set. */
+#if defined(DTRAIN__X86)
+#define DTRAIN__KERNEL(name, parameters, arguments)                                                           \
+    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
+    {                                                                                                         \
+        name##_body arguments;                                                                                \
+    }                                                                                                         \
+    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                         \
+    {                                                                                                         \
+        name##_body arguments;                                                                                \
+    }                                                                                                         \
+    static __attribute__((noinline)) void name##_base parameters                                              \
+    {                                                                                                         \
+        name##_body arguments;                                                                                \
+    }                                                                                                         \
+    static void name parameters                                                                               \
+    {                                                                                                         \
+        int isa = dtrain__isa();                                                                              \
+        if (isa == DTRAIN__ISA_AVX512)                                                                        \
+            name##_avx512 arguments;                                                                          \
+        else if (isa == DTRAIN__ISA_AVX2)                                                                     \
+            name##_avx2 arguments;                                                                            \
+        else                                                                                                  \
+            name##_base arguments;                                                                            \
+    }
+#else
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    static void name parameters                     \
+    {                                               \
+        name##_body arguments;                      \
+    }
+#endif
+
+/* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
+ * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
+ * `zero` is 0, read from dtrain__opaque_zero once a kernel. */
+static volatile uint32_t dtrain__opaque_zero;
+
+DTRAIN__INLINE float dtrain__rounded_f32(float x, uint32_t zero)
+{
+#if defined(__clang__)
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits ^= zero;
+    memcpy(&x, &bits, sizeof bits);
+#else
+    (void)zero;
+#endif
+    return x;
+}
+
+DTRAIN__INLINE double dtrain__rounded_f64(double x, uint32_t zero)
+{
+#if defined(__clang__)
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits ^= zero;
+    memcpy(&x, &bits, sizeof bits);
+#else
+    (void)zero;
+#endif
+    return x;
+}
+
+/* The correctly rounded square root of x >= 0; clang's fast-math would approximate its builtin. */
+DTRAIN__INLINE float dtrain__sqrt_f32(float x)
+{
+#if defined(__clang__) && defined(__FAST_MATH__) && defined(DTRAIN__X86)
+    __asm__("sqrtss %0, %0" : "+x"(x));
+    return x;
+#elif defined(__clang__) && defined(__FAST_MATH__) && defined(__aarch64__)
+    __asm__("fsqrt %s0, %s0" : "+w"(x));
+    return x;
+#else
+    return __builtin_sqrtf(x);
+#endif
+}
+
+#endif

@@ -1,0 +1,150 @@
+/* ---- >>aggregator ----
+ * One training step in three parts: compute, aggregate, apply; and the two aggregators that come with the library.
+ * For programs that want the order of a step kept for them; those with a loop of their own use >>ddp. */
+#ifndef DTRAIN__AGGREGATOR
+#define DTRAIN__AGGREGATOR
+#include "train.h"
+#include "kernels.c"
+#include "params.c"
+
+DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
+{
+    double sum = 0.0, part = 0.0;
+    if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        dtrain_tensor view;
+        size_t elements = dtrain_param_elements(&table[i]);
+        if (table[i].grad == NULL)
+            continue;
+        status = dtrain_tensor_view(&view, DTRAIN_F32, 1, &elements, table[i].grad);
+        if (status == DTRAIN_OK)
+            status = dtrain_tensor_sum_squares(&part, &view);
+        sum = sum + part;
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    double length = dtrain__train_root(sum);
+    if (norm != NULL)
+        *norm = length;
+    if (max_norm == 0.0f || !dtrain__train_finite(length) || length <= (double)max_norm)
+        return DTRAIN_OK;
+    float factor = dtrain__train_ratio((double)max_norm, length);
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; i < count; i++) {
+        float *grad = (float *)table[i].grad;
+        if (grad != NULL)
+            dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
+    }
+    dtrain__fpmode_restore(mode);
+    return DTRAIN_OK;
+}
+
+static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
+        float *grad = (float *)table[i].grad;
+        if (grad != NULL)
+            dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t count, double weight)
+{
+    if (!dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0", weight);
+    return dtrain__params_check_f32(table, count);
+}
+
+static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
+                                                  double *total_weight)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    (void)self;
+    if (status != DTRAIN_OK)
+        return status;
+    *total_weight = weight;
+    dtrain__aggregator_divide(table, count, weight);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_param *table, size_t count,
+                                                       double weight, double *total_weight)
+{
+    dtrain_comm *comm = (dtrain_comm *)self;
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        if (table[i].grad != NULL)
+            status = dtrain_all_reduce(comm, table[i].grad, table[i].grad, dtrain_param_elements(&table[i]), DTRAIN_F32,
+                                       DTRAIN_SUM);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__aggregator_divide(table, count, *total_weight);
+    return status;
+}
+
+DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void)
+{
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL};
+    return aggregator;
+}
+
+DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
+{
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL};
+    return aggregator;
+}
+
+DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator)
+{
+    if (aggregator == NULL)
+        return;
+    if (aggregator->destroy != NULL)
+        aggregator->destroy(aggregator->self);
+    memset(aggregator, 0, sizeof *aggregator);
+}
+
+static dtrain_status dtrain__train_step_check(const dtrain_step_desc *desc)
+{
+    if (desc == NULL || desc->table == NULL || desc->compute == NULL || desc->optimizer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_train_step: table, compute and optimizer are needed, %s is NULL",
+                            desc == NULL            ? "the desc"
+                            : desc->table == NULL   ? "table"
+                            : desc->compute == NULL ? "compute"
+                                                    : "optimizer");
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)
+{
+    dtrain_step_result own = {0.0, 0.0};
+    double weight = 0.0;
+    dtrain_status status = dtrain__train_step_check(desc);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < desc->count; i++) {
+        if (desc->table[i].grad != NULL && dtrain_param_elements(&desc->table[i]) > 0)
+            memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
+    }
+    dtrain_aggregator local = dtrain_aggregator_local();
+    const dtrain_aggregator *aggregator = desc->aggregator != NULL ? desc->aggregator : &local;
+    status = desc->compute(desc->user, &weight);
+    if (status == DTRAIN_OK)
+        status = aggregator->aggregate(aggregator->self, desc->table, desc->count, weight, &own.total_weight);
+    if (status == DTRAIN_OK && own.total_weight > 0.0 && desc->max_norm != 0.0f)
+        status = dtrain_clip_grad_norm(desc->table, desc->count, desc->max_norm, &own.norm);
+    if (status == DTRAIN_OK && own.total_weight > 0.0)
+        status = dtrain_optimizer_step(desc->optimizer, desc->lr);
+    if (result != NULL)
+        *result = own;
+    return status;
+}
+
+#endif

@@ -1,0 +1,257 @@
+/* ---- >>params ----
+ * The parameter table: its checks, and its cut into ranges. A range is what one parameter has in one unit: all of
+ * it, or one layer of a stacked tensor. Ranges are ordered by unit and, inside a unit, by their place in the table.
+ * Every object of this floor that keeps a table keeps it as ranges. */
+#ifndef DTRAIN__PARAMS
+#define DTRAIN__PARAMS
+#include "train.h"
+#include "../base/memory.c"
+
+typedef struct dtrain__range {
+    float *data;
+    float *grad;
+    size_t count;
+    int no_decay;
+} dtrain__range;
+
+/* The ranges of all parameters with a gradient; those of unit u are unit_begin[u] up to unit_begin[u + 1]. */
+typedef struct dtrain__params {
+    dtrain__range *ranges;
+    size_t *unit_begin;
+    size_t range_count;
+    int units;
+} dtrain__params;
+
+/* Something that must not overlap another of its kind: bytes in memory, or unit numbers. */
+typedef struct dtrain__span {
+    uintptr_t begin, end;
+    const dtrain_param *param;
+} dtrain__span;
+
+static int dtrain__params_ndim(const dtrain_param *param)
+{
+    int ndim = param->ndim;
+    while (param->ndim == 0 && ndim < DTRAIN_MAX_DIMS && param->shape[ndim] > 0)
+        ndim++;
+    return ndim;
+}
+
+/* Sets *count and *bytes; returns 0 when they overflow. */
+static int dtrain__params_size(const dtrain_param *param, size_t *count, size_t *bytes)
+{
+    int ndim = dtrain__params_ndim(param), fits = 1;
+    *count = 1;
+    for (int i = 0; i < ndim && i < DTRAIN_MAX_DIMS; i++)
+        fits = dtrain__mul_size(*count, param->shape[i], count) && fits;
+    return dtrain__mul_size(*count, dtrain_dtype_bits(param->dtype) / 8, bytes) && fits;
+}
+
+DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param)
+{
+    size_t count, bytes;
+    return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
+}
+
+static size_t dtrain__params_layers(const dtrain_param *param)
+{
+    return param->stacked ? param->shape[0] : 1;
+}
+
+DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count)
+{
+    size_t units = 0;
+    for (size_t i = 0; table != NULL && i < count; i++) {
+        size_t end = (size_t)table[i].unit + dtrain__params_layers(&table[i]);
+        units = end > units ? end : units;
+    }
+    return units <= INT_MAX ? (int)units : 0;
+}
+
+static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t index)
+{
+    size_t count, bytes;
+    const char *name = param->name;
+    if (name == NULL || name[0] == '\0')
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %zu of the table has no name: give it one", index);
+    unsigned bits = dtrain_dtype_bits(param->dtype);
+    if (bits == 0 || bits % 8 != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d is none of whole bytes: use DTRAIN_F32",
+                            name, (int)param->dtype);
+    if (param->ndim < 0 || param->ndim > DTRAIN_MAX_DIMS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: ndim is %d, expected 0 to %d", name, param->ndim,
+                            DTRAIN_MAX_DIMS);
+    if (dtrain__params_ndim(param) == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s has no shape: give its sizes, {1} for a scalar",
+                            name);
+    if (!dtrain__params_size(param, &count, &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: its sizes multiply to more than memory", name);
+    if (param->unit < 0 || dtrain__params_layers(param) > (size_t)(INT_MAX - param->unit))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: unit %d and %zu layers, expected 0 to %d", name,
+                            param->unit, dtrain__params_layers(param), INT_MAX);
+    if (param->data == NULL && bytes > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: data is NULL, expected %zu bytes", name, bytes);
+    return DTRAIN_OK;
+}
+
+static int dtrain__params_compare_spans(const void *left, const void *right)
+{
+    const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    if (a->begin != b->begin)
+        return a->begin < b->begin ? -1 : 1;
+    return a->end < b->end ? -1 : a->end > b->end;
+}
+
+static int dtrain__params_compare_names(const void *left, const void *right)
+{
+    const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    return strcmp(a->param->name, b->param->name);
+}
+
+static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_t count, dtrain__span *spans)
+{
+    for (size_t i = 0; i < count; i++)
+        spans[i].param = &table[i];
+    qsort(spans, count, sizeof *spans, dtrain__params_compare_names);
+    for (size_t i = 1; i < count; i++) {
+        if (dtrain__params_compare_names(&spans[i - 1], &spans[i]) == 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "two parameters are named %s: names must be unique",
+                                spans[i].param->name);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_t count, dtrain__span *spans)
+{
+    uintptr_t covered = 0;
+    for (size_t i = 0; i < count; i++) {
+        spans[i].begin = (uintptr_t)table[i].unit;
+        spans[i].end = spans[i].begin + dtrain__params_layers(&table[i]);
+        spans[i].param = &table[i];
+    }
+    qsort(spans, count, sizeof *spans, dtrain__params_compare_spans);
+    for (size_t i = 0; i < count; i++) {
+        if (spans[i].begin > covered)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "parameter %s has unit %d but none has unit %zu: number units without gaps",
+                                spans[i].param->name, spans[i].param->unit, (size_t)covered);
+        covered = spans[i].end > covered ? spans[i].end : covered;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size_t count, dtrain__span *spans)
+{
+    size_t used = 0, elements, bytes;
+    for (size_t i = 0; i < 2 * count; i++) {
+        const dtrain_param *param = &table[i / 2];
+        void *memory = i % 2 == 0 ? param->data : param->grad;
+        if (!dtrain__params_size(param, &elements, &bytes) || bytes == 0 || memory == NULL)
+            continue;
+        spans[used].begin = (uintptr_t)memory;
+        spans[used].end = (uintptr_t)memory + bytes;
+        spans[used++].param = param;
+    }
+    qsort(spans, used, sizeof *spans, dtrain__params_compare_spans);
+    for (size_t i = 1; i < used; i++) {
+        if (spans[i].begin < spans[i - 1].end)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "parameters %s and %s overlap in memory: list a shared tensor once, and keep data and "
+                                "grad apart",
+                                spans[i - 1].param->name, spans[i].param->name);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count)
+{
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    size_t bytes;
+    if (table == NULL || count == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "the parameter table is empty: list at least one parameter");
+    if (!dtrain__mul_size(count, 2 * sizeof(dtrain__span), &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is longer than memory", count);
+    for (size_t i = 0; i < count; i++) {
+        if (dtrain__params_check_one(&table[i], i) != DTRAIN_OK)
+            return DTRAIN_ERR_INVALID;
+    }
+    dtrain__span *spans = (dtrain__span *)dtrain__alloc(&allocator, bytes);
+    if (spans == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes to check the parameter table", bytes);
+    dtrain_status status = dtrain__params_check_names(table, count, spans);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_units(table, count, spans);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_memory(table, count, spans);
+    dtrain__free(&allocator, spans, bytes);
+    return status;
+}
+
+/* Checks that what has a gradient is F32. */
+static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (table[i].grad != NULL && table[i].dtype != DTRAIN_F32)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
+                                "freeze it with a NULL grad",
+                                table[i].name, dtrain_dtype_name(table[i].dtype));
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__params_destroy(dtrain__params *params, dtrain_allocator *allocator)
+{
+    dtrain__free(allocator, params->ranges, params->range_count * sizeof *params->ranges);
+    dtrain__free(allocator, params->unit_begin, ((size_t)params->units + 1) * sizeof *params->unit_begin);
+    memset(params, 0, sizeof *params);
+}
+
+/* Writes ranges in place by unit; unit_begin[u + 1] moves from the begin of unit u to its end. */
+static void dtrain__params_fill(dtrain__params *params, const dtrain_param *table, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        size_t layers = dtrain__params_layers(&table[i]);
+        size_t each = layers > 0 ? dtrain_param_elements(&table[i]) / layers : 0;
+        for (size_t layer = 0; table[i].grad != NULL && layer < layers; layer++) {
+            dtrain__range *range = &params->ranges[params->unit_begin[(size_t)table[i].unit + layer + 1]++];
+            range->data = (float *)table[i].data + layer * each;
+            range->grad = (float *)table[i].grad + layer * each;
+            range->count = each;
+            range->no_decay = table[i].no_decay;
+        }
+    }
+}
+
+/* Cuts a table, which is checked first, into ranges. */
+static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
+                                           dtrain_allocator *allocator)
+{
+    memset(params, 0, sizeof *params);
+    dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    params->units = dtrain_params_units(table, count);
+    for (size_t i = 0; i < count; i++)
+        params->range_count += table[i].grad != NULL ? dtrain__params_layers(&table[i]) : 0;
+    params->unit_begin = (size_t *)dtrain__alloc(allocator, ((size_t)params->units + 1) * sizeof(size_t));
+    params->ranges = (dtrain__range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__range));
+    if (params->unit_begin == NULL || params->ranges == NULL) {
+        dtrain__params_destroy(params, allocator);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a table of %zu parameters", count);
+    }
+    /* Counts of unit u go to u + 2, so that summing leaves the begin of u at u + 1, and filling its end. */
+    for (size_t i = 0; i < count; i++) {
+        size_t layers = table[i].grad != NULL ? dtrain__params_layers(&table[i]) : 0;
+        for (size_t unit = (size_t)table[i].unit; unit < (size_t)table[i].unit + layers; unit++)
+            params->unit_begin[unit + 2 <= (size_t)params->units ? unit + 2 : 0] += 1;
+    }
+    params->unit_begin[0] = 0;
+    for (int unit = 1; unit <= params->units; unit++)
+        params->unit_begin[unit] += params->unit_begin[unit - 1];
+    dtrain__params_fill(params, table, count);
+    return DTRAIN_OK;
+}
+
+#endif

@@ -1,0 +1,829 @@
+/* ---- >>test_train ----
+ * The training floor: the table, the sampler, schedules, optimizers against float64 references, DDP and aggregators
+ * over threads. Gradients here are made from their micro-batch's number, so that any rank can compute any of them. */
+#define DTRAIN_IMPLEMENTATION
+#include "../dtrain.h"
+#include "test.h"
+#include <math.h>
+
+static int error_says(const char *part)
+{
+    if (strstr(dtrain_last_error(), part) != NULL)
+        return 1;
+    printf("the error was: %s\n", dtrain_last_error());
+    return 0;
+}
+
+/* Numbers of every size and sign, so that the order of additions shows in their bits. */
+static float noise(uint64_t seed, uint64_t index)
+{
+    uint64_t bits = dtrain_random_u64(seed, index);
+    float value = (float)(bits >> 40) / 16777216.0f - 0.5f;
+    return value * (float)(1 << (bits & 15));
+}
+
+/* ---- the table ---- */
+
+static float memory[4096];
+
+static dtrain_param param(const char *name, int unit, size_t count, float *data, float *grad)
+{
+    dtrain_param made;
+    memset(&made, 0, sizeof made);
+    made.name = name;
+    made.dtype = DTRAIN_F32;
+    made.shape[0] = count;
+    made.unit = unit;
+    made.data = data;
+    made.grad = grad;
+    return made;
+}
+
+TEST(a_table_counts_elements_and_units)
+{
+    dtrain_param table[2];
+    table[0] = param("wte", 0, 5, memory, memory + 100);
+    table[0].shape[1] = 3;
+    table[1] = param("qkv", 1, 4, memory + 200, memory + 300);
+    table[1].shape[1] = 2;
+    table[1].stacked = 1;
+    CHECK_EQ(dtrain_params_check(table, 2), DTRAIN_OK);
+    CHECK_EQ(dtrain_param_elements(&table[0]), 15);
+    CHECK_EQ(dtrain_params_units(table, 2), 5);
+    CHECK_EQ(dtrain_params_units(NULL, 0), 0);
+}
+
+TEST(a_bad_table_is_refused_by_name)
+{
+    dtrain_param good[2], bad[2];
+    good[0] = param("a", 0, 10, memory, memory + 10);
+    good[1] = param("b", 1, 10, memory + 20, memory + 30);
+    CHECK_EQ(dtrain_params_check(good, 2), DTRAIN_OK);
+    CHECK_EQ(dtrain_params_check(NULL, 0), DTRAIN_ERR_INVALID);
+    CHECK(error_says("empty"));
+#define REFUSED(change, text)                                        \
+    memcpy(bad, good, sizeof bad);                                   \
+    change;                                                          \
+    CHECK_EQ(dtrain_params_check(bad, 2), DTRAIN_ERR_INVALID);       \
+    CHECK(error_says(text))
+    REFUSED(bad[1].name = NULL, "parameter 1 of the table has no name");
+    REFUSED(bad[1].name = "", "has no name");
+    REFUSED(bad[1].name = "a", "two parameters are named a");
+    REFUSED(bad[0].dtype = (dtrain_dtype)999, "dtype");
+    REFUSED(bad[0].dtype = DTRAIN_F4, "whole bytes");
+    REFUSED(bad[0].ndim = 9, "ndim is 9");
+    REFUSED(bad[0].shape[0] = 0, "no shape");
+    REFUSED((bad[0].shape[0] = SIZE_MAX / 2, bad[0].shape[1] = 3), "more than memory");
+    REFUSED(bad[0].shape[0] = SIZE_MAX / 2, "more than memory");
+    REFUSED(bad[1].unit = -1, "unit -1");
+    REFUSED((bad[1].unit = 0x7fffffff, bad[1].stacked = 1), "layers");
+    REFUSED(bad[1].unit = 2, "none has unit 1");
+    REFUSED(bad[1].data = NULL, "data is NULL");
+    REFUSED(bad[1].data = memory + 9, "overlap");
+    REFUSED(bad[1].grad = bad[1].data, "overlap");
+#undef REFUSED
+}
+
+/* ---- the sampler ---- */
+
+static void check_epoch(uint64_t count, size_t batch, int micro, uint64_t epoch)
+{
+    static unsigned char seen[4096];
+    uint64_t examples[64], total = 0;
+    dtrain_sampler sampler;
+    dtrain_sampler_desc desc;
+    memset(&desc, 0, sizeof desc);
+    memset(seen, 0, sizeof seen);
+    desc.count = count;
+    desc.batch = batch;
+    desc.micro_batches = micro;
+    desc.seed = 7;
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+    uint64_t steps = dtrain_sampler_steps(&sampler);
+    for (uint64_t step = epoch * steps; step < (epoch + 1) * steps; step++) {
+        for (int m = 0; m < micro; m++) {
+            size_t got = dtrain_sampler_batch(&sampler, step, m, examples);
+            CHECK(got <= batch);
+            for (size_t i = 0; i < got; i++, total++) {
+                CHECK(examples[i] < count);
+                CHECK(!seen[examples[i]]);
+                seen[examples[i]] = 1;
+            }
+        }
+    }
+    CHECK_EQ(total, count);
+}
+
+TEST(every_example_comes_exactly_once_an_epoch)
+{
+    const uint64_t counts[] = {1, 2, 3, 4, 5, 7, 8, 9, 100, 1000, 1023, 4096};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        for (uint64_t epoch = 0; epoch < 3; epoch++) {
+            check_epoch(counts[i], 1, 1, epoch);
+            check_epoch(counts[i], 3, 8, epoch);
+            check_epoch(counts[i], 64, 5, epoch);
+        }
+    }
+}
+
+TEST(the_ranks_of_any_world_share_the_same_micro_batches)
+{
+    dtrain_sampler sampler;
+    dtrain_sampler_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.count = 203;
+    desc.batch = 4;
+    desc.micro_batches = 8;
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_sampler_steps(&sampler), 7); /* 6 * 32 = 192, and 11 */
+    for (uint64_t step = 0; step < 7; step++) {
+        for (int ranks = 1; ranks <= 16; ranks++) {
+            int next = 0;
+            for (int rank = 0; rank < ranks; rank++) {
+                int first, share = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
+                CHECK(share == 0 || first == next);
+                next += share;
+            }
+            CHECK_EQ(next, 8);
+        }
+    }
+    desc.count = 195; /* a last step of 3 examples: 3 micro-batches of one, and none for the other ranks */
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 6, 0, 4, NULL), 2);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 6, 1, 4, NULL), 1);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 6, 2, 4, NULL), 0);
+    uint64_t examples[4];
+    CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 2, examples), 1);
+    CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 3, examples), 0);
+    CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 8, examples), 0);
+}
+
+TEST(orders_depend_on_seed_and_epoch_and_are_even)
+{
+    int places[5][5], same_epoch = 0, same_seed = 0;
+    memset(places, 0, sizeof places);
+    for (uint64_t seed = 0; seed < 4000; seed++) {
+        dtrain_sampler sampler;
+        dtrain_sampler_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.count = 5;
+        desc.seed = seed;
+        CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+        for (uint64_t i = 0; i < 5; i++)
+            places[i][dtrain_sampler_index(&sampler, 0, i)]++;
+        same_epoch += dtrain_sampler_index(&sampler, 0, 0) == dtrain_sampler_index(&sampler, 1, 0);
+        desc.seed = seed + 4000;
+        uint64_t before = dtrain_sampler_index(&sampler, 0, 0);
+        dtrain_sampler_init(&sampler, &desc);
+        same_seed += before == dtrain_sampler_index(&sampler, 0, 0);
+    }
+    for (int i = 0; i < 5; i++) {
+        for (int j = 0; j < 5; j++)
+            CHECK(places[i][j] > 640 && places[i][j] < 960); /* 800, deviation 25 */
+    }
+    CHECK(same_epoch > 640 && same_epoch < 960);
+    CHECK(same_seed > 640 && same_seed < 960);
+}
+
+TEST(a_sampler_refuses_what_it_cannot_deal)
+{
+    dtrain_sampler sampler;
+    dtrain_sampler_desc desc;
+    memset(&desc, 0, sizeof desc);
+    CHECK_EQ(dtrain_sampler_init(&sampler, NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_ERR_INVALID);
+    CHECK(error_says("count is 0"));
+    desc.count = 3;
+    desc.micro_batches = -1;
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_ERR_INVALID);
+    CHECK(error_says("micro_batches is -1"));
+    desc.micro_batches = 1;
+    desc.batch = SIZE_MAX;
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_ERR_INVALID);
+    CHECK(error_says("at most 2^30"));
+    desc.batch = 0;
+    desc.no_shuffle = 1;
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_sampler_index(&sampler, 5, 2), 2);
+}
+
+/* ---- schedules ---- */
+
+TEST(schedules_are_what_a_hand_computes)
+{
+    dtrain_schedule s;
+    memset(&s, 0, sizeof s);
+    s.lr = 0.5f;
+    CHECK(dtrain_schedule_lr(&s, 0) == 0.5f);
+    CHECK(dtrain_schedule_lr(&s, 1000000) == 0.5f);
+    s.warmup_steps = 4;
+    CHECK(dtrain_schedule_lr(&s, 0) == 0.125f);
+    CHECK(dtrain_schedule_lr(&s, 2) == 0.375f);
+    CHECK(dtrain_schedule_lr(&s, 4) == 0.5f);
+    s.kind = DTRAIN_SCHEDULE_LINEAR;
+    s.total_steps = 12;
+    s.min_lr = 0.25f;
+    CHECK(dtrain_schedule_lr(&s, 8) == 0.375f);
+    CHECK(dtrain_schedule_lr(&s, 12) == 0.25f);
+    CHECK(dtrain_schedule_lr(&s, 99) == 0.25f);
+    s.kind = DTRAIN_SCHEDULE_COSINE;
+    CHECK(dtrain_schedule_lr(&s, 3) == 0.5f);
+    CHECK(dtrain_schedule_lr(&s, 4) == 0.5f);
+    CHECK(dtrain_schedule_lr(&s, 8) == 0.375f);
+    CHECK(dtrain_schedule_lr(&s, 12) == 0.25f);
+    s.total_steps = 1004;
+    for (uint64_t step = 4; step < 1004; step++) {
+        double t = (double)(step - 4) / 1000.0;
+        CHECK(fabs((double)dtrain_schedule_lr(&s, step) - (0.25 + 0.125 * (1 + cos(3.14159265358979323846 * t)))) < 3e-8);
+    }
+    CHECK(dtrain_schedule_lr(NULL, 3) == 0.0f);
+}
+
+/* ---- optimizers ---- */
+
+#define N 37
+
+static void adamw_reference(double *p, const double *g, double *m, double *v, double lr, double decay, int step)
+{
+    double b1 = (double)0.9f, b2 = (double)0.95f;
+    for (int i = 0; i < N; i++) {
+        m[i] = b1 * m[i] + (1 - b1) * g[i];
+        v[i] = b2 * v[i] + (1 - b2) * g[i] * g[i];
+        p[i] -= lr * decay * p[i];
+        p[i] -= lr * (m[i] / (1 - pow(b1, step))) / (sqrt(v[i] / (1 - pow(b2, step))) + 1e-8);
+    }
+}
+
+TEST(adamw_follows_a_float64_reference)
+{
+    float p[N], g[N];
+    double rp[N], rg[N], rm[N] = {0}, rv[N] = {0};
+    dtrain_optimizer *optimizer;
+    dtrain_optimizer_desc desc;
+    dtrain_allocator allocator;
+    memset(&desc, 0, sizeof desc);
+    memset(&allocator, 0, sizeof allocator);
+    desc.weight_decay = 0.1f;
+    desc.beta2 = 0.95f;
+    for (int i = 0; i < N; i++)
+        rp[i] = (double)(p[i] = noise(1, (uint64_t)i) / 1000.0f);
+    dtrain_param table[2];
+    table[0] = param("decayed", 0, 20, p, g);
+    table[1] = param("not", 0, N - 20, p + 20, g + 20);
+    table[1].no_decay = 1;
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, table, 2, &desc, &allocator), DTRAIN_OK);
+    size_t warm = allocator.bytes;
+    for (int step = 1; step <= 200; step++) {
+        double kept[N];
+        for (int i = 0; i < N; i++)
+            rg[i] = (double)(g[i] = noise((uint64_t)step, (uint64_t)i));
+        memcpy(kept, rp, sizeof kept);
+        CHECK_EQ(dtrain_optimizer_step(optimizer, 0.01f), DTRAIN_OK);
+        adamw_reference(rp, rg, rm, rv, (double)0.01f, (double)0.1f, step);
+        for (int i = 20; i < N; i++)
+            rp[i] += (double)0.01f * (double)0.1f * kept[i];
+    }
+    for (int i = 0; i < N; i++)
+        CHECK(fabs((double)p[i] - rp[i]) < 1e-5 * (1 + fabs(rp[i])));
+    CHECK_EQ(allocator.bytes, warm);
+    CHECK_EQ(allocator.peak_bytes, warm);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_optimizer_destroy(NULL);
+    CHECK_EQ(allocator.bytes, 0);
+}
+
+TEST(adamw_of_slices_is_adamw_of_the_whole_at_any_alignment)
+{
+    enum { COUNT = 259 };
+    static float p[2][COUNT + 3], g[2][COUNT + 3], m[2][COUNT + 3], v[2][COUNT + 3];
+    for (uint64_t step = 1; step <= 5; step++) {
+        for (size_t i = 0; i < COUNT; i++)
+            g[0][i] = g[1][i + 3] = noise(step, i);
+        dtrain_adamw(p[0], g[0], m[0], v[0], COUNT, NULL, 0.1f, step);
+        for (size_t at = 0, part; at < COUNT; at += part) {
+            part = at % 7 + 1 < COUNT - at ? at % 7 + 1 : COUNT - at;
+            dtrain_adamw(p[1] + 3 + at, g[1] + 3 + at, m[1] + 3 + at, v[1] + 3 + at, part, NULL, 0.1f, step);
+        }
+    }
+    CHECK(memcmp(p[0], p[1] + 3, COUNT * sizeof(float)) == 0);
+    CHECK(memcmp(m[0], m[1] + 3, COUNT * sizeof(float)) == 0);
+    CHECK(memcmp(v[0], v[1] + 3, COUNT * sizeof(float)) == 0);
+}
+
+static void check_sgd(float momentum, int nesterov, int decoupled)
+{
+    float p[N], g[N];
+    double rp[N], rv[N] = {0};
+    dtrain_optimizer *optimizer;
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_SGD;
+    desc.momentum = momentum;
+    desc.nesterov = nesterov;
+    desc.decoupled_decay = decoupled;
+    desc.weight_decay = 0.1f;
+    for (int i = 0; i < N; i++)
+        rp[i] = (double)(p[i] = noise(2, (uint64_t)i));
+    dtrain_param table = param("p", 0, N, p, g);
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &desc, NULL), DTRAIN_OK);
+    for (int step = 0; step < 50; step++) {
+        for (int i = 0; i < N; i++) {
+            double gi = (double)(g[i] = noise((uint64_t)step, (uint64_t)i)) + (decoupled ? 0 : (double)0.1f * rp[i]);
+            rv[i] = (double)momentum * rv[i] + gi;
+            rp[i] = rp[i] * (decoupled ? 1 - (double)0.01f * (double)0.1f : 1) -
+                    (double)0.01f * (nesterov ? gi + (double)momentum * rv[i] : rv[i]);
+        }
+        CHECK_EQ(dtrain_optimizer_step(optimizer, 0.01f), DTRAIN_OK);
+    }
+    for (int i = 0; i < N; i++)
+        CHECK(fabs((double)p[i] - rp[i]) < 1e-4 * (1 + fabs(rp[i])));
+    dtrain_optimizer_destroy(optimizer);
+}
+
+TEST(sgd_follows_a_float64_reference)
+{
+    check_sgd(0.0f, 0, 0);
+    check_sgd(0.0f, 0, 1);
+    check_sgd(0.9f, 0, 0);
+    check_sgd(0.9f, 1, 0);
+    check_sgd(0.9f, 1, 1);
+}
+
+TEST(an_optimizer_refuses_bad_constants_and_tables)
+{
+    dtrain_optimizer *optimizer;
+    dtrain_optimizer_desc desc;
+    dtrain_param table = param("p", 0, 8, memory, memory + 8);
+#define REFUSED(change, text)                                                                          \
+    memset(&desc, 0, sizeof desc);                                                                     \
+    change;                                                                                            \
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &desc, NULL), DTRAIN_ERR_INVALID);         \
+    CHECK(error_says(text));                                                                           \
+    CHECK(optimizer == NULL)
+    REFUSED(desc.beta1 = 1.0f, "beta1");
+    REFUSED(desc.beta2 = -0.5f, "beta2");
+    REFUSED(desc.eps = -1.0f, "eps");
+    REFUSED(desc.weight_decay = -1.0f, "weight_decay");
+    REFUSED(desc.momentum = 1.5f, "momentum");
+    REFUSED(desc.kind = (dtrain_optimizer_kind)3, "kind");
+    REFUSED(table.name = NULL, "no name");
+#undef REFUSED
+    table.name = "p";
+    table.dtype = DTRAIN_F16;
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, NULL, NULL), DTRAIN_ERR_UNSUPPORTED);
+    CHECK(error_says("F32 only"));
+    CHECK_EQ(dtrain_optimizer_create(NULL, &table, 1, NULL, NULL), DTRAIN_ERR_INVALID);
+    table.dtype = DTRAIN_F32;
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, NULL, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_optimizer_step(NULL, 1.0f), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_optimizer_step(optimizer, -1.0f), DTRAIN_ERR_INVALID);
+    CHECK(error_says("lr is -1"));
+    dtrain_optimizer_destroy(optimizer);
+}
+
+static void *no_memory_after(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    int *left = (int *)user;
+    (void)align;
+    (void)old_bytes;
+    if (new_bytes == 0) {
+        free(pointer);
+        return NULL;
+    }
+    return (*left)-- > 0 ? realloc(pointer, new_bytes) : NULL;
+}
+
+TEST(running_out_of_memory_is_a_status_and_leaks_nothing)
+{
+    dtrain_param table = param("p", 0, 8, memory, memory + 8);
+    for (int allowed = 0, done = 0; !done; allowed++) {
+        int left = allowed;
+        dtrain_optimizer *optimizer;
+        dtrain_allocator allocator;
+        memset(&allocator, 0, sizeof allocator);
+        allocator.resize = no_memory_after;
+        allocator.user = &left;
+        dtrain_status status = dtrain_optimizer_create(&optimizer, &table, 1, NULL, &allocator);
+        CHECK(status == DTRAIN_OK || status == DTRAIN_ERR_MEMORY);
+        done = status == DTRAIN_OK;
+        dtrain_optimizer_destroy(optimizer);
+        CHECK_EQ(allocator.bytes, 0);
+    }
+}
+
+TEST(clipping_shortens_only_what_is_too_long)
+{
+    float grads[4] = {3, 0, 0, 4}, data[4];
+    double norm = 0;
+    dtrain_param table[2];
+    table[0] = param("a", 0, 2, data, grads);
+    table[1] = param("b", 0, 2, data + 2, grads + 2);
+    CHECK_EQ(dtrain_clip_grad_norm(table, 2, 0.0f, &norm), DTRAIN_OK);
+    CHECK(norm == 5.0 && grads[0] == 3.0f);
+    CHECK_EQ(dtrain_clip_grad_norm(table, 2, 6.0f, NULL), DTRAIN_OK);
+    CHECK(grads[0] == 3.0f);
+    CHECK_EQ(dtrain_clip_grad_norm(table, 2, 2.5f, &norm), DTRAIN_OK);
+    CHECK(norm == 5.0 && grads[0] == 1.5f && grads[3] == 2.0f);
+    CHECK_EQ(dtrain_clip_grad_norm(table, 2, -1.0f, &norm), DTRAIN_ERR_INVALID);
+    CHECK(error_says("max_norm is -1"));
+    table[1].dtype = DTRAIN_BF16;
+    CHECK_EQ(dtrain_clip_grad_norm(table, 2, 1.0f, &norm), DTRAIN_ERR_UNSUPPORTED);
+}
+
+/* ---- DDP ---- */
+
+enum { LAYERS = 3, WIDTH = 700, FLAT = 5 + LAYERS * WIDTH + 64 };
+
+typedef struct model {
+    float data[FLAT], grad[FLAT];
+    dtrain_param table[3];
+} model;
+
+static void model_init(model *m)
+{
+    memset(m, 0, sizeof *m);
+    m->table[0] = param("first", 0, 5, m->data, m->grad);
+    m->table[1] = param("layers", 1, LAYERS, m->data + 5, m->grad + 5);
+    m->table[1].shape[1] = WIDTH;
+    m->table[1].stacked = 1;
+    m->table[2] = param("frozen", LAYERS + 1, 64, m->data + 5 + LAYERS * WIDTH, NULL);
+}
+
+static size_t unit_begin(int unit)
+{
+    return unit == 0 ? 0 : 5 + (size_t)(unit - 1) * WIDTH;
+}
+
+static size_t unit_count(int unit)
+{
+    return unit == 0 ? 5 : WIDTH;
+}
+
+/* The micro-batch's gradient of an element, and its weight: 1, 2, 3, 1, ... */
+static float micro_grad(int micro, size_t element)
+{
+    return noise((uint64_t)micro + 100, element);
+}
+
+static double micro_weight(int micro)
+{
+    return micro % 3 + 1;
+}
+
+/* Units that micro-batch does not use: unit 2 in 1 and 6, when asked for. */
+static int unused(int skips, int micro, int unit)
+{
+    return skips && unit == 2 && (micro == 1 || micro == 6);
+}
+
+static float tree(int skips, int first, int count, size_t element, int unit)
+{
+    if (count == 1)
+        return unused(skips, first, unit) ? -0.0f : micro_grad(first, element);
+    int left = 1;
+    while (left * 2 < count)
+        left *= 2;
+    return tree(skips, first, left, element, unit) + tree(skips, first + left, count - left, element, unit);
+}
+
+typedef struct ddp_run {
+    int micro_batches, no_overlap, shuffled, skips, poll;
+    size_t bucket_bytes;
+    float first[FLAT]; /* rank 0's result */
+} ddp_run;
+
+/* Backward of one micro-batch; ranks may finish their units in other orders. */
+static void backward(dtrain_ddp *ddp, model *m, const ddp_run *run, int micro, int rank)
+{
+    for (int i = LAYERS; i >= 0; i--) {
+        int unit = run->shuffled ? (i + rank + micro) % (LAYERS + 1) : i;
+        if (unused(run->skips, micro, unit))
+            continue;
+        for (size_t e = unit_begin(unit); e < unit_begin(unit) + unit_count(unit); e++)
+            m->grad[e] += micro_grad(micro, e);
+        CHECK_EQ(dtrain_ddp_reduce(ddp, unit), DTRAIN_OK);
+    }
+    if (run->skips)
+        CHECK_EQ(dtrain_ddp_next(ddp), DTRAIN_OK);
+}
+
+static dtrain_status ddp_rank(dtrain_comm *world, void *user)
+{
+    ddp_run *run = (ddp_run *)user;
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    model *m = (model *)malloc(sizeof *m);
+    dtrain_ddp *ddp;
+    dtrain_ddp_desc desc;
+    size_t begin, share = dtrain_split((size_t)run->micro_batches, ranks, rank, &begin), warm = 0;
+    double weight = 0, total = 0, expected = 0;
+    model_init(m);
+    memset(&desc, 0, sizeof desc);
+    desc.no_overlap = run->no_overlap;
+    desc.bucket_bytes = run->bucket_bytes;
+    for (int i = 0; i < FLAT; i++)
+        m->data[i] = (float)(i + rank);
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, &desc), DTRAIN_OK);
+    for (int i = 0; i < FLAT; i++)
+        CHECK(m->data[i] == (float)i);
+    for (int micro = 0; micro < run->micro_batches; micro++) {
+        int mine = micro >= (int)begin && micro < (int)(begin + share);
+        weight += mine ? micro_weight(micro) : 0;
+        expected += micro_weight(micro);
+    }
+    for (int step = 0; step < 3; step++) {
+        memset(m->grad, 0x55, (5 + LAYERS * WIDTH) * sizeof(float)); /* begin sets gradients to zero */
+        CHECK_EQ(dtrain_ddp_begin(ddp, (int)share, weight), DTRAIN_OK);
+        for (int micro = (int)begin; micro < (int)(begin + share); micro++)
+            backward(ddp, m, run, micro, rank);
+        CHECK_EQ(dtrain_ddp_finish(ddp, &total), DTRAIN_OK);
+        CHECK(total == expected);
+        CHECK_EQ(dtrain_comm_check_equal(world, m->grad, FLAT, DTRAIN_F32), DTRAIN_OK);
+        if (ranks == 1 && step == 0)
+            warm = dtrain_comm_allocator(world)->peak_bytes;
+        if (ranks == 1)
+            CHECK_EQ(dtrain_comm_allocator(world)->peak_bytes, warm);
+    }
+    if (rank == 0)
+        memcpy(run->first, m->grad, sizeof run->first);
+    dtrain_ddp_destroy(ddp);
+    free(m);
+    return DTRAIN_OK;
+}
+
+static void run_ddp(ddp_run *run, int ranks)
+{
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = run->poll ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+    CHECK_EQ(dtrain_run_threads(ranks, ddp_rank, run, &desc), DTRAIN_OK);
+}
+
+/* The result of a sequential tree over all micro-batches, by bits. */
+static void check_tree(const ddp_run *run)
+{
+    float weight = 0;
+    for (int micro = 0; micro < run->micro_batches; micro++)
+        weight += (float)micro_weight(micro);
+    for (int unit = 0; unit <= LAYERS; unit++) {
+        for (size_t e = unit_begin(unit); e < unit_begin(unit) + unit_count(unit); e++) {
+            float expected = tree(run->skips, 0, run->micro_batches, e, unit) / weight;
+            CHECK(memcmp(&expected, &run->first[e], sizeof expected) == 0);
+        }
+    }
+}
+
+TEST(eight_micro_batches_give_the_sequential_tree_on_1_2_4_and_8_ranks)
+{
+    static ddp_run run;
+    for (int variant = 0; variant < 32; variant++) {
+        run.micro_batches = 8;
+        run.no_overlap = variant & 1;
+        run.shuffled = variant >> 1 & 1;
+        run.skips = variant >> 2 & 1;
+        run.bucket_bytes = variant & 8 ? 1 : 5000;
+        run.poll = variant >> 4 & 1;
+        for (int ranks = 1; ranks <= 8; ranks *= 2) {
+            run_ddp(&run, ranks);
+            check_tree(&run);
+        }
+    }
+}
+
+TEST(any_number_of_micro_batches_folds_by_the_tree)
+{
+    static ddp_run run;
+    for (run.micro_batches = 1; run.micro_batches <= 17; run.micro_batches++) {
+        run.skips = run.micro_batches > 1;
+        run_ddp(&run, 1);
+        check_tree(&run);
+    }
+}
+
+TEST(other_numbers_of_ranks_agree_within_rounding_and_ranks_may_have_none)
+{
+    static ddp_run run, one;
+    const int worlds[] = {3, 5, 6, 7, 11};
+    one.micro_batches = run.micro_batches = 8;
+    run_ddp(&one, 1);
+    for (size_t w = 0; w < sizeof worlds / sizeof worlds[0]; w++) {
+        run_ddp(&run, worlds[w]); /* eleven ranks: three have none */
+        for (size_t e = 0; e < unit_begin(LAYERS) + WIDTH; e++)
+            CHECK(fabs((double)run.first[e] - (double)one.first[e]) < 0.05);
+    }
+    run.micro_batches = 1; /* a sum of one and of nothing keeps its bits */
+    run_ddp(&run, 4);
+    check_tree(&run);
+}
+
+static dtrain_status weightless_rank(dtrain_comm *world, void *user)
+{
+    model *m = (model *)malloc(sizeof *m);
+    dtrain_ddp *ddp;
+    double total = -1;
+    (void)user;
+    model_init(m);
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_begin(ddp, 0, 0.0), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_finish(ddp, &total), DTRAIN_OK);
+    CHECK(total == 0.0);
+    for (size_t i = 0; i < unit_begin(LAYERS) + WIDTH; i++)
+        CHECK(m->grad[i] == 0.0f);
+    dtrain_ddp_destroy(ddp);
+    free(m);
+    return DTRAIN_OK;
+}
+
+TEST(a_step_without_examples_has_zero_gradients_and_no_weight)
+{
+    CHECK_EQ(dtrain_run_threads(3, weightless_rank, NULL, NULL), DTRAIN_OK);
+}
+
+TEST(ddp_calls_out_of_place_are_refused)
+{
+    static model m;
+    dtrain_comm *world;
+    dtrain_ddp *ddp;
+    model_init(&m);
+    CHECK_EQ(dtrain_comm_create(&world, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_create(NULL, world, m.table, 3, NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_create(&ddp, NULL, m.table, 3, NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m.table, 0, NULL), DTRAIN_ERR_INVALID);
+    CHECK(ddp == NULL && error_says("empty"));
+    m.table[0].dtype = DTRAIN_F64;
+    m.table[0].shape[0] = 2;
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m.table, 3, NULL), DTRAIN_ERR_UNSUPPORTED);
+    model_init(&m);
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m.table, 3, NULL), DTRAIN_OK);
+    CHECK(dtrain_ddp_error(ddp)[0] == '\0');
+    CHECK_EQ(dtrain_ddp_begin(NULL, 1, 1.0), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_reduce(NULL, 0), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_reduce(ddp, 0), DTRAIN_ERR_INVALID);
+    CHECK(error_says("no step is open"));
+    CHECK_EQ(dtrain_ddp_next(ddp), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_ERR_INVALID);
+    CHECK(error_says("no step is open"));
+    CHECK_EQ(dtrain_ddp_begin(ddp, -1, 1.0), DTRAIN_ERR_INVALID);
+    CHECK(error_says("micro_batches is -1"));
+    CHECK_EQ(dtrain_ddp_begin(ddp, 1, -1.0), DTRAIN_ERR_INVALID);
+    CHECK(error_says("weight is -1"));
+    CHECK_EQ(dtrain_ddp_begin(ddp, 2, 1.0), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_begin(ddp, 2, 1.0), DTRAIN_ERR_INVALID);
+    CHECK(error_says("a step is open"));
+    CHECK_EQ(dtrain_ddp_reduce(ddp, LAYERS + 2), DTRAIN_ERR_INVALID);
+    CHECK(error_says("there is no unit 5"));
+    CHECK_EQ(dtrain_ddp_reduce(ddp, -1), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_reduce(ddp, LAYERS + 1), DTRAIN_OK); /* frozen: nothing to do */
+    CHECK_EQ(dtrain_ddp_reduce(ddp, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_reduce(ddp, 1), DTRAIN_ERR_INVALID);
+    CHECK(error_says("unit 1 was reduced twice in micro-batch 0"));
+    CHECK(strcmp(dtrain_ddp_error(ddp), dtrain_last_error()) == 0);
+    CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_ERR_INVALID);
+    CHECK(error_says("1 of 2 micro-batches"));
+    CHECK_EQ(dtrain_ddp_next(ddp), DTRAIN_OK);
+    for (int unit = 0; unit <= LAYERS; unit++)
+        CHECK_EQ(dtrain_ddp_reduce(ddp, unit), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_reduce(ddp, 0), DTRAIN_ERR_INVALID);
+    CHECK(error_says("all 2 micro-batches"));
+    CHECK_EQ(dtrain_ddp_next(ddp), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_begin(ddp, 0, 0.0), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_reduce(ddp, 0), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_begin(ddp, 3, 1.0), DTRAIN_OK); /* destroyed in an open step */
+    dtrain_ddp_destroy(ddp);
+    dtrain_ddp_destroy(NULL);
+    CHECK_EQ(dtrain_comm_allocator(world)->bytes > 0, 1);
+    dtrain_comm_destroy(world);
+}
+
+static dtrain_status differing_rank(dtrain_comm *world, void *user)
+{
+    model *m = (model *)malloc(sizeof *m);
+    dtrain_ddp *ddp;
+    (void)user;
+    model_init(m);
+    if (dtrain_comm_rank(world) == 1)
+        m->table[2].name = "ice";
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, NULL), DTRAIN_ERR_MISMATCH);
+    CHECK(error_says("another parameter table or desc"));
+    free(m);
+    return DTRAIN_OK;
+}
+
+TEST(ranks_with_other_tables_are_refused)
+{
+    CHECK_EQ(dtrain_run_threads(2, differing_rank, NULL, NULL), DTRAIN_OK);
+}
+
+static dtrain_status leaving_rank(dtrain_comm *world, void *user)
+{
+    model *m = (model *)malloc(sizeof *m);
+    dtrain_ddp *ddp;
+    dtrain_ddp_desc desc;
+    model_init(m);
+    memset(&desc, 0, sizeof desc);
+    desc.no_overlap = *(int *)user;
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, &desc), DTRAIN_OK);
+    if (dtrain_comm_rank(world) != 2) {
+        dtrain_status status = dtrain_ddp_begin(ddp, 1, 1.0);
+        for (int unit = LAYERS; unit >= 0; unit--) {
+            if (status == DTRAIN_OK)
+                status = dtrain_ddp_reduce(ddp, unit);
+        }
+        CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_ERR_PEER_LOST);
+        CHECK(error_says("rank 2"));
+        CHECK(strstr(dtrain_ddp_error(ddp), "rank 2") != NULL);
+        CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_ERR_INVALID); /* the step is closed */
+    }
+    dtrain_ddp_destroy(ddp);
+    free(m);
+    return DTRAIN_OK;
+}
+
+TEST(a_rank_that_leaves_is_named_by_finish)
+{
+    for (int no_overlap = 0; no_overlap < 2; no_overlap++)
+        CHECK_EQ(dtrain_run_threads(3, leaving_rank, &no_overlap, NULL), DTRAIN_OK);
+}
+
+/* ---- aggregators and the step ---- */
+
+typedef struct line {
+    dtrain_comm *world;
+    float w, grad, data[8];
+    int fails;
+} line;
+
+/* The gradient of sum((w x - 3 x)^2) / 2 over this rank's x. */
+static dtrain_status line_compute(void *user, double *weight)
+{
+    line *l = (line *)user;
+    size_t begin, count = dtrain_shard(l->world, 5, dtrain_comm_rank(l->world), &begin);
+    if (l->fails)
+        return DTRAIN_ERR_ABORTED;
+    for (size_t i = begin; i < begin + count; i++) {
+        float x = (float)i - 2.0f;
+        l->grad += (l->w * x - 3.0f * x) * x;
+    }
+    *weight = (double)count;
+    return DTRAIN_OK;
+}
+
+static dtrain_status line_rank(dtrain_comm *world, void *user)
+{
+    line l;
+    dtrain_step_desc step;
+    dtrain_step_result result;
+    dtrain_optimizer_desc sgd;
+    memset(&l, 0, sizeof l);
+    memset(&step, 0, sizeof step);
+    memset(&sgd, 0, sizeof sgd);
+    l.world = world;
+    sgd.kind = DTRAIN_SGD;
+    dtrain_param table = param("w", 0, 1, &l.w, &l.grad);
+    dtrain_aggregator aggregator = dtrain_aggregator_all_reduce(world);
+    step.table = &table;
+    step.count = 1;
+    step.compute = line_compute;
+    step.user = &l;
+    step.aggregator = dtrain_comm_size(world) > 1 ? &aggregator : NULL;
+    step.lr = 0.25f;
+    CHECK_EQ(dtrain_optimizer_create(&step.optimizer, &table, 1, &sgd, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_train_step(&step, &result), DTRAIN_OK);
+    CHECK(result.total_weight == 5.0 && result.norm == 0.0);
+    CHECK(l.grad == -6.0f && l.w == 1.5f); /* the mean of x^2 is 2: 2 (w - 3) */
+    step.max_norm = 1.0f;
+    CHECK_EQ(dtrain_train_step(&step, &result), DTRAIN_OK);
+    CHECK(result.norm == 3.0 && l.w == 1.75f);
+    l.fails = 1;
+    CHECK_EQ(dtrain_train_step(&step, &result), DTRAIN_ERR_ABORTED);
+    CHECK(l.w == 1.75f);
+    (void)user;
+    dtrain_optimizer_destroy(step.optimizer);
+    dtrain_aggregator_destroy(&aggregator);
+    dtrain_aggregator_destroy(NULL);
+    return DTRAIN_OK;
+}
+
+TEST(a_train_step_computes_aggregates_clips_and_applies)
+{
+    for (int ranks = 1; ranks <= 7; ranks++)
+        CHECK_EQ(dtrain_run_threads(ranks, line_rank, NULL, NULL), DTRAIN_OK);
+}
+
+TEST(a_train_step_names_what_is_missing)
+{
+    dtrain_step_desc step;
+    dtrain_param table = param("w", 0, 1, memory, memory + 1);
+    memset(&step, 0, sizeof step);
+    CHECK_EQ(dtrain_train_step(NULL, NULL), DTRAIN_ERR_INVALID);
+    CHECK(error_says("the desc is NULL"));
+    CHECK_EQ(dtrain_train_step(&step, NULL), DTRAIN_ERR_INVALID);
+    CHECK(error_says("table is NULL"));
+    step.table = &table;
+    CHECK_EQ(dtrain_train_step(&step, NULL), DTRAIN_ERR_INVALID);
+    CHECK(error_says("compute is NULL"));
+    step.compute = line_compute;
+    CHECK_EQ(dtrain_train_step(&step, NULL), DTRAIN_ERR_INVALID);
+    CHECK(error_says("optimizer is NULL"));
+}
