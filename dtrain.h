@@ -5555,6 +5555,9 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
  * Nothing here allocates or fails, and any alignment will do. */
 #ifndef DTRAIN__TRAIN_KERNELS
 #define DTRAIN__TRAIN_KERNELS
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 typedef struct dtrain__adamw_constants {
     float beta1, rest1; /* rest: 1 - beta */
@@ -5580,6 +5583,27 @@ typedef struct dtrain__train_kernels {
 
 DTRAIN__EXACT_BEGIN
 
+/* A compiler's back end may contract a product with the sum that follows, or approximate a root, whatever the
+ * pragmas say. It does not look into these: the first is no instruction, the second is the one it should be. */
+#if defined(DTRAIN__X86)
+#ifdef __AVX__
+#define DTRAIN__ROOT_sse2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
+#else
+#define DTRAIN__ROOT_sse2(x) __asm__("sqrtps %0, %0" : "+x"(x))
+#endif
+#define DTRAIN__ROOT_avx2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
+#define DTRAIN__ROOT_avx512(x) __asm__("vsqrtps %0, %0" : "+v"(x))
+#define DTRAIN__ROUNDED_scalar(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_sse2(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_avx2(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_avx512(x) __asm__("" : "+v"(x))
+#elif defined(__aarch64__)
+#define DTRAIN__ROUNDED_scalar(x) __asm__("" : "+w"(x))
+#define DTRAIN__ROUNDED_neon(x) __asm__("" : "+w"(x))
+#else
+#define DTRAIN__ROUNDED_scalar(x) (x = dtrain__rounded_f32(x, dtrain__opaque_zero))
+#endif
+
 #define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                           \
     target static void dtrain__train_adamw_##isa(float *p, const float *g, float *m, float *v, size_t count,          \
                                                  const dtrain__adamw_constants *c)                                    \
@@ -5589,14 +5613,26 @@ DTRAIN__EXACT_BEGIN
         vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep);                                            \
         size_t i = 0;                                                                                                 \
         for (; count - i >= width; i += width) {                                                                      \
-            vector gi = op##_loadu_ps(g + i), kept = op##_mul_ps(op##_loadu_ps(p + i), keep);                         \
-            vector mi = op##_add_ps(op##_mul_ps(op##_loadu_ps(m + i), beta1), op##_mul_ps(gi, rest1));                \
-            vector square = op##_mul_ps(gi, gi);                                                                      \
-            vector vi = op##_add_ps(op##_mul_ps(op##_loadu_ps(v + i), beta2), op##_mul_ps(square, rest2));            \
-            vector spread = op##_add_ps(op##_mul_ps(dtrain__train_sqrt_##isa(vi), root), eps);                                    \
+            vector gi = op##_loadu_ps(g + i), grown = gi * rest1, square = gi * gi;                                   \
+            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2;                              \
+            vector kept = op##_loadu_ps(p + i) * keep, spread, change;                                                \
+            square = square * rest2;                                                                                  \
+            DTRAIN__ROUNDED_##isa(grown);                                                                             \
+            DTRAIN__ROUNDED_##isa(square);                                                                            \
+            DTRAIN__ROUNDED_##isa(mi);                                                                                \
+            DTRAIN__ROUNDED_##isa(vi);                                                                                \
+            DTRAIN__ROUNDED_##isa(kept);                                                                              \
+            mi = mi + grown;                                                                                          \
+            vi = vi + square;                                                                                         \
+            spread = vi;                                                                                              \
+            DTRAIN__ROOT_##isa(spread);                                                                               \
+            spread = spread * root;                                                                                   \
+            DTRAIN__ROUNDED_##isa(spread);                                                                            \
+            change = mi / (spread + eps) * rate;                                                                      \
+            DTRAIN__ROUNDED_##isa(change);                                                                            \
             op##_storeu_ps(m + i, mi);                                                                                \
             op##_storeu_ps(v + i, vi);                                                                                \
-            op##_storeu_ps(p + i, op##_sub_ps(kept, op##_mul_ps(op##_div_ps(mi, spread), rate)));                     \
+            op##_storeu_ps(p + i, kept - change);                                                                     \
         }                                                                                                             \
         if (i < count) {                                                                                              \
             float end[4][width] = {{0}};                                                                              \
@@ -5622,15 +5658,29 @@ DTRAIN__EXACT_BEGIN
         int decays = c->coupled != 0.0f;                                                                              \
         size_t i = 0;                                                                                                 \
         for (; count - i >= width; i += width) {                                                                      \
-            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(g + i);                                              \
-            if (decays)                                                                                               \
-                gi = op##_add_ps(gi, op##_mul_ps(pi, coupled));                                                       \
-            if (velocity != NULL) {                                                                                   \
-                vector vi = op##_add_ps(op##_mul_ps(op##_loadu_ps(velocity + i), momentum), gi);                      \
-                op##_storeu_ps(velocity + i, vi);                                                                     \
-                gi = c->nesterov ? op##_add_ps(gi, op##_mul_ps(vi, momentum)) : vi;                                   \
+            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(g + i), product, kept;                               \
+            if (decays) {                                                                                             \
+                product = pi * coupled;                                                                               \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                gi = gi + product;                                                                                    \
             }                                                                                                         \
-            op##_storeu_ps(p + i, op##_sub_ps(op##_mul_ps(pi, keep), op##_mul_ps(gi, lr)));                           \
+            if (velocity != NULL) {                                                                                   \
+                product = op##_loadu_ps(velocity + i) * momentum;                                                     \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                vector vi = product + gi;                                                                             \
+                op##_storeu_ps(velocity + i, vi);                                                                     \
+                product = vi * momentum;                                                                              \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                if (c->nesterov)                                                                                      \
+                    gi = gi + product;                                                                                \
+                else                                                                                                  \
+                    gi = vi;                                                                                          \
+            }                                                                                                         \
+            product = gi * lr;                                                                                        \
+            kept = pi * keep;                                                                                         \
+            DTRAIN__ROUNDED_##isa(product);                                                                           \
+            DTRAIN__ROUNDED_##isa(kept);                                                                              \
+            op##_storeu_ps(p + i, kept - product);                                                                    \
         }                                                                                                             \
         if (i < count) {                                                                                              \
             float end[3][width] = {{0}};                                                                              \
@@ -5646,14 +5696,14 @@ DTRAIN__EXACT_BEGIN
         }                                                                                                             \
     }
 
-/* out = expression of a and b, where b may be one number for all. */
-#define DTRAIN__TRAIN_MAP(name, isa, target, vector, width, op, b_parameter, b_vector, b_end, expression)             \
+/* out = a operation b, where b may be one number for all. */
+#define DTRAIN__TRAIN_MAP(name, isa, target, vector, width, op, b_parameter, b_vector, b_end, operation)              \
     target static void dtrain__train_##name##_##isa(float *out, const float *a, b_parameter, size_t count)            \
     {                                                                                                                 \
         size_t i = 0;                                                                                                 \
         for (; count - i >= width; i += width) {                                                                      \
             vector x = op##_loadu_ps(a + i), y = b_vector;                                                            \
-            op##_storeu_ps(out + i, op##_##expression##_ps(x, y));                                                    \
+            op##_storeu_ps(out + i, x operation y);                                                                   \
         }                                                                                                             \
         if (i < count) {                                                                                              \
             float left[width] = {0}, right[width] = {0};                                                              \
@@ -5669,38 +5719,24 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                               \
     DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                                 \
     DTRAIN__TRAIN_MAP(add, isa, target, vector, width, op, const float *b, op##_loadu_ps(b + i),                      \
-                      (memcpy(right, b + i, bytes), dtrain__train_add_##isa(left, left, right, width)), add)          \
+                      (memcpy(right, b + i, bytes), dtrain__train_add_##isa(left, left, right, width)), +)            \
     DTRAIN__TRAIN_MAP(divide, isa, target, vector, width, op, float b, op##_set1_ps(b),                               \
-                      dtrain__train_divide_##isa(left, left, b, width), div)                                          \
+                      dtrain__train_divide_##isa(left, left, b, width), /)                                            \
     DTRAIN__TRAIN_MAP(multiply, isa, target, vector, width, op, float b, op##_set1_ps(b),                             \
-                      dtrain__train_multiply_##isa(left, left, b, width), mul)                                        \
+                      dtrain__train_multiply_##isa(left, left, b, width), *)                                          \
     static const dtrain__train_kernels dtrain__train_kernels_##isa = {                                                \
         dtrain__train_adamw_##isa, dtrain__train_sgd_##isa, dtrain__train_add_##isa, dtrain__train_divide_##isa,      \
         dtrain__train_multiply_##isa};
 
-/* Square roots that are one instruction: the C library's may set errno. */
-#if defined(__x86_64__)
-static float dtrain__train_rootf(float square)
-{
-    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(square)));
-}
-
 static double dtrain__train_root(double square)
 {
-    __m128d both = _mm_set_sd(square);
+#if defined(DTRAIN__X86)
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
     return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
-}
 #else
-static float dtrain__train_rootf(float square)
-{
-    return __builtin_sqrtf(square);
-}
-
-static double dtrain__train_root(double square)
-{
     return __builtin_sqrt(square);
-}
 #endif
+}
 
 static float dtrain__train_ratio(double over, double under)
 {
@@ -5720,18 +5756,10 @@ static void dtrain__one_storeu_ps(float *to, float value)
 }
 
 #define dtrain__one_set1_ps(a) (a)
-#define dtrain__one_add_ps(a, b) ((a) + (b))
-#define dtrain__one_sub_ps(a, b) ((a) - (b))
-#define dtrain__one_mul_ps(a, b) ((a) * (b))
-#define dtrain__one_div_ps(a, b) ((a) / (b))
-#define dtrain__train_sqrt_scalar(a) dtrain__train_rootf(a)
+#define DTRAIN__ROOT_scalar(x) (x = dtrain__sqrt_f32(x))
 DTRAIN__TRAIN_KERNELS_FOR(scalar, , float, 1, dtrain__one)
 
-#if defined(__x86_64__)
-#define dtrain__train_sqrt_sse2(a) _mm_sqrt_ps(a)
-#define dtrain__train_sqrt_avx2(a) _mm256_sqrt_ps(a)
-/* _mm512_sqrt_ps warns of an undefined operand in gcc's own header. */
-#define dtrain__train_sqrt_avx512(a) _mm512_mask_sqrt_ps(a, 0xFFFF, a)
+#if defined(DTRAIN__X86)
 DTRAIN__TRAIN_KERNELS_FOR(sse2, , __m128, 4, _mm)
 DTRAIN__TRAIN_KERNELS_FOR(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
 DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
@@ -5739,11 +5767,7 @@ DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16
 #define dtrain__neon_loadu_ps(from) vld1q_f32(from)
 #define dtrain__neon_storeu_ps(to, value) vst1q_f32(to, value)
 #define dtrain__neon_set1_ps(a) vdupq_n_f32(a)
-#define dtrain__neon_add_ps(a, b) vaddq_f32(a, b)
-#define dtrain__neon_sub_ps(a, b) vsubq_f32(a, b)
-#define dtrain__neon_mul_ps(a, b) vmulq_f32(a, b)
-#define dtrain__neon_div_ps(a, b) vdivq_f32(a, b)
-#define dtrain__train_sqrt_neon(a) vsqrtq_f32(a)
+#define DTRAIN__ROOT_neon(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 DTRAIN__TRAIN_KERNELS_FOR(neon, , float32x4_t, 4, dtrain__neon)
 #endif
 
@@ -5752,7 +5776,7 @@ DTRAIN__EXACT_END
 static const dtrain__train_kernels *dtrain__train_kernels_get(void)
 {
     switch (dtrain__isa()) {
-#if defined(__x86_64__)
+#if defined(DTRAIN__X86)
     case DTRAIN__ISA_SSE2: return &dtrain__train_kernels_sse2;
     case DTRAIN__ISA_AVX2: return &dtrain__train_kernels_avx2;
     case DTRAIN__ISA_AVX512: return &dtrain__train_kernels_avx512;
@@ -5964,10 +5988,11 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
 {
     for (size_t i = 0; i < count; i++) {
         if (table[i].grad != NULL && table[i].dtype != DTRAIN_F32)
-            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
-                                "freeze it with a NULL grad",
-                                table[i].name, dtrain_dtype_name(table[i].dtype));
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_UNSUPPORTED,
+                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
+                "freeze it with a NULL grad",
+                table[i].name, dtrain_dtype_name(table[i].dtype));
     }
     return DTRAIN_OK;
 }
@@ -6135,8 +6160,8 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
     uint64_t steps = dtrain_sampler_steps(sampler), parts = (uint64_t)sampler->desc.micro_batches;
     uint64_t left = dtrain__sampler_left(sampler, step % steps), part = (uint64_t)micro_batch;
     uint64_t longer = left % parts, count = left / parts + (part < longer);
-    uint64_t begin = step % steps * dtrain__sampler_per_step(sampler) + left / parts * part +
-                     (part < longer ? part : longer);
+    uint64_t begin =
+        step % steps * dtrain__sampler_per_step(sampler) + left / parts * part + (part < longer ? part : longer);
     for (uint64_t i = 0; i < count; i++)
         examples[i] = dtrain_sampler_index(sampler, step / steps, begin + i);
     return (size_t)count;
@@ -6155,8 +6180,8 @@ DTRAIN__EXACT_BEGIN
 /* cos(pi t) for 0 <= t <= 1/2: Taylor's series, whose first term left out is below 2^-55. */
 static double dtrain__schedule_cos_quarter(double t)
 {
-    static const double factorials[] = {2.0,     12.0,     30.0,     56.0,     90.0,
-                                        132.0,   182.0,    240.0,    306.0,    380.0}; /* (2k - 1) 2k */
+    static const double factorials[] = {2.0,   12.0,  30.0,  56.0,  90.0,
+                                        132.0, 182.0, 240.0, 306.0, 380.0}; /* (2k - 1) 2k */
     double x = 3.14159265358979323846 * t, square = x * x, sum = 1.0;
     for (int k = 9; k >= 0; k--) {
         double term = square * sum;
@@ -6187,11 +6212,11 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
     double t = (double)(step - schedule->warmup_steps) / (double)(schedule->total_steps - schedule->warmup_steps);
     if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) {
         double fallen = (min_lr - lr) * t;
-        return (float)(lr + fallen);
+        return (float)(lr + dtrain__rounded_f64(fallen, dtrain__opaque_zero));
     }
     double height = (1.0 + dtrain__schedule_cos(t)) * 0.5;
     double above = (lr - min_lr) * height;
-    return (float)(min_lr + above);
+    return (float)(min_lr + dtrain__rounded_f64(above, dtrain__opaque_zero));
 }
 
 DTRAIN__EXACT_END
@@ -6247,7 +6272,9 @@ static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_op
     dtrain__adamw_constants c;
     double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
     double decay = (double)lr * (double)desc->weight_decay;
-    double rest1 = 1.0 - dtrain__optimizer_power(beta1, step), rest2 = 1.0 - dtrain__optimizer_power(beta2, step);
+    uint32_t zero = dtrain__opaque_zero;
+    double rest1 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta1, step), zero);
+    double rest2 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta2, step), zero);
     c.beta1 = desc->beta1;
     c.rest1 = (float)(1.0 - beta1);
     c.beta2 = desc->beta2;
@@ -6255,7 +6282,7 @@ static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_op
     c.root = (float)(1.0 / dtrain__train_root(rest2));
     c.eps = desc->eps;
     c.rate = (float)((double)lr / rest1);
-    c.keep = (float)(1.0 - decay);
+    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
     return c;
 }
 
@@ -6265,7 +6292,7 @@ static dtrain__sgd_constants dtrain__optimizer_sgd_constants(const dtrain_optimi
     double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
     c.momentum = desc->momentum;
     c.lr = lr;
-    c.keep = (float)(1.0 - decay);
+    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
     c.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
     c.nesterov = desc->nesterov;
     return c;
@@ -6324,8 +6351,9 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
     if (dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes))
         optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
     if (optimizer->state == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for the state of %zu elements, %zu floats each",
-                            optimizer->count, copies);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "optimizer: no memory for the state of %zu elements, %zu floats each", optimizer->count,
+                            copies);
     optimizer->state_count = optimizer->count * copies;
     return DTRAIN_OK;
 }
@@ -6361,8 +6389,8 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     if (optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_step: the optimizer is NULL: create it first");
     if (!dtrain__train_finite((double)lr) || lr < 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_step: lr is %g, expected a number of at least 0",
-                            (double)lr);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_optimizer_step: lr is %g, expected a number of at least 0", (double)lr);
     dtrain_optimizer_desc desc = optimizer->desc;
     size_t done = 0;
     optimizer->step++;
@@ -6427,14 +6455,14 @@ struct dtrain_ddp {
     dtrain_allocator *allocator;
     dtrain__params params;
     dtrain__ddp_unit *units;
-    dtrain__bucket *buckets; /* room for one a unit */
+    dtrain__bucket *buckets;   /* room for one a unit */
     int bucket_count, started; /* buckets before `started` are on their way */
     int overlap;
     float *levels[DTRAIN__DDP_LEVELS]; /* [0] is the flat buffer */
     size_t count;                      /* elements of each */
     int open, micro_batches;
-    int ended;          /* micro-batches of this step that are over */
-    int used, reduced;  /* units with gradients; of them, reduced in this micro-batch */
+    int ended;         /* micro-batches of this step that are over */
+    int used, reduced; /* units with gradients; of them, reduced in this micro-batch */
     double weight, total_weight;
     dtrain_work *weight_work;
     dtrain_status step_status; /* the first failure of this step */
@@ -6466,8 +6494,8 @@ static dtrain_status dtrain__ddp_start(dtrain_ddp *ddp)
         float *begin = ddp->levels[0] + bucket->begin;
         if (!ddp->overlap)
             return DTRAIN_OK;
-        dtrain_status status = dtrain_all_reduce_async(ddp->comm, begin, begin, bucket->count, DTRAIN_F32, DTRAIN_SUM,
-                                                       &bucket->work);
+        dtrain_status status =
+            dtrain_all_reduce_async(ddp->comm, begin, begin, bucket->count, DTRAIN_F32, DTRAIN_SUM, &bucket->work);
         if (status != DTRAIN_OK) {
             bucket->work = NULL;
             return dtrain__ddp_break(ddp, status, "starting a bucket");
@@ -6551,10 +6579,11 @@ static dtrain_status dtrain__ddp_grow(dtrain_ddp *ddp, int micro_batches)
         if (ddp->levels[level] == NULL)
             ddp->levels[level] = (float *)dtrain__alloc(ddp->allocator, ddp->count * sizeof(float));
         if (ddp->levels[level] == NULL)
-            return dtrain__fail(&ddp->error, DTRAIN_ERR_MEMORY,
-                                "dtrain_ddp_begin: no memory for partial sum %d of %d, %zu bytes: use fewer micro-batches "
-                                "than %d",
-                                level + 1, levels, ddp->count * sizeof(float), micro_batches);
+            return dtrain__fail(
+                &ddp->error, DTRAIN_ERR_MEMORY,
+                "dtrain_ddp_begin: no memory for partial sum %d of %d, %zu bytes: use fewer micro-batches "
+                "than %d",
+                level + 1, levels, ddp->count * sizeof(float), micro_batches);
     }
     return DTRAIN_OK;
 }
@@ -6567,8 +6596,8 @@ static dtrain_status dtrain__ddp_check_begin(dtrain_ddp *ddp, int micro_batches,
         return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_begin: a step is open: call dtrain_ddp_finish before the next");
     if (micro_batches < 0)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: micro_batches is %d, expected 0 or more",
-                            micro_batches);
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_begin: micro_batches is %d, expected 0 or more", micro_batches);
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_begin: weight is %g, expected a number of at least 0", weight);
@@ -6623,9 +6652,10 @@ static dtrain_status dtrain__ddp_check_count(dtrain_ddp *ddp, const char *call)
 {
     if (ddp->ended < ddp->micro_batches)
         return DTRAIN_OK;
-    return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
-                        "%s: all %d micro-batches announced to dtrain_ddp_begin are over: announce as many as you compute",
-                        call, ddp->micro_batches);
+    return dtrain__fail(
+        &ddp->error, DTRAIN_ERR_INVALID,
+        "%s: all %d micro-batches announced to dtrain_ddp_begin are over: announce as many as you compute", call,
+        ddp->micro_batches);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
@@ -6796,10 +6826,11 @@ static dtrain_status dtrain__ddp_check_tables(dtrain_ddp *ddp, const dtrain_para
     }
     dtrain_status status = dtrain_comm_check_equal(ddp->comm, digest, sizeof digest, DTRAIN_U8);
     if (status == DTRAIN_ERR_MISMATCH)
-        return dtrain__fail(NULL, status,
-                            "dtrain_ddp_create: rank %d of %d has another parameter table or desc than others: build them "
-                            "alike on every rank (by hash: %s)",
-                            dtrain_comm_rank(ddp->comm), dtrain_comm_size(ddp->comm), dtrain_last_error());
+        return dtrain__fail(
+            NULL, status,
+            "dtrain_ddp_create: rank %d of %d has another parameter table or desc than others: build them "
+            "alike on every rank (by hash: %s)",
+            dtrain_comm_rank(ddp->comm), dtrain_comm_size(ddp->comm), dtrain_last_error());
     return status;
 }
 
@@ -6925,7 +6956,8 @@ static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, d
 static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t count, double weight)
 {
     if (!dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0", weight);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
+                            weight);
     return dtrain__params_check_f32(table, count);
 }
 

@@ -56,7 +56,8 @@ static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, d
 static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t count, double weight)
 {
     if (!dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0", weight);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
+                            weight);
     return dtrain__params_check_f32(table, count);
 }
 
