@@ -38,7 +38,7 @@ static inline float nn_tanh(float x)
     return 1.0f - 2.0f / (nn_exp(2.0f * x) + 1.0f);
 }
 
-static float nn_lanes_sum(const float *lanes)
+static inline float nn_lanes_sum(const float *lanes)
 {
     float sum = 0;
     for (int k = 0; k < NN_LANES; k++)
@@ -47,33 +47,33 @@ static float nn_lanes_sum(const float *lanes)
 }
 
 /* sum of x[n] */
-static float nn_sum(const float *x, size_t n)
+static inline float nn_sum(const float *x, size_t n)
 {
     float lanes[NN_LANES] = {0}, rest = 0;
     size_t i = 0;
     for (; n - i >= NN_LANES; i += NN_LANES)
         for (size_t k = 0; k < NN_LANES; k++)
             lanes[k] += x[i + k];
-    for (; i < n; i++)
+    for (size_t left = n % NN_LANES; left > 0; left--, i++)
         rest += x[i];
     return nn_lanes_sum(lanes) + rest;
 }
 
 /* sum of a[n] * b[n] */
-static float nn_dot(const float *a, const float *b, size_t n)
+static inline float nn_dot(const float *a, const float *b, size_t n)
 {
     float lanes[NN_LANES] = {0}, rest = 0;
     size_t i = 0;
     for (; n - i >= NN_LANES; i += NN_LANES)
         for (size_t k = 0; k < NN_LANES; k++)
             lanes[k] += a[i + k] * b[i + k];
-    for (; i < n; i++)
+    for (size_t left = n % NN_LANES; left > 0; left--, i++)
         rest += a[i] * b[i];
     return nn_lanes_sum(lanes) + rest;
 }
 
 /* largest of x[n], n > 0 */
-static float nn_max(const float *x, size_t n)
+static inline float nn_max(const float *x, size_t n)
 {
     float lanes[NN_LANES], max = x[0];
     size_t i = 0;
@@ -82,7 +82,7 @@ static float nn_max(const float *x, size_t n)
     for (; n - i >= NN_LANES; i += NN_LANES)
         for (size_t k = 0; k < NN_LANES; k++)
             lanes[k] = x[i + k] > lanes[k] ? x[i + k] : lanes[k];
-    for (; i < n; i++)
+    for (size_t left = n % NN_LANES; left > 0; left--, i++)
         max = x[i] > max ? x[i] : max;
     for (size_t k = 0; k < NN_LANES; k++)
         max = lanes[k] > max ? lanes[k] : max;
@@ -90,7 +90,7 @@ static float nn_max(const float *x, size_t n)
 }
 
 /* out[BT, OC] = in[BT, C] x w[OC, C]^T + b[OC]; b may be NULL */
-static void nn_linear_forward(float *out, const float *in, const float *w, const float *b, size_t BT, size_t C,
+static inline void nn_linear_forward(float *out, const float *in, const float *w, const float *b, size_t BT, size_t C,
                               size_t OC)
 {
     dtrain_sgemm(0, 1, BT, OC, C, 1, in, C, w, C, 0, out, OC);
@@ -100,7 +100,7 @@ static void nn_linear_forward(float *out, const float *in, const float *w, const
 }
 
 /* din[BT, C] = dout[BT, OC] x w;  dw[OC, C] += dout^T x in;  db[OC] += sum of dout's rows; db may be NULL */
-static void nn_linear_backward(float *din, float *dw, float *db, const float *dout, const float *in, const float *w,
+static inline void nn_linear_backward(float *din, float *dw, float *db, const float *dout, const float *in, const float *w,
                                size_t BT, size_t C, size_t OC)
 {
     dtrain_sgemm(0, 0, BT, C, OC, 1, dout, OC, w, C, 0, din, C);
@@ -111,7 +111,7 @@ static void nn_linear_backward(float *din, float *dw, float *db, const float *do
 }
 
 /* out[BT, C] = (in - mean) * rstd * w[C] + b[C]; mean[BT] and rstd[BT] are kept for backward */
-static void nn_layernorm_forward(float *out, float *mean, float *rstd, const float *in, const float *w, const float *b,
+static inline void nn_layernorm_forward(float *out, float *mean, float *rstd, const float *in, const float *w, const float *b,
                                  size_t BT, size_t C)
 {
     for (size_t t = 0; t < BT; t++) {
@@ -129,7 +129,7 @@ static void nn_layernorm_forward(float *out, float *mean, float *rstd, const flo
 }
 
 /* din[BT, C] += gradient of the input; dw[C], db[C] += theirs. scratch[2 C] */
-static void nn_layernorm_backward(float *din, float *dw, float *db, const float *dout, const float *in, const float *w,
+static inline void nn_layernorm_backward(float *din, float *dw, float *db, const float *dout, const float *in, const float *w,
                                   const float *mean, const float *rstd, size_t BT, size_t C, float *scratch)
 {
     float *norm = scratch, *dnorm = scratch + C;
@@ -150,7 +150,7 @@ static void nn_layernorm_backward(float *din, float *dw, float *db, const float 
 }
 
 /* out[n] = in * (1 + tanh(sqrt(2 / pi) (in + 0.044715 in^3))) / 2 */
-static void nn_gelu_forward(float *out, const float *in, size_t n)
+static inline void nn_gelu_forward(float *out, const float *in, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
         float x = in[i];
@@ -159,7 +159,7 @@ static void nn_gelu_forward(float *out, const float *in, size_t n)
 }
 
 /* din[n] = dout[n] * gelu'(in[n]); din may be dout */
-static void nn_gelu_backward(float *din, const float *dout, const float *in, size_t n)
+static inline void nn_gelu_backward(float *din, const float *dout, const float *in, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
         float x = in[i], t = nn_tanh(0.79788456f * (x + 0.044715f * x * x * x));
@@ -169,7 +169,7 @@ static void nn_gelu_backward(float *din, const float *dout, const float *in, siz
 }
 
 /* Turns scores[T] of position t into probabilities over positions 0 .. t, and 0 after it. */
-static void nn_causal_softmax(float *scores, size_t t, size_t T)
+static inline void nn_causal_softmax(float *scores, size_t t, size_t T)
 {
     float max = nn_max(scores, t + 1), scale;
     for (size_t j = 0; j <= t; j++)
@@ -182,7 +182,7 @@ static void nn_causal_softmax(float *scores, size_t t, size_t T)
 }
 
 /* out[B, T, C] from qkv[B, T, 3 C] (query, key, value; heads side by side in each); att[B, H, T, T] is kept */
-static void nn_attention_forward(float *out, float *att, const float *qkv, size_t B, size_t T, size_t C, size_t H)
+static inline void nn_attention_forward(float *out, float *att, const float *qkv, size_t B, size_t T, size_t C, size_t H)
 {
     size_t D = C / H;
     float scale = 1.0f / sqrtf((float)D);
@@ -198,7 +198,7 @@ static void nn_attention_forward(float *out, float *att, const float *qkv, size_
 }
 
 /* dqkv[B, T, 3 C] from dout[B, T, C]; scratch[T, T] */
-static void nn_attention_backward(float *dqkv, const float *dout, const float *att, const float *qkv, size_t B,
+static inline void nn_attention_backward(float *dqkv, const float *dout, const float *att, const float *qkv, size_t B,
                                   size_t T, size_t C, size_t H, float *scratch)
 {
     size_t D = C / H;
@@ -223,7 +223,7 @@ static void nn_attention_backward(float *dqkv, const float *dout, const float *a
 }
 
 /* out[B, T, C] = wte[V, C] of each token + wpe[T, C] of its position */
-static void nn_embedding_forward(float *out, const unsigned char *tokens, const float *wte, const float *wpe, size_t B,
+static inline void nn_embedding_forward(float *out, const unsigned char *tokens, const float *wte, const float *wpe, size_t B,
                                  size_t T, size_t C)
 {
     for (size_t i = 0; i < B * T; i++)
@@ -232,7 +232,7 @@ static void nn_embedding_forward(float *out, const unsigned char *tokens, const 
 }
 
 /* dwte, dwpe += */
-static void nn_embedding_backward(float *dwte, float *dwpe, const float *dout, const unsigned char *tokens, size_t B,
+static inline void nn_embedding_backward(float *dwte, float *dwpe, const float *dout, const unsigned char *tokens, size_t B,
                                   size_t T, size_t C)
 {
     for (size_t i = 0; i < B * T; i++)
@@ -243,7 +243,7 @@ static void nn_embedding_backward(float *dwte, float *dwpe, const float *dout, c
 }
 
 /* Turns logits[BT, V] into their gradient and returns the sum of -log p(target) over the rows. */
-static double nn_cross_entropy(float *logits, const unsigned char *targets, size_t BT, size_t V)
+static inline double nn_cross_entropy(float *logits, const unsigned char *targets, size_t BT, size_t V)
 {
     double loss = 0;
     for (size_t i = 0; i < BT; i++) {
