@@ -667,7 +667,6 @@ static int gpt_run(gpt_job *job)
     return 1;
 }
 
-#ifndef TRAIN_GPT_NO_MAIN
 int main(int argc, char **argv)
 {
     gpt_job job;
@@ -694,7 +693,6 @@ int main(int argc, char **argv)
     free(job.text);
     return bad;
 }
-#endif
 
 /* The end of what train_gpt --ranks 4 --steps 300 --batch 4 prints on two cores:
  *
