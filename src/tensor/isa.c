@@ -18,6 +18,7 @@ enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_A
 static int dtrain__isa_widest(void)
 {
 #if defined(DTRAIN__X86)
+    __builtin_cpu_init(); /* the first call may come from a program's constructor */
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return DTRAIN__ISA_AVX512;
