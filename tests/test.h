@@ -1,5 +1,4 @@
-/* A small harness: TEST(name) { CHECK(...); } per fact, and main at the end by TEST_MAIN(). Checks may run on
- * any thread. Arguments name the tests to run; none runs all. */
+/* A small harness: TEST(name) { CHECK(...); } per fact, main is here. Checks may run on any thread. Arguments name the tests to run; none runs all. */
 #ifndef DTRAIN_TEST_H
 #define DTRAIN_TEST_H
 
@@ -80,10 +79,9 @@ static int test_run(int argc, char **argv)
     return failed > 0 || passed == 0;
 }
 
-#define TEST_MAIN()                    \
-    int main(int argc, char **argv)    \
-    {                                  \
-        return test_run(argc, argv);   \
-    }
+int main(int argc, char **argv)
+{
+    return test_run(argc, argv);
+}
 
 #endif

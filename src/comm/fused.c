@@ -33,7 +33,6 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
     dtrain__call call;
     dtrain__post *post;
-    op->number = comm->number + 1;
     post = dtrain__fused_post_of(comm, op, comm->rank);
     call = dtrain__op_call(comm, op);
     memcpy(post->call, &call, sizeof post->call);
@@ -235,6 +234,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     if (op->phase == DTRAIN__FUSED_POST) {
+        op->number = comm->number + 1;
         if (dtrain__board_broken(comm->transport.board))
             return dtrain__fused_end_broken(comm, op);
         dtrain__fused_post(comm, op);

@@ -171,6 +171,10 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
     size_t half = dtrain__message_half(op), width = dtrain__message_width(op), begin, shard;
     int point_to_point = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    if (point_to_point)
+        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
+    else
+        op->number = comm->number + 1;
     if (comm->broken.status != DTRAIN_OK) {
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
@@ -186,10 +190,6 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
         comm->scratch = scratch;
         comm->scratch_bytes = 2 * half;
     }
-    if (point_to_point)
-        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
-    else
-        op->number = comm->number + 1;
     if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && op->count > 0)
         dtrain__message_widen(op, comm->scratch);
     if (op->kind == DTRAIN__ALL_GATHER) {

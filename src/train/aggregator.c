@@ -32,31 +32,32 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
     if (max_norm == 0.0f || !dtrain__train_finite(length) || length <= (double)max_norm)
         return DTRAIN_OK;
     float factor = dtrain__train_ratio((double)max_norm, length);
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; i < count; i++) {
         float *grad = (float *)table[i].grad;
         if (grad != NULL)
             dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
     }
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
     return DTRAIN_OK;
 }
 
 static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
 {
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
         float *grad = (float *)table[i].grad;
         if (grad != NULL)
             dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
     }
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
 }
 
 static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t count, double weight)
 {
     if (!dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0", weight);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
+                            weight);
     return dtrain__params_check_f32(table, count);
 }
 

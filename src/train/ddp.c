@@ -35,14 +35,14 @@ struct dtrain_ddp {
     dtrain_allocator *allocator;
     dtrain__params params;
     dtrain__ddp_unit *units;
-    dtrain__bucket *buckets; /* room for one a unit */
+    dtrain__bucket *buckets;   /* room for one a unit */
     int bucket_count, started; /* buckets before `started` are on their way */
     int overlap;
     float *levels[DTRAIN__DDP_LEVELS]; /* [0] is the flat buffer */
     size_t count;                      /* elements of each */
     int open, micro_batches;
-    int ended;          /* micro-batches of this step that are over */
-    int used, reduced;  /* units with gradients; of them, reduced in this micro-batch */
+    int ended;         /* micro-batches of this step that are over */
+    int used, reduced; /* units with gradients; of them, reduced in this micro-batch */
     double weight, total_weight;
     dtrain_work *weight_work;
     dtrain_status step_status; /* the first failure of this step */
@@ -74,8 +74,8 @@ static dtrain_status dtrain__ddp_start(dtrain_ddp *ddp)
         float *begin = ddp->levels[0] + bucket->begin;
         if (!ddp->overlap)
             return DTRAIN_OK;
-        dtrain_status status = dtrain_all_reduce_async(ddp->comm, begin, begin, bucket->count, DTRAIN_F32, DTRAIN_SUM,
-                                                       &bucket->work);
+        dtrain_status status =
+            dtrain_all_reduce_async(ddp->comm, begin, begin, bucket->count, DTRAIN_F32, DTRAIN_SUM, &bucket->work);
         if (status != DTRAIN_OK) {
             bucket->work = NULL;
             return dtrain__ddp_break(ddp, status, "starting a bucket");
@@ -120,7 +120,7 @@ static void dtrain__ddp_fill(float *to, size_t count)
 /* Folds one unit's gradients, or nothing when it was not used, and zeroes them for the next micro-batch. */
 static void dtrain__ddp_fold_unit(dtrain_ddp *ddp, int number, int unused)
 {
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     size_t done = ddp->units[number].begin;
     int last = ddp->ended == ddp->micro_batches - 1;
     for (size_t i = ddp->params.unit_begin[number]; i < ddp->params.unit_begin[number + 1]; i++) {
@@ -132,7 +132,7 @@ static void dtrain__ddp_fold_unit(dtrain_ddp *ddp, int number, int unused)
             memset(range->grad, 0, range->count * sizeof(float));
         done += range->count;
     }
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
     ddp->units[number].reduced = 1;
     ddp->reduced++;
     if (last)
@@ -159,10 +159,11 @@ static dtrain_status dtrain__ddp_grow(dtrain_ddp *ddp, int micro_batches)
         if (ddp->levels[level] == NULL)
             ddp->levels[level] = (float *)dtrain__alloc(ddp->allocator, ddp->count * sizeof(float));
         if (ddp->levels[level] == NULL)
-            return dtrain__fail(&ddp->error, DTRAIN_ERR_MEMORY,
-                                "dtrain_ddp_begin: no memory for partial sum %d of %d, %zu bytes: use fewer micro-batches "
-                                "than %d",
-                                level + 1, levels, ddp->count * sizeof(float), micro_batches);
+            return dtrain__fail(
+                &ddp->error, DTRAIN_ERR_MEMORY,
+                "dtrain_ddp_begin: no memory for partial sum %d of %d, %zu bytes: use fewer micro-batches "
+                "than %d",
+                level + 1, levels, ddp->count * sizeof(float), micro_batches);
     }
     return DTRAIN_OK;
 }
@@ -175,8 +176,8 @@ static dtrain_status dtrain__ddp_check_begin(dtrain_ddp *ddp, int micro_batches,
         return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_begin: a step is open: call dtrain_ddp_finish before the next");
     if (micro_batches < 0)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: micro_batches is %d, expected 0 or more",
-                            micro_batches);
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_begin: micro_batches is %d, expected 0 or more", micro_batches);
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_begin: weight is %g, expected a number of at least 0", weight);
@@ -231,9 +232,10 @@ static dtrain_status dtrain__ddp_check_count(dtrain_ddp *ddp, const char *call)
 {
     if (ddp->ended < ddp->micro_batches)
         return DTRAIN_OK;
-    return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
-                        "%s: all %d micro-batches announced to dtrain_ddp_begin are over: announce as many as you compute",
-                        call, ddp->micro_batches);
+    return dtrain__fail(
+        &ddp->error, DTRAIN_ERR_INVALID,
+        "%s: all %d micro-batches announced to dtrain_ddp_begin are over: announce as many as you compute", call,
+        ddp->micro_batches);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
@@ -296,7 +298,7 @@ static void dtrain__ddp_unpack(dtrain_ddp *ddp, int bucket)
 {
     const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     float divisor = ddp->total_weight > 0.0 ? (float)ddp->total_weight : 1.0f;
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     for (int unit = 0; unit < ddp->params.units; unit++) {
         const float *sums = ddp->levels[0] + ddp->units[unit].begin;
         if (ddp->units[unit].bucket != bucket || ddp->units[unit].count == 0)
@@ -306,7 +308,7 @@ static void dtrain__ddp_unpack(dtrain_ddp *ddp, int bucket)
             sums += ddp->params.ranges[i].count;
         }
     }
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
 }
 
 /* Reduces by blocking calls what was not started; a world of one has nothing to reduce. */
@@ -404,10 +406,11 @@ static dtrain_status dtrain__ddp_check_tables(dtrain_ddp *ddp, const dtrain_para
     }
     dtrain_status status = dtrain_comm_check_equal(ddp->comm, digest, sizeof digest, DTRAIN_U8);
     if (status == DTRAIN_ERR_MISMATCH)
-        return dtrain__fail(NULL, status,
-                            "dtrain_ddp_create: rank %d of %d has another parameter table or desc than others: build them "
-                            "alike on every rank (by hash: %s)",
-                            dtrain_comm_rank(ddp->comm), dtrain_comm_size(ddp->comm), dtrain_last_error());
+        return dtrain__fail(
+            NULL, status,
+            "dtrain_ddp_create: rank %d of %d has another parameter table or desc than others: build them "
+            "alike on every rank (by hash: %s)",
+            dtrain_comm_rank(ddp->comm), dtrain_comm_size(ddp->comm), dtrain_last_error());
     return status;
 }
 

@@ -8,6 +8,9 @@
 #include "../base/platform.h"
 #include "../base/memory.c"
 #include "../tensor/isa.c"
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 typedef struct dtrain__adamw_constants {
     float beta1, rest1; /* rest: 1 - beta */
@@ -33,6 +36,27 @@ typedef struct dtrain__train_kernels {
 
 DTRAIN__EXACT_BEGIN
 
+/* A compiler's back end may contract a product with the sum that follows, or approximate a root, whatever the
+ * pragmas say. It does not look into these: the first is no instruction, the second is the one it should be. */
+#if defined(DTRAIN__X86)
+#ifdef __AVX__
+#define DTRAIN__ROOT_sse2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
+#else
+#define DTRAIN__ROOT_sse2(x) __asm__("sqrtps %0, %0" : "+x"(x))
+#endif
+#define DTRAIN__ROOT_avx2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
+#define DTRAIN__ROOT_avx512(x) __asm__("vsqrtps %0, %0" : "+v"(x))
+#define DTRAIN__ROUNDED_scalar(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_sse2(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_avx2(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_avx512(x) __asm__("" : "+v"(x))
+#elif defined(__aarch64__)
+#define DTRAIN__ROUNDED_scalar(x) __asm__("" : "+w"(x))
+#define DTRAIN__ROUNDED_neon(x) __asm__("" : "+w"(x))
+#else
+#define DTRAIN__ROUNDED_scalar(x) (x = dtrain__rounded_f32(x, dtrain__opaque_zero))
+#endif
+
 #define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                           \
     target static void dtrain__train_adamw_##isa(float *p, const float *g, float *m, float *v, size_t count,          \
                                                  const dtrain__adamw_constants *c)                                    \
@@ -42,14 +66,26 @@ DTRAIN__EXACT_BEGIN
         vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep);                                            \
         size_t i = 0;                                                                                                 \
         for (; count - i >= width; i += width) {                                                                      \
-            vector gi = op##_loadu_ps(g + i), kept = op##_mul_ps(op##_loadu_ps(p + i), keep);                         \
-            vector mi = op##_add_ps(op##_mul_ps(op##_loadu_ps(m + i), beta1), op##_mul_ps(gi, rest1));                \
-            vector square = op##_mul_ps(gi, gi);                                                                      \
-            vector vi = op##_add_ps(op##_mul_ps(op##_loadu_ps(v + i), beta2), op##_mul_ps(square, rest2));            \
-            vector spread = op##_add_ps(op##_mul_ps(dtrain__train_sqrt_##isa(vi), root), eps);                                    \
+            vector gi = op##_loadu_ps(g + i), grown = gi * rest1, square = gi * gi;                                   \
+            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2;                              \
+            vector kept = op##_loadu_ps(p + i) * keep, spread, change;                                                \
+            square = square * rest2;                                                                                  \
+            DTRAIN__ROUNDED_##isa(grown);                                                                             \
+            DTRAIN__ROUNDED_##isa(square);                                                                            \
+            DTRAIN__ROUNDED_##isa(mi);                                                                                \
+            DTRAIN__ROUNDED_##isa(vi);                                                                                \
+            DTRAIN__ROUNDED_##isa(kept);                                                                              \
+            mi = mi + grown;                                                                                          \
+            vi = vi + square;                                                                                         \
+            spread = vi;                                                                                              \
+            DTRAIN__ROOT_##isa(spread);                                                                               \
+            spread = spread * root;                                                                                   \
+            DTRAIN__ROUNDED_##isa(spread);                                                                            \
+            change = mi / (spread + eps) * rate;                                                                      \
+            DTRAIN__ROUNDED_##isa(change);                                                                            \
             op##_storeu_ps(m + i, mi);                                                                                \
             op##_storeu_ps(v + i, vi);                                                                                \
-            op##_storeu_ps(p + i, op##_sub_ps(kept, op##_mul_ps(op##_div_ps(mi, spread), rate)));                     \
+            op##_storeu_ps(p + i, kept - change);                                                                     \
         }                                                                                                             \
         if (i < count) {                                                                                              \
             float end[4][width] = {{0}};                                                                              \
@@ -75,15 +111,29 @@ DTRAIN__EXACT_BEGIN
         int decays = c->coupled != 0.0f;                                                                              \
         size_t i = 0;                                                                                                 \
         for (; count - i >= width; i += width) {                                                                      \
-            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(g + i);                                              \
-            if (decays)                                                                                               \
-                gi = op##_add_ps(gi, op##_mul_ps(pi, coupled));                                                       \
-            if (velocity != NULL) {                                                                                   \
-                vector vi = op##_add_ps(op##_mul_ps(op##_loadu_ps(velocity + i), momentum), gi);                      \
-                op##_storeu_ps(velocity + i, vi);                                                                     \
-                gi = c->nesterov ? op##_add_ps(gi, op##_mul_ps(vi, momentum)) : vi;                                   \
+            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(g + i), product, kept;                               \
+            if (decays) {                                                                                             \
+                product = pi * coupled;                                                                               \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                gi = gi + product;                                                                                    \
             }                                                                                                         \
-            op##_storeu_ps(p + i, op##_sub_ps(op##_mul_ps(pi, keep), op##_mul_ps(gi, lr)));                           \
+            if (velocity != NULL) {                                                                                   \
+                product = op##_loadu_ps(velocity + i) * momentum;                                                     \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                vector vi = product + gi;                                                                             \
+                op##_storeu_ps(velocity + i, vi);                                                                     \
+                product = vi * momentum;                                                                              \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                if (c->nesterov)                                                                                      \
+                    gi = gi + product;                                                                                \
+                else                                                                                                  \
+                    gi = vi;                                                                                          \
+            }                                                                                                         \
+            product = gi * lr;                                                                                        \
+            kept = pi * keep;                                                                                         \
+            DTRAIN__ROUNDED_##isa(product);                                                                           \
+            DTRAIN__ROUNDED_##isa(kept);                                                                              \
+            op##_storeu_ps(p + i, kept - product);                                                                    \
         }                                                                                                             \
         if (i < count) {                                                                                              \
             float end[3][width] = {{0}};                                                                              \
@@ -99,14 +149,14 @@ DTRAIN__EXACT_BEGIN
         }                                                                                                             \
     }
 
-/* out = expression of a and b, where b may be one number for all. */
-#define DTRAIN__TRAIN_MAP(name, isa, target, vector, width, op, b_parameter, b_vector, b_end, expression)             \
+/* out = a operation b, where b may be one number for all. */
+#define DTRAIN__TRAIN_MAP(name, isa, target, vector, width, op, b_parameter, b_vector, b_end, operation)              \
     target static void dtrain__train_##name##_##isa(float *out, const float *a, b_parameter, size_t count)            \
     {                                                                                                                 \
         size_t i = 0;                                                                                                 \
         for (; count - i >= width; i += width) {                                                                      \
             vector x = op##_loadu_ps(a + i), y = b_vector;                                                            \
-            op##_storeu_ps(out + i, op##_##expression##_ps(x, y));                                                    \
+            op##_storeu_ps(out + i, x operation y);                                                                   \
         }                                                                                                             \
         if (i < count) {                                                                                              \
             float left[width] = {0}, right[width] = {0};                                                              \
@@ -122,38 +172,24 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                               \
     DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                                 \
     DTRAIN__TRAIN_MAP(add, isa, target, vector, width, op, const float *b, op##_loadu_ps(b + i),                      \
-                      (memcpy(right, b + i, bytes), dtrain__train_add_##isa(left, left, right, width)), add)          \
+                      (memcpy(right, b + i, bytes), dtrain__train_add_##isa(left, left, right, width)), +)            \
     DTRAIN__TRAIN_MAP(divide, isa, target, vector, width, op, float b, op##_set1_ps(b),                               \
-                      dtrain__train_divide_##isa(left, left, b, width), div)                                          \
+                      dtrain__train_divide_##isa(left, left, b, width), /)                                            \
     DTRAIN__TRAIN_MAP(multiply, isa, target, vector, width, op, float b, op##_set1_ps(b),                             \
-                      dtrain__train_multiply_##isa(left, left, b, width), mul)                                        \
+                      dtrain__train_multiply_##isa(left, left, b, width), *)                                          \
     static const dtrain__train_kernels dtrain__train_kernels_##isa = {                                                \
         dtrain__train_adamw_##isa, dtrain__train_sgd_##isa, dtrain__train_add_##isa, dtrain__train_divide_##isa,      \
         dtrain__train_multiply_##isa};
 
-/* Square roots that are one instruction: the C library's may set errno. */
-#if defined(__x86_64__)
-static float dtrain__train_rootf(float square)
-{
-    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(square)));
-}
-
 static double dtrain__train_root(double square)
 {
-    __m128d both = _mm_set_sd(square);
+#if defined(DTRAIN__X86)
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
     return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
-}
 #else
-static float dtrain__train_rootf(float square)
-{
-    return __builtin_sqrtf(square);
-}
-
-static double dtrain__train_root(double square)
-{
     return __builtin_sqrt(square);
-}
 #endif
+}
 
 static float dtrain__train_ratio(double over, double under)
 {
@@ -173,18 +209,10 @@ static void dtrain__one_storeu_ps(float *to, float value)
 }
 
 #define dtrain__one_set1_ps(a) (a)
-#define dtrain__one_add_ps(a, b) ((a) + (b))
-#define dtrain__one_sub_ps(a, b) ((a) - (b))
-#define dtrain__one_mul_ps(a, b) ((a) * (b))
-#define dtrain__one_div_ps(a, b) ((a) / (b))
-#define dtrain__train_sqrt_scalar(a) dtrain__train_rootf(a)
+#define DTRAIN__ROOT_scalar(x) (x = dtrain__sqrt_f32(x))
 DTRAIN__TRAIN_KERNELS_FOR(scalar, , float, 1, dtrain__one)
 
-#if defined(__x86_64__)
-#define dtrain__train_sqrt_sse2(a) _mm_sqrt_ps(a)
-#define dtrain__train_sqrt_avx2(a) _mm256_sqrt_ps(a)
-/* _mm512_sqrt_ps warns of an undefined operand in gcc's own header. */
-#define dtrain__train_sqrt_avx512(a) _mm512_mask_sqrt_ps(a, 0xFFFF, a)
+#if defined(DTRAIN__X86)
 DTRAIN__TRAIN_KERNELS_FOR(sse2, , __m128, 4, _mm)
 DTRAIN__TRAIN_KERNELS_FOR(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
 DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
@@ -192,11 +220,7 @@ DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16
 #define dtrain__neon_loadu_ps(from) vld1q_f32(from)
 #define dtrain__neon_storeu_ps(to, value) vst1q_f32(to, value)
 #define dtrain__neon_set1_ps(a) vdupq_n_f32(a)
-#define dtrain__neon_add_ps(a, b) vaddq_f32(a, b)
-#define dtrain__neon_sub_ps(a, b) vsubq_f32(a, b)
-#define dtrain__neon_mul_ps(a, b) vmulq_f32(a, b)
-#define dtrain__neon_div_ps(a, b) vdivq_f32(a, b)
-#define dtrain__train_sqrt_neon(a) vsqrtq_f32(a)
+#define DTRAIN__ROOT_neon(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 DTRAIN__TRAIN_KERNELS_FOR(neon, , float32x4_t, 4, dtrain__neon)
 #endif
 
@@ -205,7 +229,7 @@ DTRAIN__EXACT_END
 static const dtrain__train_kernels *dtrain__train_kernels_get(void)
 {
     switch (dtrain__isa()) {
-#if defined(__x86_64__)
+#if defined(DTRAIN__X86)
     case DTRAIN__ISA_SSE2: return &dtrain__train_kernels_sse2;
     case DTRAIN__ISA_AVX2: return &dtrain__train_kernels_avx2;
     case DTRAIN__ISA_AVX512: return &dtrain__train_kernels_avx512;

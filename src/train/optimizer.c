@@ -50,7 +50,9 @@ static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_op
     dtrain__adamw_constants c;
     double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
     double decay = (double)lr * (double)desc->weight_decay;
-    double rest1 = 1.0 - dtrain__optimizer_power(beta1, step), rest2 = 1.0 - dtrain__optimizer_power(beta2, step);
+    uint32_t zero = dtrain__opaque_zero;
+    double rest1 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta1, step), zero);
+    double rest2 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta2, step), zero);
     c.beta1 = desc->beta1;
     c.rest1 = (float)(1.0 - beta1);
     c.beta2 = desc->beta2;
@@ -58,7 +60,7 @@ static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_op
     c.root = (float)(1.0 / dtrain__train_root(rest2));
     c.eps = desc->eps;
     c.rate = (float)((double)lr / rest1);
-    c.keep = (float)(1.0 - decay);
+    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
     return c;
 }
 
@@ -68,7 +70,7 @@ static dtrain__sgd_constants dtrain__optimizer_sgd_constants(const dtrain_optimi
     double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
     c.momentum = desc->momentum;
     c.lr = lr;
-    c.keep = (float)(1.0 - decay);
+    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
     c.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
     c.nesterov = desc->nesterov;
     return c;
@@ -79,21 +81,21 @@ DTRAIN__EXACT_END
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
     dtrain__adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
     dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
 }
 
 DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
                            const dtrain_optimizer_desc *desc, float lr)
 {
-    dtrain__fp_mode mode = dtrain__fp_enter();
+    uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
     dtrain__sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
     dtrain__train_kernels_get()->sgd(params, grads, full.momentum == 0.0f ? NULL : velocity, count, &c);
-    dtrain__fp_leave(mode);
+    dtrain__fpmode_restore(mode);
 }
 
 /* Returns the name of the first constant out of range, or NULL. */
@@ -127,8 +129,9 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
     if (dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes))
         optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
     if (optimizer->state == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for the state of %zu elements, %zu floats each",
-                            optimizer->count, copies);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "optimizer: no memory for the state of %zu elements, %zu floats each", optimizer->count,
+                            copies);
     optimizer->state_count = optimizer->count * copies;
     return DTRAIN_OK;
 }
@@ -164,8 +167,8 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     if (optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_step: the optimizer is NULL: create it first");
     if (!dtrain__train_finite((double)lr) || lr < 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_step: lr is %g, expected a number of at least 0",
-                            (double)lr);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_optimizer_step: lr is %g, expected a number of at least 0", (double)lr);
     dtrain_optimizer_desc desc = optimizer->desc;
     size_t done = 0;
     optimizer->step++;

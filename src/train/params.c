@@ -191,10 +191,11 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
 {
     for (size_t i = 0; i < count; i++) {
         if (table[i].grad != NULL && table[i].dtype != DTRAIN_F32)
-            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
-                                "freeze it with a NULL grad",
-                                table[i].name, dtrain_dtype_name(table[i].dtype));
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_UNSUPPORTED,
+                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
+                "freeze it with a NULL grad",
+                table[i].name, dtrain_dtype_name(table[i].dtype));
     }
     return DTRAIN_OK;
 }

@@ -106,8 +106,8 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
     uint64_t steps = dtrain_sampler_steps(sampler), parts = (uint64_t)sampler->desc.micro_batches;
     uint64_t left = dtrain__sampler_left(sampler, step % steps), part = (uint64_t)micro_batch;
     uint64_t longer = left % parts, count = left / parts + (part < longer);
-    uint64_t begin = step % steps * dtrain__sampler_per_step(sampler) + left / parts * part +
-                     (part < longer ? part : longer);
+    uint64_t begin =
+        step % steps * dtrain__sampler_per_step(sampler) + left / parts * part + (part < longer ? part : longer);
     for (uint64_t i = 0; i < count; i++)
         examples[i] = dtrain_sampler_index(sampler, step / steps, begin + i);
     return (size_t)count;

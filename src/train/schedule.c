@@ -5,14 +5,15 @@
 #define DTRAIN__SCHEDULE
 #include "train.h"
 #include "../base/platform.h"
+#include "../tensor/isa.c"
 
 DTRAIN__EXACT_BEGIN
 
 /* cos(pi t) for 0 <= t <= 1/2: Taylor's series, whose first term left out is below 2^-55. */
 static double dtrain__schedule_cos_quarter(double t)
 {
-    static const double factorials[] = {2.0,     12.0,     30.0,     56.0,     90.0,
-                                        132.0,   182.0,    240.0,    306.0,    380.0}; /* (2k - 1) 2k */
+    static const double factorials[] = {2.0,   12.0,  30.0,  56.0,  90.0,
+                                        132.0, 182.0, 240.0, 306.0, 380.0}; /* (2k - 1) 2k */
     double x = 3.14159265358979323846 * t, square = x * x, sum = 1.0;
     for (int k = 9; k >= 0; k--) {
         double term = square * sum;
@@ -43,11 +44,11 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
     double t = (double)(step - schedule->warmup_steps) / (double)(schedule->total_steps - schedule->warmup_steps);
     if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) {
         double fallen = (min_lr - lr) * t;
-        return (float)(lr + fallen);
+        return (float)(lr + dtrain__rounded_f64(fallen, dtrain__opaque_zero));
     }
     double height = (1.0 + dtrain__schedule_cos(t)) * 0.5;
     double above = (lr - min_lr) * height;
-    return (float)(min_lr + above);
+    return (float)(min_lr + dtrain__rounded_f64(above, dtrain__opaque_zero));
 }
 
 DTRAIN__EXACT_END

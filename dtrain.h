@@ -1,0 +1,7058 @@
+/* dtrain.h - distributed training in one C header
+ *
+ * Public domain or MIT, at your choice; see the end of LICENSE.
+ */
+
+/* ---- >>platform ----
+ * What must be settled before any system header: the features that the implementation needs of it; and
+ * the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses. */
+#ifndef DTRAIN__PLATFORM
+#define DTRAIN__PLATFORM
+
+#ifdef DTRAIN_IMPLEMENTATION
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE 1
+#endif
+#if defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
+#define _DARWIN_C_SOURCE 1
+#endif
+#include <limits.h>
+#if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
+#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
+#endif
+#endif
+
+/* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
+ * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt. */
+#if defined(__clang__)
+#define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
+#define DTRAIN__EXACT_END _Pragma("float_control(pop)")
+#elif defined(__GNUC__)
+#define DTRAIN__EXACT_BEGIN \
+    _Pragma("GCC push_options") \
+    _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
+#define DTRAIN__EXACT_END _Pragma("GCC pop_options")
+#else
+#define DTRAIN__EXACT_BEGIN
+#define DTRAIN__EXACT_END
+#ifdef __FAST_MATH__
+#error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
+#endif
+#endif
+
+#endif
+
+/* ---- >>base ----
+ * What every floor shares in public: the macros a program may set, status codes and error texts,
+ * the log callback, the allocator hook, counter-based random numbers and SHA-256.
+ * Calls nothing but the C library. */
+#ifndef DTRAIN__BASE_H
+#define DTRAIN__BASE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#ifndef DTRAIN_API
+#define DTRAIN_API extern
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a fallible call returns. Few codes, one for each thing a caller can do about it. */
+typedef enum dtrain_status {
+    DTRAIN_OK = 0,
+    DTRAIN_ERR_INVALID,     /* an argument is wrong: correct the call */
+    DTRAIN_ERR_MEMORY,      /* the allocator has no more to give */
+    DTRAIN_ERR_IO,          /* the system refused a file, thread or socket */
+    DTRAIN_ERR_TIMEOUT,     /* the deadline passed; the text says who was awaited */
+    DTRAIN_ERR_PEER_LOST,   /* another rank has left or died */
+    DTRAIN_ERR_MISMATCH,    /* ranks made different calls; the text quotes both */
+    DTRAIN_ERR_CORRUPT,     /* data from outside breaks its format */
+    DTRAIN_ERR_UNSUPPORTED, /* legal, but not on this build, system or transport */
+    DTRAIN_ERR_DENIED,      /* a peer did not prove that it belongs here */
+    DTRAIN_ERR_ABORTED      /* cancelled by a rank on purpose */
+} dtrain_status;
+
+/* Returns the constant's name without its prefix, "OK" or "ERR_TIMEOUT"; never NULL.
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_status_name(dtrain_status status);
+
+/* Returns the text of the last error that a dtrain call reported to the calling thread; never NULL.
+ *
+ * The text stays valid until the next failing call of this thread. It is empty before the first.
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_last_error(void);
+
+/* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
+ * Expands in the program's own code; the library itself never exits. */
+#define DTRAIN_CHECK(call)                                                                                   \
+    do {                                                                                                     \
+        dtrain_status dtrain_check_status_ = (call);                                                         \
+        if (dtrain_check_status_ != DTRAIN_OK) {                                                             \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_), \
+                    dtrain_last_error());                                                                    \
+            exit(1);                                                                                         \
+        }                                                                                                    \
+    } while (0)
+
+typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
+
+/* Receives one line of text without a newline; called from any thread, one at a time per thread. */
+typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
+
+/* Sets the process's log callback; NULL silences the library. By default warnings and errors go to stderr.
+ *
+ *   log, user   must stay valid until replaced, and no call may be running while they are replaced
+ *
+ * one thread per object: call it before other threads use the library */
+DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user);
+
+/* Resizes a block: new_bytes of 0 frees it and returns NULL; a NULL pointer allocates.
+ *
+ *   align     a power of two, at most 4096; kept across a resize
+ *   returns   the block, its first min(old_bytes, new_bytes) bytes kept; NULL when there is no memory,
+ *             and then the old block is untouched
+ *
+ * any thread */
+typedef void *(*dtrain_resize_fn)(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
+
+/* Where an object's memory comes from, and how much of it is in use.
+ *
+ * A program sets resize and user and zeroes the rest; objects given the same allocator add to the same
+ * counters. It must outlive them. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
+ * defined before the implementation, replaces the default for allocators whose resize is NULL. */
+typedef struct dtrain_allocator {
+    dtrain_resize_fn resize; /* NULL: the C library */
+    void *user;
+    size_t bytes;      /* in use now; written by the library */
+    size_t peak_bytes; /* the most that was in use at once; written by the library */
+} dtrain_allocator;
+
+/* Fills out with the four 32-bit words number `index` of the stream `seed`.
+ *
+ * A value depends on seed and index alone: any thread may compute any part of a stream, in any order.
+ *
+ *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011
+ *
+ * any thread */
+DTRAIN_API void dtrain_random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4]);
+
+/* Returns 64 random bits: value `index` of the stream `seed`.
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_random_u64(uint64_t seed, uint64_t index);
+
+/* Returns a float drawn evenly from [0, 1): a multiple of 2^-24.
+ *
+ * any thread */
+DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index);
+
+/* Returns a float drawn from the normal distribution of mean 0 and deviation 1, the same bits on every machine.
+ *
+ * any thread */
+DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
+
+/* Writes the SHA-256 of `bytes` bytes at data to digest.
+ *
+ *   source   FIPS 180-4
+ *
+ * any thread */
+DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32]);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>tensor ----
+ * Element types, conversions between them, and dtrain_tensor: a shape over memory, row-major.
+ * Arithmetic here gives the same bits under any compiler flags and instruction set; matrix products
+ * give those of the instruction set in use. */
+#ifndef DTRAIN__TENSOR_H
+#define DTRAIN__TENSOR_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Element types: those of safetensors, narrowest first. Values are disjoint from every other enum here. */
+typedef enum dtrain_dtype {
+    DTRAIN_BOOL = 1,
+    DTRAIN_F4,
+    DTRAIN_F6_E2M3,
+    DTRAIN_F6_E3M2,
+    DTRAIN_U8,
+    DTRAIN_I8,
+    DTRAIN_F8_E5M2,
+    DTRAIN_F8_E4M3, /* the "fn" kind: no infinity, 0x7F and 0xFF are NaN */
+    DTRAIN_F8_E8M0,
+    DTRAIN_F8_E4M3FNUZ,
+    DTRAIN_F8_E5M2FNUZ,
+    DTRAIN_I16,
+    DTRAIN_U16,
+    DTRAIN_F16,
+    DTRAIN_BF16,
+    DTRAIN_I32,
+    DTRAIN_U32,
+    DTRAIN_F32,
+    DTRAIN_C64,
+    DTRAIN_F64,
+    DTRAIN_I64,
+    DTRAIN_U64
+} dtrain_dtype;
+
+/* How values of several ranks become one. Values are disjoint from every other enum here. */
+typedef enum dtrain_op {
+    DTRAIN_SUM = 101,
+    DTRAIN_MEAN, /* the sum divided once; floats only */
+    DTRAIN_PROD,
+    DTRAIN_MIN, /* a NaN wins; -0 is below +0 */
+    DTRAIN_MAX
+} dtrain_op;
+
+#define DTRAIN_MAX_DIMS 8
+
+/* Returns the width of one element in bits, 4 to 64; 0 for what is no dtype.
+ *
+ * any thread */
+DTRAIN_API unsigned dtrain_dtype_bits(dtrain_dtype dtype);
+
+/* Returns the safetensors name, "F32"; "?" for what is no dtype.
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
+
+/* Finds the dtype of a safetensors name.
+ *
+ *   name     length bytes, case sensitive, not terminated
+ *   errors   DTRAIN_ERR_INVALID  no dtype has this name
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char *name, size_t length);
+
+/* Converts count elements, rounding to the nearest, ties to even.
+ *
+ *   from, to   any two of F64, F32, F16, BF16, F8_E4M3, F8_E5M2; the buffers are apart, any alignment
+ *   overflow   becomes infinity; in F8_E4M3, which has none, NaN. NaN stays NaN with its sign
+ *   subnormals are kept on both sides, whatever the caller's floating-point mode
+ *   errors     DTRAIN_ERR_UNSUPPORTED  another dtype
+ *   source     OCP 8-bit Floating Point Specification 1.0; IEEE 754-2019
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count);
+
+/* The part of `count` elements that part number `part` of `parts` holds: earlier parts one longer.
+ *
+ *   begin     out: index of its first element; may be NULL
+ *   returns   the number of elements; 0 for a bad part
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin);
+
+/* A shape over memory, row-major. Fields are read freely and written by the functions below only. */
+typedef struct dtrain_tensor {
+    dtrain_dtype dtype;
+    int ndim; /* 0: a scalar */
+    size_t shape[DTRAIN_MAX_DIMS];
+    size_t count; /* elements */
+    size_t bytes;
+    void *data;
+    dtrain_allocator *allocator; /* NULL: a view, which owns nothing */
+} dtrain_tensor;
+
+/* Makes a zeroed tensor that owns its memory, aligned to 64 bytes.
+ *
+ *   shape       ndim sizes, 0 <= ndim <= 8; zero sizes are legal
+ *   allocator   must outlive the tensor
+ *   errors      DTRAIN_ERR_INVALID  a bad dtype, ndim, or a size that overflows or is no whole number of bytes
+ *               DTRAIN_ERR_MEMORY
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                              dtrain_allocator *allocator);
+
+/* Makes a view of memory that the caller keeps.
+ *
+ *   data     bytes of the shape, any alignment that the dtype's operations accept; may be NULL for no elements
+ *   errors   as dtrain_tensor_create, less memory
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                            void *data);
+
+/* Frees what the tensor owns and zeroes it. NULL and views are legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
+
+/* Copies part `part` of `parts` of a tensor along dimension dim into a new tensor that owns its memory.
+ *
+ *   parts     any number of at least 1; earlier parts are one longer, parts beyond the size are empty
+ *   errors    DTRAIN_ERR_INVALID  dim, parts or part out of range, or elements narrower than a byte
+ *             DTRAIN_ERR_MEMORY
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_shard(dtrain_tensor *shard, const dtrain_tensor *whole, int dim, int parts,
+                                             int part, dtrain_allocator *allocator);
+
+/* Joins shards along dimension dim into a new tensor: the inverse of dtrain_tensor_shard.
+ *
+ *   shards    parts tensors in order, equal in dtype and in every size but that of dim
+ *   errors    DTRAIN_ERR_INVALID  shards that do not fit together; the text names the first
+ *             DTRAIN_ERR_MEMORY
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrain_tensor *shards, int parts, int dim,
+                                               dtrain_allocator *allocator);
+
+/* out[i] = a[i] + b[i] over F64, F32, F16 or BF16 tensors of one dtype and shape; any of them may be the same.
+ * 16-bit floats add as float32 and round once.
+ *
+ *   errors   DTRAIN_ERR_INVALID  shapes or dtypes differ; DTRAIN_ERR_UNSUPPORTED another dtype
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tensor *a, const dtrain_tensor *b);
+
+/* x[i] *= factor, with the dtypes, rounding and errors of dtrain_tensor_add.
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_tensor_scale(dtrain_tensor *x, double factor);
+
+/* y[i] += alpha * x[i], product and sum each rounded, with the dtypes and errors of dtrain_tensor_add.
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_tensor_axpy(dtrain_tensor *y, double alpha, const dtrain_tensor *x);
+
+/* Adds bias to every row of the last dimension of an F32 tensor.
+ *
+ *   bias     F32, one dimension, of x's last size
+ *   errors   as dtrain_tensor_add
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_tensor *bias);
+
+/* Sums the squares of an F64, F32, F16 or BF16 tensor in float64: squares exact for F32 and narrower, blocks of
+ * 8 lanes added in index order, the same bits everywhere.
+ *
+ *   errors   DTRAIN_ERR_UNSUPPORTED  another dtype
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_tensor_sum_squares(double *sum, const dtrain_tensor *x);
+
+/* out = op(a) x op(b), or out += it, over F32 matrices.
+ *
+ *   a, b         two dimensions; transpose_a and transpose_b of 1 take them transposed
+ *   accumulate   1: adds to out
+ *   errors       DTRAIN_ERR_INVALID  the sizes do not meet; DTRAIN_ERR_UNSUPPORTED another dtype
+ *
+ * any thread; out overlaps neither a nor b */
+DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_tensor *a, int transpose_a,
+                                              const dtrain_tensor *b, int transpose_b, int accumulate);
+
+/* c = alpha op(a) x op(b) + beta c over row-major float32 matrices of any leading dimension.
+ *
+ *   m, n, k      op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
+ *   lda, ldb, ldc   elements from one row to the next, as stored
+ *   beta         0 overwrites c without reading it
+ *   override     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), defined
+ *                before the implementation, takes the place of the built-in product
+ *   bits         those of the instruction set; the same for one shape on every call
+ *   source       Goto and van de Geijn, ACM TOMS 34(3), 2008
+ *
+ * any thread; c overlaps neither a nor b; allocates nothing */
+DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
+
+/* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512" or "neon".
+ *
+ * Chosen at the first use, the widest that the processor has; the environment variable DTRAIN_ISA names a
+ * narrower one.
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_isa_name(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>transport ----
+ * How bytes get from rank to rank. A transport knows nothing of tensors: it is two functions over a
+ * reliable, ordered stream of bytes from each rank to each other one. Fill the table, give it to
+ * dtrain_comm_from_transport, and every collective runs over it. */
+#ifndef DTRAIN__TRANSPORT_H
+#define DTRAIN__TRANSPORT_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The ranks of one address space; made by the threads transport only. */
+typedef struct dtrain__board dtrain__board;
+
+/* One rank's end of a transport.
+ *
+ * send and recv move up to `bytes` bytes of the stream to or from `peer` and set *moved, on every return,
+ * to how many went. They return
+ *
+ *   DTRAIN_OK             all of them went
+ *   DTRAIN_ERR_TIMEOUT    the clock CLOCK_MONOTONIC passed deadline_ns with some left. A deadline in the past
+ *                         asks for what can be done without waiting; INT64_MAX never comes
+ *   DTRAIN_ERR_PEER_LOST  the peer's end is closed
+ *   another status        the transport is of no more use
+ *
+ * The core orders blocking calls so that sends that wait for their receivers never form a cycle. It calls from
+ * one thread at a time; in poll mode only with past deadlines. */
+typedef struct dtrain_transport {
+    void *self; /* given to every function */
+    int rank;
+    int size;
+    dtrain_status (*send)(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
+    dtrain_status (*recv)(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
+    void (*destroy)(void *self); /* may be NULL; called once, by dtrain_comm_destroy */
+    dtrain__board *board;        /* NULL in transports of your own */
+} dtrain_transport;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>comm ----
+ * Groups of ranks and the collectives between them. A dtrain_comm is one rank's end of a group; every
+ * rank of the group makes the same collective calls in the same order. Results of reductions follow
+ * one order of operations (see >>order), the same bits on every rank and transport.
+ *
+ * ---- >>order ----
+ * The balanced binary tree over ranks whose left part is the largest power of two below their number:
+ * two ranks x0 + x1; four (x0 + x1) + (x2 + x3); five ((x0 + x1) + (x2 + x3)) + x4. A mean is the tree's
+ * sum divided once. 16-bit floats are summed as float32 and rounded once. */
+#ifndef DTRAIN__COMM_H
+#define DTRAIN__COMM_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dtrain_comm dtrain_comm;
+typedef struct dtrain_work dtrain_work;
+
+typedef enum dtrain_algorithm {
+    DTRAIN_ALGORITHM_AUTO = 0,
+    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
+    DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
+    DTRAIN_ALGORITHM_RING                /* messages; adds around the ring, not in the tree order */
+} dtrain_algorithm;
+
+typedef enum dtrain_progress {
+    DTRAIN_PROGRESS_THREAD = 0, /* a service thread, started with the first async call, drives async work */
+    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives async work */
+} dtrain_progress;
+
+/* How to make a group. Zero means the default; zero the whole struct, then set what differs. */
+typedef struct dtrain_comm_desc {
+    int rank;                   /* used when world_size is not 0 */
+    int world_size;             /* 0: from the environment */
+    int64_t timeout_ms;         /* deadline of every blocking or async call; 0: 60,000; negative: none */
+    dtrain_algorithm algorithm; /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_progress progress;   /* 0: a service thread */
+    size_t stack_bytes;         /* of dtrain_run_threads' threads; 0: 8 MiB */
+    dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
+} dtrain_comm_desc;
+
+/* Makes the group that the environment or desc describes; a world of one where they describe none.
+ *
+ *   comm     out: this rank's end; NULL on an error
+ *   desc     NULL: all defaults
+ *   errors   DTRAIN_ERR_UNSUPPORTED  a world of several processes: this version connects threads, and
+ *                                    processes through dtrain_comm_from_transport
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
+/* Makes `ranks` connected ends for a program that brings its own threads: comms[r] is rank r's.
+ *
+ *   comms    out: ranks pointers, each used by one thread at a time and destroyed by itself
+ *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc);
+
+/* Runs body once a rank, each on a thread of its own, and returns when all have returned.
+ *
+ *   body      gets its rank's end, which is destroyed after it returns
+ *   returns   DTRAIN_OK when every body did; else the status of the rank that failed first, and a text that
+ *             begins with its number. Ranks that wait for it get DTRAIN_ERR_PEER_LOST
+ *
+ * any thread; blocks until the last body returns */
+DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
+                                            void *user, const dtrain_comm_desc *desc);
+
+/* Makes a group over a transport of your own; the table is copied, and destroyed with the group.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
+                                                    const dtrain_comm_desc *desc);
+
+/* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
+ *
+ * Peers that need this rank for an operation get DTRAIN_ERR_PEER_LOST with its number. Work still pending
+ * is cancelled, its handles die with the group.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
+
+/* Returns this end's rank; 0 for NULL.
+ *
+ * any thread */
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
+
+/* Returns the number of ranks; 1 for NULL.
+ *
+ * any thread */
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
+
+/* Returns the text of the group's last error on this rank; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_comm_error(const dtrain_comm *comm);
+
+/* Returns the allocator that the group uses, for its counters and for objects that shall share them.
+ *
+ * any thread */
+DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
+
+/* Returns the nanoseconds that this rank's caller has spent inside blocking calls and waits of the group.
+ *
+ * one thread per object */
+DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
+
+/* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
+ *
+ * Parts are contiguous, in rank order, and differ by at most one element: the first count % size
+ * ranks hold one more. A rank beyond `count` holds none.
+ *
+ *   rank      0 <= rank < size of comm
+ *   begin     out: index of the part's first element; may be NULL
+ *   returns   the number of elements in the part; 0 for a bad rank or a NULL comm
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin);
+
+/* Reduces `count` elements over all ranks; every rank gets the whole result.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
+ *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
+ *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size
+ *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
+ *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
+ *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
+ *             DTRAIN_ERR_PEER_LOST  a rank has left; the group is broken
+ *             on any error the contents of out are undefined, in is unchanged unless in == out
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype, dtrain_op op);
+
+/* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
+ *
+ *   in       count elements, of which none but those of out change
+ *   out      as many elements as this rank's shard has; in place means out == in + begin of the shard
+ *   others   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                               dtrain_dtype dtype, dtrain_op op);
+
+/* Joins every rank's shard of `count` elements; every rank gets them all.
+ *
+ *   in       this rank's shard (see dtrain_shard); in place means in == out + begin of the shard
+ *   out      count elements
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype);
+
+/* Copies `count` elements from rank root to every rank, in place.
+ *
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root);
+
+/* Returns when every rank has called it; errors as dtrain_all_reduce.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm);
+
+/* Sends `count` elements to rank peer, which calls dtrain_recv with the same count and dtype.
+ *
+ * Messages between two ranks keep their order. The call may return before the peer has received.
+ *
+ *   peer     another rank than this one
+ *   errors   as dtrain_all_reduce
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer);
+
+/* Receives `count` elements that rank peer sends; see dtrain_send.
+ *
+ *   errors   DTRAIN_ERR_MISMATCH  what came has another count or dtype; out is unchanged
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
+
+/* Starts what the function without _async does. Operations of one group finish in the order of their calls.
+ *
+ *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
+ *   buffers  belong to the operation until it is done
+ *   errors   bad arguments at once; all others from dtrain_work_wait
+ *
+ * collective: every rank of comm, same order; never blocks */
+DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                     dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
+                                                int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
+                                           int peer, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
+                                           dtrain_work **work);
+
+/* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
+ *
+ * any thread */
+DTRAIN_API int dtrain_work_done(const dtrain_work *work);
+
+/* Returns an operation's result, once, and frees its handle; waits for its end, which its deadline bounds.
+ *
+ *   returns   DTRAIN_ERR_INVALID for NULL
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
+
+/* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
+ *
+ *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
+ *             a group that has a service thread
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us);
+
+/* Compares `bytes` bytes, elements of dtype, on all ranks.
+ *
+ *   errors   DTRAIN_ERR_MISMATCH  they differ; the text names the first rank that differs from rank 0 and
+ *                                 its first element that does. The same on every rank
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count,
+                                                 dtrain_dtype dtype);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>train ----
+ * From gradients to the next weights: the parameter table, the sampler, optimizers, schedules, gradient
+ * clipping, aggregators, and DDP, which reduces gradients while the backward pass still runs.
+ * Gradients are sums with a weight (usually a number of tokens) and are divided once, by the weight of all
+ * ranks, so that uneven batches and ranks with none are right. Micro-batches are folded by the tree of
+ * >>order: a fixed number of them gives the same weights, bit for bit, on 1, 2, 4 and 8 ranks. */
+#ifndef DTRAIN__TRAIN_H
+#define DTRAIN__TRAIN_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One tensor of a model. A table of these names every parameter once; zero what does not apply.
+ *
+ * A unit is what is computed, and so reduced, together: usually one layer. Units are numbered from 0 without
+ * gaps, in the order of the forward pass. A stacked tensor, whose first size is the number of layers, gives
+ * one layer to each of the units unit, unit + 1, ... */
+typedef struct dtrain_param {
+    const char *name; /* unique, not empty */
+    dtrain_dtype dtype;
+    size_t shape[DTRAIN_MAX_DIMS];
+    int ndim;     /* 0: the leading nonzero sizes of shape */
+    int stacked;  /* 1: the first size counts layers, one unit each */
+    int unit;     /* the unit, or the first layer's */
+    int no_decay; /* 1: no weight decay (biases, norms) */
+    void *data;
+    void *grad; /* as data; NULL: frozen, neither reduced nor updated */
+} dtrain_param;
+
+/* Checks a table as every function here that takes one does.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a name missing or used twice; a bad dtype or shape; sizes that overflow; units with
+ *                                a gap; memory missing or shared by two tensors. The text names the parameter
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count);
+
+/* Returns the number of units of a good table: its highest unit number and one more; 0 for no table.
+ *
+ * any thread */
+DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count);
+
+/* Returns the number of elements of one parameter; 0 when they overflow.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param);
+
+/* What to draw from, and how a step is cut. */
+typedef struct dtrain_sampler_desc {
+    uint64_t count;    /* examples of an epoch; at least 1 */
+    uint64_t seed;     /* of the shuffle */
+    int no_shuffle;    /* 1: in order */
+    size_t batch;      /* examples a micro-batch; 0: 1 */
+    int micro_batches; /* micro-batches a step, over all ranks together; 0: 1 */
+} dtrain_sampler_desc;
+
+/* Deals every example of an epoch exactly once. Holds no position: any step may be asked for, by any number of
+ * ranks, so that resuming is starting at a later step. Copy it freely; it owns nothing. */
+typedef struct dtrain_sampler {
+    dtrain_sampler_desc desc;
+    uint64_t rows, columns; /* of the rectangle that the shuffle permutes */
+} dtrain_sampler;
+
+/* Sets a sampler up.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no examples, or a negative or overflowing cut
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_sampler_init(dtrain_sampler *sampler, const dtrain_sampler_desc *desc);
+
+/* Returns the number of steps of an epoch; the last may be short.
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
+
+/* Returns the example at a position of an epoch's shuffle, which depends on seed, epoch and position alone.
+ *
+ *   position   below count
+ *   source     a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position);
+
+/* Says which of a step's micro-batches are a rank's: a contiguous block, so that their sums fit the tree.
+ *
+ *   step      counted over all epochs: epoch step / steps, in it step % steps
+ *   first     out: the first of them, 0 to micro_batches - 1; may be NULL
+ *   returns   how many there are, those without examples left out: 0 for a rank that has none this step
+ *
+ * any thread */
+DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
+
+/* Lists the examples of one micro-batch. Micro-batches do not depend on the number of ranks. What is left for an
+ * epoch's last step is split over its micro-batches evenly, earlier ones one longer.
+ *
+ *   micro_batch   0 to micro_batches - 1
+ *   examples      out: room for batch of them
+ *   returns       how many there are: batch, or fewer in an epoch's last step
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,
+                                       uint64_t *examples);
+
+typedef enum dtrain_schedule_kind {
+    DTRAIN_SCHEDULE_CONSTANT = 0,
+    DTRAIN_SCHEDULE_LINEAR = 401, /* falls from lr to min_lr in a line */
+    DTRAIN_SCHEDULE_COSINE        /* falls from lr to min_lr along half a cosine */
+} dtrain_schedule_kind;
+
+/* A learning rate over time. */
+typedef struct dtrain_schedule {
+    dtrain_schedule_kind kind;
+    float lr;              /* the highest, reached when the warm-up ends */
+    float min_lr;          /* the last of a falling schedule */
+    uint64_t warmup_steps; /* step s of them has lr * (s + 1) / warmup_steps; 0: none */
+    uint64_t total_steps;  /* when a falling schedule has reached min_lr, warm-up included */
+} dtrain_schedule;
+
+/* Returns the learning rate of a step, counted from 0; the same bits on every machine. 0 for NULL.
+ *
+ * After the warm-up, with t = (step - warmup_steps) / (total_steps - warmup_steps), at most 1:
+ * linear lr + (min_lr - lr) t, cosine min_lr + (lr - min_lr) (1 + cos(pi t)) / 2.
+ *
+ *   source   Loshchilov and Hutter, SGDR, ICLR 2017
+ *
+ * any thread */
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step);
+
+typedef enum dtrain_optimizer_kind {
+    DTRAIN_OPTIMIZER_DEFAULT = 0, /* AdamW */
+    DTRAIN_SGD = 501,
+    DTRAIN_ADAMW
+} dtrain_optimizer_kind;
+
+/* An optimizer's constants. */
+typedef struct dtrain_optimizer_desc {
+    dtrain_optimizer_kind kind; /* 0: AdamW */
+    float beta1;                /* AdamW; 0: 0.9 */
+    float beta2;                /* AdamW; 0: 0.999 */
+    float eps;                  /* AdamW; 0: 1e-8 */
+    float weight_decay;         /* 0: none */
+    float momentum;             /* SGD; 0: none, and no memory for it */
+    int nesterov;               /* SGD: 1 steps along g + momentum * velocity */
+    int decoupled_decay;        /* SGD: 1 decays the weights themselves; 0 adds weight_decay * p to the gradient */
+} dtrain_optimizer_desc;
+
+/* One step of AdamW over a slice: what remains of the optimizer when its state is sharded.
+ *
+ * In float32, each operation rounded, the same bits under any flags and instruction set:
+ *   m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g)
+ *   p = (1 - lr * weight_decay) * p - (lr / (1 - beta1^step)) * (m / (sqrt(v) * root + eps))
+ * where root = 1 / sqrt(1 - beta2^step). Constants are computed in float64, the powers by squaring, and rounded once.
+ *
+ *   params, grads, m, v   count float32, any alignment, apart from each other; m and v zero before step 1
+ *   desc                  NULL: all defaults; kind is not read
+ *   step                  counted from 1
+ *   source                Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019
+ *
+ * any thread; allocates nothing */
+DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
+                             const dtrain_optimizer_desc *desc, float lr, uint64_t step);
+
+/* One step of SGD over a slice.
+ *
+ * In float32, each operation rounded, the same bits under any flags and instruction set:
+ *   coupled decay   g = g + weight_decay * p; decoupled: p = (1 - lr * weight_decay) * p
+ *   velocity = momentum * velocity + g;  d = velocity, or with nesterov g + momentum * velocity
+ *   p = p - lr * d
+ *
+ *   velocity   zero before the first step; NULL when desc has no momentum, and then d = g
+ *   others     as dtrain_adamw
+ *   source     Sutskever, Martens, Dahl, Hinton, ICML 2013, as PyTorch writes it
+ *
+ * any thread; allocates nothing */
+DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
+                           const dtrain_optimizer_desc *desc, float lr);
+
+typedef struct dtrain_optimizer dtrain_optimizer;
+
+/* Makes an optimizer for the parameters of a table that have a gradient.
+ *
+ *   table       copied; its data and grad are used by every step
+ *   desc        NULL: all defaults
+ *   allocator   of the state: 2 floats an element for AdamW, 1 for SGD with momentum; must outlive it. NULL: the
+ *               C library
+ *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_params_check), or constants out of range
+ *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32
+ *               DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
+                                                 const dtrain_optimizer_desc *desc, dtrain_allocator *allocator);
+
+/* Updates every parameter from its gradient, which stays as it is.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a NULL optimizer, or lr negative or not finite
+ *
+ * one thread per object; allocates nothing */
+DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
+
+/* Frees an optimizer; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
+
+/* Measures the length of all gradients of a table as one vector, and shortens it to max_norm when it is longer.
+ *
+ * Squares are summed in float64: each parameter as dtrain_tensor_sum_squares does, then the parameters in table
+ * order. The factor max_norm / norm is rounded to float32 once.
+ *
+ *   max_norm   0: measure only
+ *   norm       out: the length before; may be NULL. When it is not finite the gradients are left as they are
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or NaN
+ *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
+ *
+ * any thread; allocates nothing */
+DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
+
+/* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
+typedef struct dtrain_ddp dtrain_ddp;
+
+typedef struct dtrain_ddp_desc {
+    size_t bucket_bytes; /* a bucket is closed when it has as many; 0: 1 MiB */
+    int no_broadcast;    /* 1: parameters are the same on all ranks already */
+    int no_overlap;      /* 1: everything is reduced in dtrain_ddp_finish, by blocking calls */
+} dtrain_ddp_desc;
+
+/* Makes a DDP over a group, and gives every rank the parameters of rank 0.
+ *
+ * Memory: the gradients once more, and log2(micro_batches) - 1 times more when gradients accumulate.
+ *
+ *   comm     must outlive it
+ *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
+ *   desc     NULL: all defaults
+ *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            those of dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                           const dtrain_ddp_desc *desc);
+
+/* Opens a step: sets all gradients to zero and says what this rank will bring to it.
+ *
+ * Until dtrain_ddp_finish the group is the DDP's: no other collective of comm.
+ *
+ *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next
+ *   weight          of this rank's examples in the whole step, usually their tokens; may be 0
+ *   errors          DTRAIN_ERR_INVALID  a step is open; micro_batches negative; weight negative or not finite
+ *                   DTRAIN_ERR_MEMORY   more micro-batches than in any step before
+ *                   those of dtrain_all_reduce_async
+ *
+ * collective: every rank of comm, same order; never blocks */
+DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight);
+
+/* Takes a unit's gradients over: called when a micro-batch's backward pass has finished with the unit.
+ *
+ * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
+ * the tree and set to zero for the next; after the last, the unit's bucket is on its way as soon as its other units
+ * are, and the gradients are the DDP's until dtrain_ddp_finish. Any order of units; the next micro-batch begins
+ * when every unit was reduced and one is again, or with dtrain_ddp_next.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others
+ *                                were not; more micro-batches than announced
+ *            those of dtrain_all_reduce_async
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
+
+/* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no step is open, or all its micro-batches have ended
+ *            those of dtrain_all_reduce_async
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
+
+/* Closes the step: waits for all buckets, then divides once. Every gradient is now the weighted mean over all ranks,
+ * the same bits on each of them.
+ *
+ * Units that this rank has not reduced in the last micro-batch count as unused in it: they add nothing.
+ *
+ *   total_weight   out: the sum of all ranks' weights; may be NULL. When it is 0 the gradients are not divided
+ *   errors         DTRAIN_ERR_INVALID  no step is open; fewer micro-batches than announced: the step stays open
+ *                  those of dtrain_all_reduce: the step is closed, gradients are undefined
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight);
+
+/* Returns the text of the DDP's last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp);
+
+/* Frees a DDP; NULL is legal. In an open step it first waits for the buckets on their way, up to timeout_ms.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp);
+
+/* How the gradients of all ranks become one: a table of functions, to be filled by you or by those below. */
+typedef struct dtrain_aggregator {
+    void *self; /* given to every function */
+    /* Turns each gradient of the table, this rank's sum, into the mean over all ranks by weight, and sets
+     * *total_weight to the sum of the weights; with a total of 0 it does not divide. */
+    dtrain_status (*aggregate)(void *self, const dtrain_param *table, size_t count, double weight,
+                               double *total_weight);
+    void (*destroy)(void *self); /* may be NULL */
+} dtrain_aggregator;
+
+/* Makes the aggregator of a program that is alone: it divides by its own weight.
+ *
+ * any thread */
+DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
+
+/* Makes the aggregator that all-reduces each gradient over comm, which must outlive it.
+ *
+ * any thread; its aggregate is collective, and blocks up to timeout_ms */
+DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
+
+/* Frees what an aggregator owns.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator);
+
+/* Adds the gradients of this rank's examples to the table's, which are zero, and sets *weight to their weight. */
+typedef dtrain_status (*dtrain_compute_fn)(void *user, double *weight);
+
+/* One training step: what to compute, how to aggregate, how to apply. */
+typedef struct dtrain_step_desc {
+    const dtrain_param *table;
+    size_t count;
+    dtrain_compute_fn compute;
+    void *user;                          /* given to compute */
+    const dtrain_aggregator *aggregator; /* NULL: local */
+    dtrain_optimizer *optimizer;         /* made from the same table */
+    float lr;
+    float max_norm; /* of the gradient; 0: not clipped */
+} dtrain_step_desc;
+
+typedef struct dtrain_step_result {
+    double total_weight; /* of all ranks; 0: nothing was applied */
+    double norm;         /* of the gradient before clipping; 0 when max_norm is */
+} dtrain_step_result;
+
+/* Sets gradients to zero, computes, aggregates, clips and applies.
+ *
+ *   result   out; may be NULL
+ *   errors   DTRAIN_ERR_INVALID  a missing table, compute or optimizer
+ *            the status of compute, or those of aggregating; nothing was applied. When compute fails on one rank,
+ *            the others learn it when this rank leaves the group, or at their deadline
+ *
+ * collective when its aggregator is */
+DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+#ifdef DTRAIN_IMPLEMENTATION
+
+/* ---- >>begin ----
+ * A program that makes the API static uses some of it: what it leaves unused is no reason to warn. */
+#if defined(__GNUC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#endif
+
+/* ---- >>os ----
+ * The one place for what differs between systems: clock, threads, waiting on a word, processors.
+ * Everything above asks here and never the system. Waiting is on a 32-bit word (a futex on Linux,
+ * a timed sleep elsewhere); a wake-up may be spurious, so callers re-check what they wait for.
+ * Threads started here block all signals, so that handlers run on the program's own. */
+#ifndef DTRAIN__OS
+#define DTRAIN__OS
+
+#include <errno.h>
+#include <limits.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#define DTRAIN__CACHE_LINE 64
+
+static int64_t dtrain__os_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static struct timespec dtrain__os_timespec(int64_t ns)
+{
+    struct timespec span;
+    span.tv_sec = (time_t)(ns / 1000000000);
+    span.tv_nsec = (long)(ns % 1000000000);
+    return span;
+}
+
+static int dtrain__os_processors(void)
+{
+#if defined(__linux__) && defined(__NR_sched_getaffinity)
+    /* The affinity mask, not the machine: containers and taskset give a process fewer. */
+    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
+    long bytes = syscall(__NR_sched_getaffinity, 0, sizeof mask, mask);
+    int count = 0;
+    for (long i = 0; i < bytes / (long)sizeof(unsigned long); i++)
+        count += __builtin_popcountl(mask[i]);
+    if (count > 0)
+        return count;
+#endif
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 && online < INT_MAX ? (int)online : 1;
+}
+
+static void dtrain__os_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Sleeps while *word == value, for at most ns; returns early at any time. */
+static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
+{
+#ifdef __linux__
+    struct timespec span = dtrain__os_timespec(ns);
+    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, &span, NULL, 0);
+#else
+    struct timespec span = dtrain__os_timespec(ns < 200000 ? ns : 200000);
+    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
+        nanosleep(&span, NULL);
+#endif
+}
+
+static void dtrain__os_wake_word(uint32_t *word)
+{
+#ifdef __linux__
+    syscall(__NR_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#else
+    (void)word;
+#endif
+}
+
+typedef struct dtrain__os_thread {
+    pthread_t id;
+    void (*body)(void *);
+    void *argument;
+} dtrain__os_thread;
+
+static void *dtrain__os_thread_main(void *pointer)
+{
+    dtrain__os_thread *thread = (dtrain__os_thread *)pointer;
+    thread->body(thread->argument);
+    return NULL;
+}
+
+/* Starts body(argument); the struct stays in place until the join. Returns 0 or an errno. */
+static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument,
+                                   size_t stack_bytes)
+{
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    int error = pthread_attr_init(&attributes);
+    if (error != 0)
+        return error;
+    if (stack_bytes > 0)
+        error = pthread_attr_setstacksize(&attributes, stack_bytes);
+    if (error == 0) {
+        thread->body = body;
+        thread->argument = argument;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        error = pthread_create(&thread->id, &attributes, dtrain__os_thread_main, thread);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    pthread_attr_destroy(&attributes);
+    return error;
+}
+
+static void dtrain__os_thread_join(dtrain__os_thread *thread)
+{
+    pthread_join(thread->id, NULL);
+}
+
+#endif
+
+/* ---- >>status ----
+ * Status names, error texts and the log. dtrain__fail is the only maker of error texts: it formats
+ * one line into the object's own error and into the calling thread's last error, and returns the
+ * status, so that a failing function is one `return dtrain__fail(...)`. */
+#ifndef DTRAIN__STATUS
+#define DTRAIN__STATUS
+
+#define DTRAIN__ERROR_BYTES 640
+
+typedef struct dtrain__error {
+    dtrain_status status;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__error;
+
+static __thread dtrain__error dtrain__thread_error;
+static void dtrain__log_to_stderr(void *user, dtrain_log_level level, const char *text);
+static dtrain_log_fn dtrain__log_callback = dtrain__log_to_stderr;
+static void *dtrain__log_user;
+
+static void dtrain__log_to_stderr(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    if (level >= DTRAIN_LOG_WARN)
+        fprintf(stderr, "dtrain: %s\n", text);
+}
+
+DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
+{
+    dtrain__log_callback = log;
+    dtrain__log_user = user;
+}
+
+__attribute__((format(printf, 2, 3))) static void dtrain__log(dtrain_log_level level, const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    va_list arguments;
+    if (dtrain__log_callback == NULL)
+        return;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    dtrain__log_callback(dtrain__log_user, level, text);
+}
+
+/* Formats into object (NULL: none) and into the thread's last error. The arguments may quote either text. */
+__attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
+                                                                        const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    dtrain__thread_error.status = status;
+    memcpy(dtrain__thread_error.text, text, sizeof text);
+    if (object != NULL)
+        *object = dtrain__thread_error;
+    return status;
+}
+
+/* Makes an error kept elsewhere the calling thread's own. */
+static dtrain_status dtrain__report(const dtrain__error *error)
+{
+    if (error->status != DTRAIN_OK)
+        dtrain__thread_error = *error;
+    return error->status;
+}
+
+DTRAIN_API const char *dtrain_last_error(void)
+{
+    return dtrain__thread_error.text;
+}
+
+DTRAIN_API const char *dtrain_status_name(dtrain_status status)
+{
+    static const char *const names[] = {"OK",           "ERR_INVALID",  "ERR_MEMORY",      "ERR_IO",
+                                        "ERR_TIMEOUT",  "ERR_PEER_LOST", "ERR_MISMATCH",   "ERR_CORRUPT",
+                                        "ERR_UNSUPPORTED", "ERR_DENIED", "ERR_ABORTED"};
+    size_t index = (size_t)status;
+    return index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
+}
+
+#endif
+
+/* ---- >>memory ----
+ * The allocator behind every object, its counters, and arithmetic on sizes that notices overflow.
+ * Blocks are aligned to a cache line and remembered with their size by whoever owns them.
+ * Counters are kept with atomics: one allocator may serve several objects and threads. */
+#ifndef DTRAIN__MEMORY
+#define DTRAIN__MEMORY
+
+static int dtrain__add_size(size_t a, size_t b, size_t *sum)
+{
+    *sum = a + b;
+    return a <= SIZE_MAX - b;
+}
+
+static int dtrain__mul_size(size_t a, size_t b, size_t *product)
+{
+    *product = a * b;
+    return b == 0 || a <= SIZE_MAX / b;
+}
+
+#ifndef DTRAIN_RESIZE
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) \
+    dtrain__resize_default(pointer, old_bytes, new_bytes, align)
+
+static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    void *block = NULL;
+    if (new_bytes > 0) {
+        if (posix_memalign(&block, align < sizeof(void *) ? sizeof(void *) : align, new_bytes) != 0)
+            return NULL;
+        if (pointer != NULL)
+            memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
+    }
+    free(pointer);
+    return block;
+}
+#endif
+
+static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t old_bytes, size_t new_bytes)
+{
+    void *block = allocator->resize != NULL
+                      ? allocator->resize(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE)
+                      : DTRAIN_RESIZE(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE);
+    if (new_bytes > 0 && block == NULL)
+        return NULL;
+    size_t in_use = __atomic_add_fetch(&allocator->bytes, new_bytes - old_bytes, __ATOMIC_RELAXED);
+    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
+    while (in_use > peak && !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED,
+                                                         __ATOMIC_RELAXED))
+        continue;
+    return block;
+}
+
+/* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
+static void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
+{
+    void *block = dtrain__resize(allocator, NULL, 0, bytes > 0 ? bytes : 1);
+    if (block != NULL)
+        memset(block, 0, bytes);
+    return block;
+}
+
+static void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
+{
+    if (pointer != NULL)
+        dtrain__resize(allocator, pointer, bytes > 0 ? bytes : 1, 0);
+}
+
+#endif
+
+/* ---- >>wait ----
+ * Waiting for another thread: spin briefly, yield, then sleep. A bell is rung by whoever changes
+ * something that others may wait for; it costs one load while nobody sleeps. A sleeper registers,
+ * looks once more, and sleeps only if the bell has not rung since. */
+#ifndef DTRAIN__WAIT
+#define DTRAIN__WAIT
+
+#define DTRAIN__WAIT_YIELDS 200u
+
+typedef struct dtrain__bell {
+    uint32_t rings; /* counts while somebody sleeps */
+    uint32_t sleepers;
+    uint32_t spins; /* busy looks before yielding: none where threads outnumber processors */
+} dtrain__bell;
+
+static void dtrain__bell_ring(dtrain__bell *bell)
+{
+    if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
+        __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
+        dtrain__os_wake_word(&bell->rings);
+    }
+}
+
+/* One turn of waiting, the turn'th since something last moved; sleeps for at most a tenth of a second. */
+static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadline_ns, int (*ready)(void *),
+                              void *context)
+{
+    if (turn < bell->spins) {
+        dtrain__os_pause();
+        return;
+    }
+    if (turn < bell->spins + DTRAIN__WAIT_YIELDS) {
+        sched_yield();
+        return;
+    }
+    int64_t now = dtrain__os_now_ns();
+    int64_t span = deadline_ns > now ? deadline_ns - now : 0;
+    if (span > 100000000)
+        span = 100000000;
+    __atomic_add_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
+    uint32_t rings = __atomic_load_n(&bell->rings, __ATOMIC_SEQ_CST);
+    if (span > 0 && !ready(context))
+        dtrain__os_wait_word(&bell->rings, rings, span);
+    __atomic_sub_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+#endif
+
+/* ---- >>random ----
+ * Counter-based random numbers: value number `index` of stream `seed` is a function of the two and nothing
+ * else, so any rank or thread computes any part. The normal draw is integer arithmetic up to its last step,
+ * an exact scaling: no compiler flag, rounding mode or libm can change a bit of it. */
+#ifndef DTRAIN__RANDOM
+#define DTRAIN__RANDOM
+
+#include <string.h>
+
+/* Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. */
+static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4])
+{
+    uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
+    uint32_t k0 = key[0], k1 = key[1];
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c0;
+        uint64_t b = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+DTRAIN_API void dtrain_random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4])
+{
+    uint32_t counter[4] = {(uint32_t)index, (uint32_t)(index >> 32), 0, 0};
+    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    dtrain__random_philox(counter, key, out);
+}
+
+DTRAIN_API uint64_t dtrain_random_u64(uint64_t seed, uint64_t index)
+{
+    uint32_t word[4];
+    dtrain_random_u32x4(seed, index, word);
+    return (uint64_t)word[1] << 32 | word[0];
+}
+
+DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index)
+{
+    uint32_t word[4];
+    dtrain_random_u32x4(seed, index, word);
+    return (float)(int32_t)(word[0] >> 8) * (1.0f / 16777216.0f);
+}
+
+/* Returns -ln(v / 2^64) for v > 0, as a multiple of 2^-57, within 2^-50.
+ *
+ *   source   multiply by factors 1 + 2^-k until 2 is nearly reached, adding up their logarithms: Knuth, The Art
+ *            of Computer Programming 1, exercise 1.2.2-28; what remains, d < 2^-20, by -ln(1-d) = d + d^2/2 */
+static uint64_t dtrain__random_minus_log(uint64_t v)
+{
+    static const uint64_t log_factor[20] = { /* ln(1 + 2^-k) for k = 1 ... 20, times 2^57 */
+        0x0cf991f65fcc260u, 0x0723fdf1e6a6887u, 0x03c4e0edc55e5ccu, 0x01f0a30c01162a6u, 0x00fc14d873c1980u,
+        0x007f02a2c3f00f9u, 0x003fc054d620cf1u, 0x001ff00aa2b10bcu, 0x000ffc0154d5887u, 0x0007ff002aa2ac4u,
+        0x0003ffc00554d56u, 0x0001fff000aaa2bu, 0x0000fffc001554du, 0x00007fff0002aaau, 0x00003fffc000555u,
+        0x00001ffff0000abu, 0x00000ffffc00015u, 0x000007ffff00003u, 0x000003ffffc0000u, 0x000001fffff0000u};
+    const uint64_t log_2 = 0x162e42fefa39ef3u, two = (uint64_t)1 << 63;
+    int shift = __builtin_clzll(v);
+    uint64_t m = v << shift >> 1; /* 1 <= m < 2, times 2^62 */
+    uint64_t sum = (uint64_t)shift * log_2;
+    for (int k = 1; k <= 20; k++) {
+        uint64_t next = m + (m >> k);
+        int fits = next <= two;
+        m = fits ? next : m;
+        sum += fits ? log_factor[k - 1] : 0;
+    }
+    uint64_t d = two - m; /* times 2^63 */
+    uint64_t high = d >> 12;
+    return sum + (d >> 6) + (high * high >> 46);
+}
+
+/* Returns the square root of n, 2^62 <= n < 2^64, within 1: Newton's steps from the chord, 3% off. */
+static uint64_t dtrain__random_sqrt(uint64_t n)
+{
+    uint64_t root = n / 3 / ((uint64_t)1 << 31) + 0x5c000000u;
+    for (int i = 0; i < 3; i++)
+        root = (root + n / root) / 2;
+    return root < 0xffffffffu ? root : 0xffffffffu;
+}
+
+/* Returns sin(pi/2 * (w + 1/2) / 2^32) as a multiple of 2^-32, within 2^-29: the Taylor series to the 15th power. */
+static uint64_t dtrain__random_sine(uint32_t w)
+{
+    static const uint64_t term[7] = {0xf4u, 0x3c61u, 0xa83c2u, 0x132d2cdu, 0x1466bc67u, 0xa55de731u, 0x1921fb544u};
+    uint64_t square = (uint64_t)w * w >> 32, sum = 3;
+    for (int i = 0; i < 7; i++)
+        sum = term[i] - (sum * square >> 32);
+    return (sum >> 2) * (2 * (uint64_t)w + 1) >> 31;
+}
+
+/* Returns sign * product * 2^-scale, rounded here to 24 bits so that the conversion and the scaling are exact. */
+static float dtrain__random_float(uint64_t product, int scale, int negative)
+{
+    if (product == 0)
+        return 0.0f;
+    int shift = 40 - __builtin_clzll(product);
+    if (shift > 0) {
+        product = (product + ((uint64_t)1 << (shift - 1))) >> shift;
+        scale -= shift;
+    }
+    uint32_t power_bits = (uint32_t)(127 - scale) << 23;
+    float power;
+    memcpy(&power, &power_bits, sizeof power);
+    float magnitude = (float)(int32_t)product;
+    return (negative ? -magnitude : magnitude) * power;
+}
+
+/* Radius from words 0 and 1, direction from words 2 and 3: sqrt(-2 ln u) sin(angle), up to 9.4 deviations out.
+ *
+ *   source   Box, Muller, Annals of Mathematical Statistics 29(2), 1958 */
+DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index)
+{
+    uint32_t word[4];
+    dtrain_random_u32x4(seed, index, word);
+    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1; /* 0 stands for 2^64, whose logarithm is none */
+    uint64_t square = v != 0 ? dtrain__random_minus_log(v) : 0; /* of the radius, times 2^56 */
+    if (square == 0)
+        return 0.0f;
+    int half_shift = __builtin_clzll(square) / 2;
+    uint64_t radius = dtrain__random_sqrt(square << (2 * half_shift)); /* times 2^(28 + half_shift) */
+    return dtrain__random_float(radius * dtrain__random_sine(word[2]), 60 + half_shift, (int)(word[3] & 1));
+}
+
+#endif
+
+/* ---- >>sha256 ----
+ * SHA-256, in one piece or streamed: start, add as often as needed, finish. Lengths count bytes; the
+ * standard's limit of 2^64 - 1 bits is beyond any file. Not constant-time in its lengths, only in its data. */
+#ifndef DTRAIN__SHA256
+#define DTRAIN__SHA256
+
+#include <string.h>
+
+#define DTRAIN__SHA256_BLOCK 64u
+
+typedef struct dtrain__sha256 {
+    uint32_t state[8];
+    uint64_t bytes; /* added so far; bytes % 64 of them wait in block */
+    unsigned char block[DTRAIN__SHA256_BLOCK];
+} dtrain__sha256;
+
+static uint32_t dtrain__sha256_rotate(uint32_t x, int n)
+{
+    return x >> n | x << (32 - n);
+}
+
+/* The message schedule, FIPS 180-4 section 6.2.2 step 1. */
+static void dtrain__sha256_schedule(uint32_t w[64], const unsigned char *block)
+{
+    for (int t = 0; t < 16; t++)
+        w[t] = (uint32_t)block[4 * t] << 24 | (uint32_t)block[4 * t + 1] << 16 | (uint32_t)block[4 * t + 2] << 8 |
+               (uint32_t)block[4 * t + 3];
+    for (int t = 16; t < 64; t++) {
+        uint32_t a = w[t - 15], b = w[t - 2];
+        uint32_t s0 = dtrain__sha256_rotate(a, 7) ^ dtrain__sha256_rotate(a, 18) ^ a >> 3;
+        uint32_t s1 = dtrain__sha256_rotate(b, 17) ^ dtrain__sha256_rotate(b, 19) ^ b >> 10;
+        w[t] = s1 + w[t - 7] + s0 + w[t - 16];
+    }
+}
+
+/* Round t, step 3: instead of moving a ... h down by one, their places in v turn by t. */
+static inline void dtrain__sha256_round(uint32_t v[8], int t, uint32_t addend)
+{
+    uint32_t a = v[(8 - t) & 7], b = v[(9 - t) & 7], c = v[(10 - t) & 7];
+    uint32_t e = v[(12 - t) & 7], f = v[(13 - t) & 7], g = v[(14 - t) & 7];
+    uint32_t sum1 = dtrain__sha256_rotate(e, 6) ^ dtrain__sha256_rotate(e, 11) ^ dtrain__sha256_rotate(e, 25);
+    uint32_t sum0 = dtrain__sha256_rotate(a, 2) ^ dtrain__sha256_rotate(a, 13) ^ dtrain__sha256_rotate(a, 22);
+    uint32_t t1 = v[(15 - t) & 7] + sum1 + ((e & f) ^ (~e & g)) + addend;
+    v[(11 - t) & 7] += t1;
+    v[(15 - t) & 7] = t1 + sum0 + ((a & b) ^ (a & c) ^ (b & c));
+}
+
+static void dtrain__sha256_block(uint32_t state[8], const unsigned char *block)
+{
+    static const uint32_t k[64] = {
+        0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u, 0xab1c5ed5u,
+        0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu, 0x9bdc06a7u, 0xc19bf174u,
+        0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu, 0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau,
+        0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u, 0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u,
+        0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu, 0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u,
+        0xa2bfe8a1u, 0xa81a664bu, 0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u,
+        0x19a4c116u, 0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
+        0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u, 0xc67178f2u};
+    uint32_t w[64], v[8];
+    dtrain__sha256_schedule(w, block);
+    memcpy(v, state, sizeof v);
+    for (int t = 0; t < 64; t += 8) /* after eight rounds every variable is back in its place */
+        for (int i = 0; i < 8; i++)
+            dtrain__sha256_round(v, i, k[t + i] + w[t + i]);
+    for (int i = 0; i < 8; i++)
+        state[i] += v[i];
+}
+
+static void dtrain__sha256_start(dtrain__sha256 *sha)
+{
+    static const uint32_t initial[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                                        0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
+    memset(sha, 0, sizeof *sha);
+    memcpy(sha->state, initial, sizeof initial);
+}
+
+static void dtrain__sha256_add(dtrain__sha256 *sha, const void *data, size_t bytes)
+{
+    const unsigned char *next = (const unsigned char *)data;
+    while (bytes > 0) {
+        size_t held = (size_t)(sha->bytes % DTRAIN__SHA256_BLOCK);
+        size_t part = DTRAIN__SHA256_BLOCK - held;
+        if (held == 0 && bytes >= DTRAIN__SHA256_BLOCK) {
+            dtrain__sha256_block(sha->state, next);
+        } else {
+            part = bytes < part ? bytes : part;
+            memcpy(sha->block + held, next, part);
+            if (held + part == DTRAIN__SHA256_BLOCK)
+                dtrain__sha256_block(sha->state, sha->block);
+        }
+        sha->bytes += part;
+        next += part;
+        bytes -= part;
+    }
+}
+
+/* Pads with 0x80, zeros and the length in bits; sha must be started anew after it. */
+static void dtrain__sha256_finish(dtrain__sha256 *sha, unsigned char digest[32])
+{
+    unsigned char pad[DTRAIN__SHA256_BLOCK + 8] = {0x80};
+    uint64_t bits = sha->bytes * 8;
+    size_t held = (size_t)(sha->bytes % DTRAIN__SHA256_BLOCK);
+    size_t zeros_end = held < 56 ? 56 - held : 120 - held;
+    for (int i = 0; i < 8; i++)
+        pad[zeros_end + (size_t)i] = (unsigned char)(bits >> (56 - 8 * i) & 255);
+    dtrain__sha256_add(sha, pad, zeros_end + 8);
+    for (int i = 0; i < 32; i++)
+        digest[i] = (unsigned char)(sha->state[i / 4] >> (24 - 8 * (i % 4)) & 255);
+}
+
+DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32])
+{
+    dtrain__sha256 sha;
+    dtrain__sha256_start(&sha);
+    dtrain__sha256_add(&sha, data, bytes);
+    dtrain__sha256_finish(&sha, digest);
+}
+
+#endif
+
+/* ---- >>json ----
+ * A strict RFC 8259 reader that pulls one token at a time out of bytes that may be hostile, and a writer into a
+ * bounded buffer. Neither allocates nor recurses; the reader never looks past its length and stays at its first
+ * error. Strings are checked whole (UTF-8, escapes, surrogate pairs) when they are read, wanted or not; texts
+ * carry lengths, because \u0000 is a legal character. Duplicate keys are the caller's to refuse. */
+#ifndef DTRAIN__JSON
+#define DTRAIN__JSON
+
+#include <string.h>
+
+#define DTRAIN__JSON_DEPTH 32
+
+typedef enum dtrain__json_kind {
+    DTRAIN__JSON_ERROR, /* the reader's error and offset say what and where */
+    DTRAIN__JSON_END,   /* the one value is complete and nothing but whitespace follows it */
+    DTRAIN__JSON_NULL,
+    DTRAIN__JSON_FALSE,
+    DTRAIN__JSON_TRUE,
+    DTRAIN__JSON_NUMBER,
+    DTRAIN__JSON_STRING,
+    DTRAIN__JSON_KEY, /* an object's; its value is the next token */
+    DTRAIN__JSON_OBJECT,
+    DTRAIN__JSON_OBJECT_END,
+    DTRAIN__JSON_ARRAY,
+    DTRAIN__JSON_ARRAY_END
+} dtrain__json_kind;
+
+typedef enum dtrain__json_expect {
+    DTRAIN__JSON_WANT_VALUE,
+    DTRAIN__JSON_WANT_VALUE_OR_END, /* after [ */
+    DTRAIN__JSON_WANT_KEY,
+    DTRAIN__JSON_WANT_KEY_OR_END, /* after { */
+    DTRAIN__JSON_WANT_COMMA_OR_END
+} dtrain__json_expect;
+
+typedef struct dtrain__json_reader {
+    const unsigned char *text;
+    size_t length;
+    size_t offset;     /* of the next byte; after an error, of the byte that is wrong */
+    const char *error; /* what is wrong, a phrase; NULL while nothing is */
+    int depth;
+    uint32_t objects; /* bit i: the level i + 1 is an object */
+    dtrain__json_expect expect;
+} dtrain__json_reader;
+
+typedef struct dtrain__json_token {
+    dtrain__json_kind kind;
+    size_t begin, end; /* its bytes in the text, without the quotes of a string */
+} dtrain__json_token;
+
+static void dtrain__json_open(dtrain__json_reader *reader, const void *text, size_t length)
+{
+    memset(reader, 0, sizeof *reader);
+    reader->text = (const unsigned char *)text;
+    reader->length = length;
+    reader->expect = DTRAIN__JSON_WANT_VALUE;
+}
+
+static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
+{
+    reader->offset = offset;
+    reader->error = error;
+    return DTRAIN__JSON_ERROR;
+}
+
+/* The byte at offset, or -1 at the end. */
+static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
+{
+    return offset < reader->length ? reader->text[offset] : -1;
+}
+
+static int dtrain__json_in(int byte, int low, int high)
+{
+    return byte >= low && byte <= high;
+}
+
+/* Returns the bytes of the well-formed UTF-8 sequence that starts text, or 0. Unicode 15, table 3-7. */
+static size_t dtrain__json_utf8(const unsigned char *text, size_t length)
+{
+    int lead = length > 0 ? text[0] : 0xff, low = 0x80, high = 0xbf;
+    size_t bytes = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+    if (lead > 0xf4 || dtrain__json_in(lead, 0x80, 0xc1) || bytes > length)
+        return 0;
+    if (lead == 0xe0)
+        low = 0xa0; /* below: overlong */
+    else if (lead == 0xed)
+        high = 0x9f; /* above: surrogates */
+    else if (lead == 0xf0)
+        low = 0x90;
+    else if (lead == 0xf4)
+        high = 0x8f; /* above: beyond U+10FFFF */
+    for (size_t i = 1; i < bytes; i++) {
+        if (!dtrain__json_in(text[i], low, high))
+            return 0;
+        low = 0x80;
+        high = 0xbf;
+    }
+    return bytes;
+}
+
+/* The value of the four hex digits at offset, or -1. */
+static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offset)
+{
+    int32_t value = 0;
+    if (offset > reader->length || reader->length - offset < 4)
+        return -1;
+    for (size_t i = 0; i < 4; i++) {
+        int byte = reader->text[offset + i];
+        int digit = dtrain__json_in(byte, '0', '9')   ? byte - '0'
+                    : dtrain__json_in(byte, 'a', 'f') ? byte - 'a' + 10
+                    : dtrain__json_in(byte, 'A', 'F') ? byte - 'A' + 10
+                                                      : -1;
+        if (digit < 0)
+            return -1;
+        value = value * 16 + digit;
+    }
+    return value;
+}
+
+/* Decodes the escape whose backslash is at offset into code; returns its bytes in the text, or 0. */
+static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offset, uint32_t *code)
+{
+    static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+    int letter = dtrain__json_peek(reader, offset + 1);
+    if (letter != 'u') {
+        const char *found = letter > 0 ? strchr(letters, letter) : NULL;
+        *code = found != NULL ? (uint32_t)meanings[found - letters] : 0;
+        return found != NULL ? 2 : 0;
+    }
+    int32_t first = dtrain__json_hex4(reader, offset + 2);
+    if (first < 0 || dtrain__json_in(first, 0xdc00, 0xdfff))
+        return 0;
+    *code = (uint32_t)first;
+    if (!dtrain__json_in(first, 0xd800, 0xdbff))
+        return 6;
+    if (dtrain__json_peek(reader, offset + 6) != '\\' || dtrain__json_peek(reader, offset + 7) != 'u')
+        return 0;
+    int32_t second = dtrain__json_hex4(reader, offset + 8);
+    if (!dtrain__json_in(second, 0xdc00, 0xdfff))
+        return 0;
+    *code = 0x10000u + ((uint32_t)(first - 0xd800) << 10) + (uint32_t)(second - 0xdc00);
+    return 12;
+}
+
+/* Reads the string whose opening quote is at the reader's offset. */
+static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t at = reader->offset + 1;
+    token->begin = at;
+    for (;;) {
+        int byte = dtrain__json_peek(reader, at);
+        size_t step = 0;
+        uint32_t code;
+        if (byte < 0)
+            return dtrain__json_bad(reader, at, "the text ends inside a string");
+        if (byte == '"')
+            break;
+        if (byte < 0x20)
+            return dtrain__json_bad(reader, at, "a control character inside a string");
+        step = byte == '\\' ? dtrain__json_escape(reader, at, &code)
+                            : dtrain__json_utf8(reader->text + at, reader->length - at);
+        if (step == 0)
+            return dtrain__json_bad(reader, at, byte == '\\' ? "an escape that JSON does not have" : "not UTF-8");
+        at += step;
+    }
+    token->end = at;
+    reader->offset = at + 1;
+    return DTRAIN__JSON_STRING;
+}
+
+static size_t dtrain__json_digits(const dtrain__json_reader *reader, size_t offset)
+{
+    while (dtrain__json_in(dtrain__json_peek(reader, offset), '0', '9'))
+        offset++;
+    return offset;
+}
+
+static dtrain__json_kind dtrain__json_read_number(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t at = reader->offset, begin;
+    token->begin = at;
+    at += dtrain__json_peek(reader, at) == '-';
+    begin = at;
+    at = dtrain__json_digits(reader, at);
+    if (at == begin)
+        return dtrain__json_bad(reader, at, "a number without digits");
+    if (reader->text[begin] == '0' && at - begin > 1)
+        return dtrain__json_bad(reader, begin, "a number with a leading zero");
+    if (dtrain__json_peek(reader, at) == '.') {
+        begin = at + 1;
+        at = dtrain__json_digits(reader, begin);
+        if (at == begin)
+            return dtrain__json_bad(reader, at, "a fraction without digits");
+    }
+    if (dtrain__json_peek(reader, at) == 'e' || dtrain__json_peek(reader, at) == 'E') {
+        int sign = dtrain__json_peek(reader, at + 1);
+        begin = at + 1 + (sign == '+' || sign == '-');
+        at = dtrain__json_digits(reader, begin);
+        if (at == begin)
+            return dtrain__json_bad(reader, at, "an exponent without digits");
+    }
+    token->end = reader->offset = at;
+    return DTRAIN__JSON_NUMBER;
+}
+
+static dtrain__json_kind dtrain__json_read_word(dtrain__json_reader *reader, dtrain__json_token *token,
+                                                const char *word, dtrain__json_kind kind)
+{
+    size_t bytes = strlen(word);
+    token->begin = reader->offset;
+    if (reader->length - reader->offset < bytes || memcmp(reader->text + reader->offset, word, bytes) != 0)
+        return dtrain__json_bad(reader, reader->offset, "a word that JSON does not have");
+    token->end = reader->offset += bytes;
+    return kind;
+}
+
+static dtrain__json_kind dtrain__json_enter(dtrain__json_reader *reader, int is_object)
+{
+    if (reader->depth == DTRAIN__JSON_DEPTH)
+        return dtrain__json_bad(reader, reader->offset, "nested deeper than 32 levels");
+    uint32_t bit = (uint32_t)1 << reader->depth++;
+    reader->objects = is_object ? reader->objects | bit : reader->objects & ~bit;
+    reader->expect = is_object ? DTRAIN__JSON_WANT_KEY_OR_END : DTRAIN__JSON_WANT_VALUE_OR_END;
+    reader->offset++;
+    return is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY;
+}
+
+static int dtrain__json_inside_object(const dtrain__json_reader *reader)
+{
+    return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
+}
+
+static void dtrain__json_space(dtrain__json_reader *reader)
+{
+    for (;;) {
+        int byte = dtrain__json_peek(reader, reader->offset);
+        if (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r')
+            return;
+        reader->offset++;
+    }
+}
+
+static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    int byte = dtrain__json_peek(reader, reader->offset);
+    reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
+    if (byte == '{' || byte == '[')
+        return dtrain__json_enter(reader, byte == '{');
+    if (byte == '"')
+        return dtrain__json_read_string(reader, token);
+    if (byte == '-' || dtrain__json_in(byte, '0', '9'))
+        return dtrain__json_read_number(reader, token);
+    if (byte == 'n')
+        return dtrain__json_read_word(reader, token, "null", DTRAIN__JSON_NULL);
+    if (byte == 't')
+        return dtrain__json_read_word(reader, token, "true", DTRAIN__JSON_TRUE);
+    if (byte == 'f')
+        return dtrain__json_read_word(reader, token, "false", DTRAIN__JSON_FALSE);
+    return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
+}
+
+static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    if (dtrain__json_peek(reader, reader->offset) != '"')
+        return dtrain__json_bad(reader, reader->offset, "a key was expected");
+    if (dtrain__json_read_string(reader, token) == DTRAIN__JSON_ERROR)
+        return DTRAIN__JSON_ERROR;
+    dtrain__json_space(reader);
+    if (dtrain__json_peek(reader, reader->offset) != ':')
+        return dtrain__json_bad(reader, reader->offset, "a colon was expected after a key");
+    reader->offset++;
+    reader->expect = DTRAIN__JSON_WANT_VALUE;
+    return DTRAIN__JSON_KEY;
+}
+
+/* The next token, its position included, with nothing checked but what precedes it. */
+static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    int in_object = dtrain__json_inside_object(reader);
+    int after_value = reader->expect == DTRAIN__JSON_WANT_COMMA_OR_END;
+    dtrain__json_space(reader);
+    int byte = dtrain__json_peek(reader, reader->offset);
+    token->begin = token->end = reader->offset;
+    if (after_value && reader->depth == 0)
+        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, reader->offset, "more text after the value");
+    if (byte == (in_object ? '}' : ']') && reader->expect != DTRAIN__JSON_WANT_VALUE &&
+        reader->expect != DTRAIN__JSON_WANT_KEY) {
+        reader->depth--;
+        reader->offset++;
+        reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
+        return in_object ? DTRAIN__JSON_OBJECT_END : DTRAIN__JSON_ARRAY_END;
+    }
+    if (after_value) {
+        if (byte != ',')
+            return dtrain__json_bad(reader, reader->offset, "a comma or the end of the list was expected");
+        reader->offset++;
+        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
+        dtrain__json_space(reader);
+        token->begin = token->end = reader->offset;
+    }
+    if (reader->expect == DTRAIN__JSON_WANT_KEY || reader->expect == DTRAIN__JSON_WANT_KEY_OR_END)
+        return dtrain__json_read_key(reader, token);
+    return dtrain__json_read_value(reader, token);
+}
+
+/* Reads the next token. ERROR and END are given again when asked again. */
+static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    token->begin = token->end = reader->offset;
+    token->kind = reader->error != NULL ? DTRAIN__JSON_ERROR : dtrain__json_read(reader, token);
+    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY)
+        token->end = reader->offset;
+    return token->kind;
+}
+
+/* Reads to the end of the value that token begins; returns 0 on an error. */
+static int dtrain__json_skip(dtrain__json_reader *reader, const dtrain__json_token *token)
+{
+    dtrain__json_token inner;
+    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY) {
+        int outside = reader->depth - 1;
+        while (reader->depth > outside)
+            if (dtrain__json_next(reader, &inner) == DTRAIN__JSON_ERROR)
+                return 0;
+    }
+    return reader->error == NULL;
+}
+
+static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
+{
+    size_t bytes = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (size_t i = bytes; i-- > 1; code >>= 6)
+        out[i] = (unsigned char)(0x80 | (code & 0x3f));
+    out[0] = (unsigned char)(lead[bytes] | code);
+    return bytes;
+}
+
+/* Unescapes a STRING or KEY into out, without a terminator; returns the bytes it has or would need. Nothing is
+ * written past capacity; a result above it means that out holds a part. */
+static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
+                                  size_t capacity)
+{
+    size_t written = 0;
+    for (size_t at = token->begin; at < token->end;) {
+        unsigned char piece[4] = {reader->text[at], 0, 0, 0};
+        size_t bytes = 1, step = 1;
+        if (piece[0] == '\\') {
+            uint32_t code = 0;
+            step = dtrain__json_escape(reader, at, &code);
+            bytes = dtrain__json_encode(code, piece);
+        }
+        if (written <= capacity && bytes <= capacity - written)
+            memcpy((unsigned char *)out + written, piece, bytes);
+        written += bytes;
+        at += step;
+    }
+    return written;
+}
+
+/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
+static int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+{
+    unsigned char have[64];
+    size_t bytes = strlen(text);
+    return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
+           memcmp(have, text, bytes) == 0;
+}
+
+/* Gives a NUMBER that is 0 or [1-9][0-9]* up to 2^64 - 1, exactly; returns 0 for any other token. */
+static int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
+{
+    *value = 0;
+    if (token->kind != DTRAIN__JSON_NUMBER)
+        return 0;
+    for (size_t at = token->begin; at < token->end; at++) {
+        int byte = reader->text[at];
+        uint64_t digit = (uint64_t)(byte - '0');
+        if (!dtrain__json_in(byte, '0', '9') || *value > (UINT64_MAX - digit) / 10)
+            return 0;
+        *value = *value * 10 + digit;
+    }
+    return 1;
+}
+
+/* Writes compact JSON. A call out of place (a value without its key, an end without its begin, more than 32
+ * levels), a text that is not UTF-8 or a number that is not finite breaks the writer for good. */
+typedef struct dtrain__json_writer {
+    unsigned char *out; /* may be NULL when capacity is 0: then it counts */
+    size_t capacity;
+    size_t bytes; /* what the text has or would need; what is beyond capacity is not written */
+    int broken;
+    int depth;
+    uint32_t objects, filled; /* bit i: the level i + 1 is an object; holds something already */
+    int after_key, complete;
+} dtrain__json_writer;
+
+static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, size_t capacity)
+{
+    memset(writer, 0, sizeof *writer);
+    writer->out = (unsigned char *)out;
+    writer->capacity = capacity;
+}
+
+/* Returns whether the text is one whole value and fits; its length is writer->bytes, without a terminator. */
+static int dtrain__json_write_finish(const dtrain__json_writer *writer)
+{
+    return !writer->broken && writer->complete && writer->bytes <= writer->capacity;
+}
+
+static void dtrain__json_put(dtrain__json_writer *writer, const void *text, size_t bytes)
+{
+    if (writer->bytes <= writer->capacity && bytes > 0) {
+        size_t room = writer->capacity - writer->bytes;
+        if (room > 0)
+            memcpy(writer->out + writer->bytes, text, bytes < room ? bytes : room);
+    }
+    writer->bytes = bytes <= SIZE_MAX - writer->bytes ? writer->bytes + bytes : SIZE_MAX;
+}
+
+/* Puts the comma that a key, a value or nothing needs here, and checks that it may stand here. */
+static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
+{
+    uint32_t bit = writer->depth > 0 ? (uint32_t)1 << (writer->depth - 1) : 0;
+    int in_object = (writer->objects & bit) != 0;
+    if (writer->complete || (is_key ? !in_object || writer->after_key : in_object && !writer->after_key))
+        writer->broken = 1;
+    if (writer->broken)
+        return 0;
+    if ((writer->filled & bit) != 0 && !writer->after_key)
+        dtrain__json_put(writer, ",", 1);
+    writer->filled |= bit;
+    writer->after_key = is_key;
+    writer->complete = writer->depth == 0;
+    return 1;
+}
+
+/* Opens an object or an array. */
+static void dtrain__json_begin(dtrain__json_writer *writer, int is_object)
+{
+    if (writer->depth == DTRAIN__JSON_DEPTH)
+        writer->broken = 1;
+    if (!dtrain__json_place(writer, 0))
+        return;
+    uint32_t bit = (uint32_t)1 << writer->depth++;
+    writer->objects = is_object ? writer->objects | bit : writer->objects & ~bit;
+    writer->filled &= ~bit;
+    writer->complete = 0;
+    dtrain__json_put(writer, is_object ? "{" : "[", 1);
+}
+
+static void dtrain__json_end(dtrain__json_writer *writer)
+{
+    if (writer->depth == 0 || writer->after_key)
+        writer->broken = 1;
+    if (writer->broken)
+        return;
+    int in_object = (writer->objects >> --writer->depth & 1) != 0;
+    dtrain__json_put(writer, in_object ? "}" : "]", 1);
+    writer->complete = writer->depth == 0;
+}
+
+/* Escapes only " \ and what is below 0x20, as the safetensors writer does. */
+static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *text, size_t length)
+{
+    static const char letters[] = "btn?fr", digits[] = "0123456789abcdef";
+    const unsigned char *next = (const unsigned char *)text;
+    size_t step = 0;
+    dtrain__json_put(writer, "\"", 1);
+    for (size_t at = 0; at < length; at += step) {
+        char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
+        step = dtrain__json_utf8(next + at, length - at);
+        if (step == 0) {
+            writer->broken = 1;
+            return;
+        }
+        int byte = next[at];
+        int letter = byte == '"' || byte == '\\' ? byte : dtrain__json_in(byte, 8, 13) ? letters[byte - 8] : '?';
+        if (byte >= 0x20 && byte != '"' && byte != '\\') {
+            dtrain__json_put(writer, next + at, step);
+            continue;
+        }
+        escape[1] = letter == '?' ? 'u' : (char)letter;
+        escape[4] = digits[byte >> 4 & 15];
+        escape[5] = digits[byte & 15];
+        dtrain__json_put(writer, escape, letter == '?' ? 6 : 2);
+    }
+    dtrain__json_put(writer, "\"", 1);
+}
+
+static void dtrain__json_write_key(dtrain__json_writer *writer, const void *text, size_t length)
+{
+    if (!dtrain__json_place(writer, 1))
+        return;
+    dtrain__json_put_quoted(writer, text, length);
+    dtrain__json_put(writer, ":", 1);
+}
+
+static void dtrain__json_write_string(dtrain__json_writer *writer, const void *text, size_t length)
+{
+    if (dtrain__json_place(writer, 0))
+        dtrain__json_put_quoted(writer, text, length);
+}
+
+static void dtrain__json_write_word(dtrain__json_writer *writer, const char *word)
+{
+    if (dtrain__json_place(writer, 0))
+        dtrain__json_put(writer, word, strlen(word));
+}
+
+static void dtrain__json_write_u64(dtrain__json_writer *writer, uint64_t value)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)value);
+    dtrain__json_write_word(writer, text);
+}
+
+static void dtrain__json_write_i64(dtrain__json_writer *writer, int64_t value)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%lld", (long long)value);
+    dtrain__json_write_word(writer, text);
+}
+
+/* Writes the fewest digits that read back as the same bits. The locale's decimal point, one byte or more, becomes
+ * a full stop; that a value is finite is asked of its bits, since fast-math takes it for granted. */
+static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
+{
+    char text[48];
+    uint64_t bits, again_bits;
+    size_t from, to = 0;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits >> 52 & 0x7ff) == 0x7ff) {
+        writer->broken = 1;
+        return;
+    }
+    for (int digits = 1; digits <= 17; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, value);
+        double again = strtod(text, NULL);
+        memcpy(&again_bits, &again, sizeof again_bits);
+        if (again_bits == bits)
+            break;
+    }
+    for (from = 0; text[from] != '\0'; from++) {
+        int plain = dtrain__json_in(text[from], '0', '9') || (text[from] != '\0' && strchr("+-e", text[from]) != NULL);
+        if (plain)
+            text[to++] = text[from];
+        else if (to == 0 || text[to - 1] != '.')
+            text[to++] = '.';
+    }
+    text[to] = '\0';
+    dtrain__json_write_word(writer, text);
+}
+
+static void dtrain__json_write_bool(dtrain__json_writer *writer, int value)
+{
+    dtrain__json_write_word(writer, value ? "true" : "false");
+}
+
+static void dtrain__json_write_null(dtrain__json_writer *writer)
+{
+    dtrain__json_write_word(writer, "null");
+}
+
+#endif
+
+/* ---- >>isa ----
+ * The instruction set, chosen once at run time, and the floating-point mode. A kernel is written once as
+ * plain loops in an always-inlined body and compiled per instruction set by DTRAIN__KERNEL; its arithmetic is
+ * the same operations in the same order in each, so that only its speed differs. Kernels run in the
+ * default floating-point mode: round to nearest, subnormals kept. */
+#ifndef DTRAIN__ISA
+#define DTRAIN__ISA
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DTRAIN__X86 1
+#include <immintrin.h>
+#endif
+
+enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_AVX2, DTRAIN__ISA_AVX512 };
+
+static int dtrain__isa_widest(void)
+{
+#if defined(DTRAIN__X86)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return DTRAIN__ISA_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return DTRAIN__ISA_AVX2;
+    return DTRAIN__ISA_SSE2;
+#elif defined(__aarch64__)
+    return DTRAIN__ISA_NEON;
+#else
+    return DTRAIN__ISA_SCALAR;
+#endif
+}
+
+static const char *dtrain__isa_text(int isa)
+{
+    static const char *const names[] = {"?", "scalar", "sse2", "neon", "avx2", "avx512"};
+    return names[isa];
+}
+
+static int dtrain__isa(void)
+{
+    static int chosen;
+    int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    if (isa != 0)
+        return isa;
+    const char *asked = getenv("DTRAIN_ISA");
+    int widest = dtrain__isa_widest();
+    isa = widest;
+    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i < widest; i++)
+        if (strcmp(asked, dtrain__isa_text(i)) == 0 && (i != DTRAIN__ISA_NEON || widest == DTRAIN__ISA_NEON))
+            isa = i;
+    __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
+    return isa;
+}
+
+DTRAIN_API const char *dtrain_isa_name(void)
+{
+    return dtrain__isa_text(dtrain__isa());
+}
+
+/* Sets the default floating-point mode and returns the caller's, for dtrain__fpmode_restore. */
+static uint64_t dtrain__fpmode_enter(void)
+{
+#if defined(DTRAIN__X86)
+    uint32_t mode = __builtin_ia32_stmxcsr();
+    if ((mode & 0xffc0u) != 0x1f80u)
+        __builtin_ia32_ldmxcsr(0x1f80u);
+    return mode;
+#elif defined(__aarch64__)
+    uint64_t mode;
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode));
+    if (mode != 0)
+        __asm__ __volatile__("msr fpcr, %0" : : "r"((uint64_t)0));
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+static void dtrain__fpmode_restore(uint64_t mode)
+{
+#if defined(DTRAIN__X86)
+    if ((mode & 0xffc0u) != 0x1f80u)
+        __builtin_ia32_ldmxcsr((uint32_t)mode);
+#elif defined(__aarch64__)
+    if (mode != 0)
+        __asm__ __volatile__("msr fpcr, %0" : : "r"(mode));
+#else
+    (void)mode;
+#endif
+}
+
+/* Elements at any address, of any declared type. */
+#if defined(__GNUC__)
+typedef float dtrain__f32 __attribute__((aligned(1), may_alias));
+typedef double dtrain__f64 __attribute__((aligned(1), may_alias));
+typedef uint16_t dtrain__u16 __attribute__((aligned(1), may_alias));
+typedef int32_t dtrain__i32 __attribute__((aligned(1), may_alias));
+typedef uint32_t dtrain__u32 __attribute__((aligned(1), may_alias));
+typedef int64_t dtrain__i64 __attribute__((aligned(1), may_alias));
+typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
+#endif
+
+/* Says that iterations do not depend on each other, though the buffers may be the same. */
+#if defined(__clang__)
+#define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+#define DTRAIN__INLINE static inline __attribute__((always_inline))
+
+/* Defines name(...) from name_body(...), compiled for each instruction set. */
+#if defined(DTRAIN__X86)
+#define DTRAIN__KERNEL(name, parameters, arguments)                                                           \
+    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
+    {                                                                                                         \
+        name##_body arguments;                                                                                \
+    }                                                                                                         \
+    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                         \
+    {                                                                                                         \
+        name##_body arguments;                                                                                \
+    }                                                                                                         \
+    static __attribute__((noinline)) void name##_base parameters                                              \
+    {                                                                                                         \
+        name##_body arguments;                                                                                \
+    }                                                                                                         \
+    static void name parameters                                                                               \
+    {                                                                                                         \
+        int isa = dtrain__isa();                                                                              \
+        if (isa == DTRAIN__ISA_AVX512)                                                                        \
+            name##_avx512 arguments;                                                                          \
+        else if (isa == DTRAIN__ISA_AVX2)                                                                     \
+            name##_avx2 arguments;                                                                            \
+        else                                                                                                  \
+            name##_base arguments;                                                                            \
+    }
+#else
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    static void name parameters                     \
+    {                                               \
+        name##_body arguments;                      \
+    }
+#endif
+
+/* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
+ * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
+ * `zero` is 0, read from dtrain__opaque_zero once a kernel. */
+static volatile uint32_t dtrain__opaque_zero;
+
+DTRAIN__INLINE float dtrain__rounded_f32(float x, uint32_t zero)
+{
+#if defined(__clang__)
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits ^= zero;
+    memcpy(&x, &bits, sizeof bits);
+#else
+    (void)zero;
+#endif
+    return x;
+}
+
+DTRAIN__INLINE double dtrain__rounded_f64(double x, uint32_t zero)
+{
+#if defined(__clang__)
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits ^= zero;
+    memcpy(&x, &bits, sizeof bits);
+#else
+    (void)zero;
+#endif
+    return x;
+}
+
+/* The correctly rounded square root of x >= 0; clang's fast-math would approximate its builtin. */
+DTRAIN__INLINE float dtrain__sqrt_f32(float x)
+{
+#if defined(__clang__) && defined(__FAST_MATH__) && defined(DTRAIN__X86)
+    __asm__("sqrtss %0, %0" : "+x"(x));
+    return x;
+#elif defined(__clang__) && defined(__FAST_MATH__) && defined(__aarch64__)
+    __asm__("fsqrt %s0, %s0" : "+w"(x));
+    return x;
+#else
+    return __builtin_sqrtf(x);
+#endif
+}
+
+#endif
+
+/* ---- >>dtype ----
+ * Names and widths of element types, conversions, and the one rule by which counts are cut into parts.
+ * Every convertible type is exact in float64, so any pair converts by widening to its bits and rounding
+ * once; the pairs that training uses have loops of their own. All of it is integer arithmetic, which no
+ * compiler flag or floating-point mode changes. */
+#ifndef DTRAIN__DTYPE
+#define DTRAIN__DTYPE
+
+typedef struct dtrain__dtype_row {
+    const char *name;
+    unsigned bits;
+} dtrain__dtype_row;
+
+static const dtrain__dtype_row dtrain__dtypes[] = {
+    {"?", 0},        {"BOOL", 8},    {"F4", 4},          {"F6_E2M3", 6},     {"F6_E3M2", 6}, {"U8", 8},
+    {"I8", 8},       {"F8_E5M2", 8}, {"F8_E4M3", 8},     {"F8_E8M0", 8},     {"F8_E4M3FNUZ", 8},
+    {"F8_E5M2FNUZ", 8}, {"I16", 16}, {"U16", 16},        {"F16", 16},        {"BF16", 16},   {"I32", 32},
+    {"U32", 32},     {"F32", 32},    {"C64", 64},        {"F64", 64},        {"I64", 64},    {"U64", 64}};
+
+static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
+{
+    size_t index = (size_t)(int)dtype;
+    return &dtrain__dtypes[index < sizeof dtrain__dtypes / sizeof dtrain__dtypes[0] ? index : 0];
+}
+
+DTRAIN_API unsigned dtrain_dtype_bits(dtrain_dtype dtype)
+{
+    return dtrain__dtype_find(dtype)->bits;
+}
+
+DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
+{
+    return dtrain__dtype_find(dtype)->name;
+}
+
+DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char *name, size_t length)
+{
+    for (int i = 1; name != NULL && i <= (int)DTRAIN_U64; i++)
+        if (strlen(dtrain__dtypes[i].name) == length && memcmp(dtrain__dtypes[i].name, name, length) == 0) {
+            *dtype = (dtrain_dtype)i;
+            return DTRAIN_OK;
+        }
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" is not the name of a dtype; see R13 of the format",
+                        name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
+}
+
+DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
+{
+    size_t n, p, each, longer;
+    if (begin != NULL)
+        *begin = 0;
+    if (parts < 1 || part < 0 || part >= parts)
+        return 0;
+    n = (size_t)parts;
+    p = (size_t)part;
+    each = count / n;
+    longer = count % n;
+    if (begin != NULL)
+        *begin = p * each + (p < longer ? p : longer);
+    return each + (p < longer ? 1 : 0);
+}
+
+/* A binary floating-point format: sign, exponent bits, mantissa bits. finite: E4M3's kind, whose all-ones
+ * exponent is ordinary but for the one NaN pattern, and which has no infinity. */
+typedef struct dtrain__format {
+    int exponent, mantissa, finite, bytes;
+} dtrain__format;
+
+static int dtrain__format_of(dtrain_dtype dtype, dtrain__format *format)
+{
+    static const dtrain__format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
+                                             {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
+    static const dtrain_dtype dtypes[] = {DTRAIN_F64,  DTRAIN_F32,     DTRAIN_F16,
+                                          DTRAIN_BF16, DTRAIN_F8_E4M3, DTRAIN_F8_E5M2};
+    for (int i = 0; i < 6; i++)
+        if (dtypes[i] == dtype) {
+            *format = formats[i];
+            return 1;
+        }
+    return 0;
+}
+
+/* The float64 bits of a value of format f. */
+static uint64_t dtrain__widen(uint64_t bits, dtrain__format f)
+{
+    int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
+    uint64_t sign = (bits >> (f.exponent + f.mantissa)) << 63;
+    uint64_t mantissa = bits & (((uint64_t)1 << f.mantissa) - 1);
+    int exponent = (int)(bits >> f.mantissa) & top;
+    int nan = exponent == top && (f.finite ? mantissa == ((uint64_t)1 << f.mantissa) - 1 : mantissa != 0);
+    if (f.exponent == 11)
+        return bits;
+    if (nan)
+        return sign | 0x7ff8000000000000u | mantissa << (52 - f.mantissa);
+    if (exponent == top && !f.finite)
+        return sign | 0x7ff0000000000000u;
+    if (exponent == 0) {
+        if (mantissa == 0)
+            return sign;
+        for (exponent = 1; (mantissa >> f.mantissa) == 0; exponent--)
+            mantissa <<= 1;
+        mantissa &= ((uint64_t)1 << f.mantissa) - 1;
+    }
+    return sign | (uint64_t)(exponent - bias + 1023) << 52 | mantissa << (52 - f.mantissa);
+}
+
+/* Rounds float64 bits to format f, to the nearest, ties to even. */
+static uint64_t dtrain__narrow(uint64_t bits, dtrain__format f)
+{
+    int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
+    int exponent = (int)(bits >> 52 & 0x7ff) - 1023 + bias, shift = 52 - f.mantissa;
+    uint64_t sign = (bits >> 63) << (f.exponent + f.mantissa), mantissa = bits & 0xfffffffffffffu;
+    uint64_t ones = ((uint64_t)1 << f.mantissa) - 1, infinity = (uint64_t)top << f.mantissa, rounded;
+    if (f.exponent == 11)
+        return bits;
+    if ((bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u)
+        return sign | infinity | (f.finite ? ones : mantissa >> shift | (uint64_t)1 << (f.mantissa - 1));
+    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format all the same */
+    if (exponent < 1)
+        shift = 1 - exponent < 54 - shift ? shift + 1 - exponent : 54;
+    rounded = (mantissa + ((uint64_t)1 << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
+    if (exponent > 0)
+        rounded += (uint64_t)(exponent - 1) << f.mantissa; /* the hidden bit adds the last one; so does a carry */
+    if (exponent > top || rounded >= (f.finite ? infinity | ones : infinity))
+        rounded = f.finite ? infinity | ones : infinity;
+    return sign | rounded;
+}
+
+static uint64_t dtrain__load_bits(const unsigned char *from, int bytes)
+{
+    uint8_t u8;
+    uint16_t u16;
+    uint32_t u32;
+    uint64_t u64 = 0;
+    switch (bytes) {
+    case 1: memcpy(&u8, from, 1); return u8;
+    case 2: memcpy(&u16, from, 2); return u16;
+    case 4: memcpy(&u32, from, 4); return u32;
+    default: memcpy(&u64, from, 8); return u64;
+    }
+}
+
+static void dtrain__store_bits(unsigned char *to, uint64_t bits, int bytes)
+{
+    uint8_t u8 = (uint8_t)bits;
+    uint16_t u16 = (uint16_t)bits;
+    uint32_t u32 = (uint32_t)bits;
+    switch (bytes) {
+    case 1: memcpy(to, &u8, 1); break;
+    case 2: memcpy(to, &u16, 2); break;
+    case 4: memcpy(to, &u32, 4); break;
+    default: memcpy(to, &bits, 8);
+    }
+}
+
+DTRAIN__EXACT_BEGIN
+
+DTRAIN__INLINE uint16_t dtrain__f32_to_bf16(uint32_t x)
+{
+    uint32_t rounded = (x + 0x7fffu + (x >> 16 & 1)) >> 16, nan = x >> 16 | 0x40;
+    return (uint16_t)((x & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+DTRAIN__INLINE uint16_t dtrain__f32_to_f16(uint32_t x)
+{
+    uint32_t sign = x >> 16 & 0x8000u, size = x & 0x7fffffffu, exponent = size >> 23;
+    uint32_t normal = (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
+    uint32_t mantissa = (size & 0x7fffffu) | 0x800000u, shift = exponent < 113 ? 126 - exponent : 1;
+    shift = shift > 31 ? 31 : shift;
+    uint32_t small = (mantissa + ((1u << (shift - 1)) - 1) + (mantissa >> shift & 1)) >> shift;
+    uint32_t nan = 0x7e00u | (size >> 13 & 0x3ffu);
+    normal = normal > 0x7c00u ? 0x7c00u : normal;
+    uint32_t value = exponent < 113 ? small : normal;
+    return (uint16_t)(sign | (size > 0x7f800000u ? nan : value));
+}
+
+DTRAIN__INLINE uint32_t dtrain__f16_to_f32(uint16_t x)
+{
+    uint32_t sign = (uint32_t)(x & 0x8000u) << 16, size = x & 0x7fffu, exponent = size >> 10;
+    uint32_t normal = (size << 13) + 0x38000000u, special = (size << 13) + 0x70000000u;
+    /* A subnormal is a whole number of 2^-24: put it below the leading one of 2^-1 and take that away again. */
+    float small, half = 0.5f;
+    uint32_t bits = 0x3f000000u | size;
+    memcpy(&small, &bits, 4);
+    small -= half;
+    memcpy(&bits, &small, 4);
+    return sign | (exponent == 0 ? bits : exponent == 31 ? special | (size > 0x7c00u ? 0x400000u : 0) : normal);
+}
+
+DTRAIN__INLINE void dtrain__narrow_bf16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u32 *from = (const dtrain__u32 *)in;
+    dtrain__u16 *to = (dtrain__u16 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = dtrain__f32_to_bf16(from[i]);
+}
+
+DTRAIN__INLINE void dtrain__widen_bf16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u16 *from = (const dtrain__u16 *)in;
+    dtrain__u32 *to = (dtrain__u32 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = (uint32_t)from[i] << 16;
+}
+
+DTRAIN__INLINE void dtrain__narrow_f16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u32 *from = (const dtrain__u32 *)in;
+    dtrain__u16 *to = (dtrain__u16 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = dtrain__f32_to_f16(from[i]);
+}
+
+DTRAIN__INLINE void dtrain__widen_f16_body(const void *in, void *out, size_t count)
+{
+    const dtrain__u16 *from = (const dtrain__u16 *)in;
+    dtrain__u32 *to = (dtrain__u32 *)out;
+    for (size_t i = 0; i < count; i++)
+        to[i] = dtrain__f16_to_f32(from[i]);
+}
+
+DTRAIN__KERNEL(dtrain__narrow_bf16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__widen_bf16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__narrow_f16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__widen_f16, (const void *in, void *out, size_t count), (in, out, count))
+
+DTRAIN__EXACT_END
+
+/* Converts where the caller has set the floating-point mode and checked the dtypes. */
+static void dtrain__convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
+{
+    dtrain__format f = {0, 0, 0, 0}, t = {0, 0, 0, 0};
+    if (count == 0)
+        return;
+    if (from == to) {
+        memcpy(out, in, count * (dtrain_dtype_bits(from) / 8));
+    } else if (from == DTRAIN_F32 && to == DTRAIN_BF16) {
+        dtrain__narrow_bf16(in, out, count);
+    } else if (from == DTRAIN_F32 && to == DTRAIN_F16) {
+        dtrain__narrow_f16(in, out, count);
+    } else if (from == DTRAIN_BF16 && to == DTRAIN_F32) {
+        dtrain__widen_bf16(in, out, count);
+    } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
+        dtrain__widen_f16(in, out, count);
+    } else {
+        dtrain__format_of(from, &f);
+        dtrain__format_of(to, &t);
+        for (size_t i = 0; i < count; i++) {
+            uint64_t wide = dtrain__widen(dtrain__load_bits((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
+            dtrain__store_bits((unsigned char *)out + i * (size_t)t.bytes, dtrain__narrow(wide, t), t.bytes);
+        }
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
+{
+    dtrain__format format;
+    uint64_t mode;
+    if (!dtrain__format_of(from, &format) || !dtrain__format_of(to, &format))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "convert %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2",
+                            dtrain_dtype_name(from), dtrain_dtype_name(to));
+    if (count > 0 && (in == NULL || out == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert %zu elements: %s is NULL", count,
+                            in == NULL ? "in" : "out");
+    mode = dtrain__fpmode_enter();
+    dtrain__convert(in, from, out, to, count);
+    dtrain__fpmode_restore(mode);
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>fold ----
+ * The reduction behind every collective: element i of n inputs becomes one value by the tree order (see
+ * >>order), stored to m outputs. Inputs at an index are read before any output there is written, so outputs
+ * may be inputs. Sums of one, two, four and eight float inputs run in registers; the rest in tiles of 4 KiB,
+ * one tile a level of the tree. 16-bit floats are folded as float32 and rounded once. */
+#ifndef DTRAIN__FOLD
+#define DTRAIN__FOLD
+
+#define DTRAIN__FOLD_TILE_BYTES 4096
+#define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
+
+static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
+{
+    if (op != DTRAIN_SUM && op != DTRAIN_MEAN && op != DTRAIN_PROD && op != DTRAIN_MIN && op != DTRAIN_MAX)
+        return 0;
+    switch (dtype) {
+    case DTRAIN_F64:
+    case DTRAIN_F32:
+    case DTRAIN_F16:
+    case DTRAIN_BF16: return 1;
+    case DTRAIN_I8:
+    case DTRAIN_U8:
+    case DTRAIN_I32:
+    case DTRAIN_U32:
+    case DTRAIN_I64:
+    case DTRAIN_U64: return op != DTRAIN_MEAN;
+    default: return 0;
+    }
+}
+
+/* The dtype of partial results. */
+static dtrain_dtype dtrain__fold_partial(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F16 || dtype == DTRAIN_BF16 ? DTRAIN_F32 : dtype;
+}
+
+static int dtrain__fold_left(int n)
+{
+    int left = 1;
+    while (2 * left < n)
+        left *= 2;
+    return left;
+}
+
+DTRAIN__EXACT_BEGIN
+
+/* a[i] = a[i] op b[i] */
+#define DTRAIN__PAIR(name, type, expression)                                             \
+    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)         \
+    {                                                                                    \
+        type *a = (type *)left;                                                          \
+        const type *b = (const type *)right;                                             \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;        \
+    }                                                                                    \
+    DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
+
+/* The same for integers, whose loops the base instruction set runs fast enough. */
+#define DTRAIN__PAIR_INT(name, type, expression)                                         \
+    static void name(void *left, const void *right, size_t count)                        \
+    {                                                                                    \
+        type *a = (type *)left;                                                          \
+        const type *b = (const type *)right;                                             \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression); \
+    }
+
+/* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
+#define DTRAIN__BITS_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
+#define DTRAIN__BITS_PICK(type, top, infinity, relation)                                                   \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i]                                         \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i]                                         \
+     : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i] : b[i])
+
+DTRAIN__PAIR(dtrain__sum_f32, dtrain__f32, a[i] + b[i])
+DTRAIN__PAIR(dtrain__sum_f64, dtrain__f64, a[i] + b[i])
+DTRAIN__PAIR(dtrain__prod_f32, dtrain__f32, a[i] * b[i])
+DTRAIN__PAIR(dtrain__prod_f64, dtrain__f64, a[i] * b[i])
+DTRAIN__PAIR(dtrain__min_f32, dtrain__i32, DTRAIN__BITS_PICK(int32_t, 31, 0x7f800000, <))
+DTRAIN__PAIR(dtrain__max_f32, dtrain__i32, DTRAIN__BITS_PICK(int32_t, 31, 0x7f800000, >))
+DTRAIN__PAIR(dtrain__min_f64, dtrain__i64, DTRAIN__BITS_PICK(int64_t, 63, 0x7ff0000000000000, <))
+DTRAIN__PAIR(dtrain__max_f64, dtrain__i64, DTRAIN__BITS_PICK(int64_t, 63, 0x7ff0000000000000, >))
+DTRAIN__PAIR_INT(dtrain__sum_u8, uint8_t, (unsigned)a[i] + b[i])
+DTRAIN__PAIR_INT(dtrain__sum_u32, dtrain__u32, a[i] + b[i])
+DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
+DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_u32, dtrain__u32, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_i64, dtrain__i64, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__min_u64, dtrain__u64, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_i8, int8_t, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_u8, uint8_t, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_i32, dtrain__i32, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_u32, dtrain__u32, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
+
+/* x[i] = x[i] / divisor */
+#define DTRAIN__DIVIDE(name, type)                                                          \
+    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)               \
+    {                                                                                       \
+        type *x = (type *)data;                                                             \
+        type by = (type)divisor;                                                            \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;            \
+    }                                                                                       \
+    DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
+
+DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
+DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
+
+/* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
+#define DTRAIN__DIRECT(name, type)                                                                            \
+    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t count,      \
+                                    double divisor, int mean)                                                 \
+    {                                                                                                         \
+        const type *x0 = (const type *)in[0], *x1 = (const type *)in[n > 1 ? 1 : 0];                          \
+        const type *x2 = (const type *)in[n > 2 ? 2 : 0], *x3 = (const type *)in[n > 2 ? 3 : 0];              \
+        const type *x4 = (const type *)in[n > 4 ? 4 : 0], *x5 = (const type *)in[n > 4 ? 5 : 0];              \
+        const type *x6 = (const type *)in[n > 4 ? 6 : 0], *x7 = (const type *)in[n > 4 ? 7 : 0];              \
+        type *y0 = (type *)out[0], *y1 = (type *)out[m > 1 ? 1 : 0];                                          \
+        type *y2 = (type *)out[m > 2 ? 2 : 0], *y3 = (type *)out[m > 2 ? 3 : 0];                              \
+        type *y4 = (type *)out[m > 4 ? 4 : 0], *y5 = (type *)out[m > 4 ? 5 : 0];                              \
+        type *y6 = (type *)out[m > 4 ? 6 : 0], *y7 = (type *)out[m > 4 ? 7 : 0];                              \
+        type by = (type)divisor;                                                                              \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                \
+        {                                                                                                     \
+            type s = x0[i];                                                                                   \
+            if (n > 1)                                                                                        \
+                s = s + x1[i];                                                                                \
+            if (n > 2)                                                                                        \
+                s = s + (x2[i] + x3[i]);                                                                      \
+            if (n > 4)                                                                                        \
+                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                  \
+            if (mean)                                                                                         \
+                s = s / by;                                                                                   \
+            y0[i] = s;                                                                                        \
+            if (m > 1)                                                                                        \
+                y1[i] = s;                                                                                    \
+            if (m > 2) {                                                                                      \
+                y2[i] = s;                                                                                    \
+                y3[i] = s;                                                                                    \
+            }                                                                                                 \
+            if (m > 4) {                                                                                      \
+                y4[i] = s;                                                                                    \
+                y5[i] = s;                                                                                    \
+                y6[i] = s;                                                                                    \
+                y7[i] = s;                                                                                    \
+            }                                                                                                 \
+        }                                                                                                     \
+    }                                                                                                         \
+    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t count,      \
+                                    double divisor, int mean)                                                 \
+    {                                                                                                         \
+        int copies = m == n;                                                                                  \
+        if (n == 2 && copies && !mean)                                                                        \
+            name##_loop(in, 2, out, 2, count, divisor, 0);                                                    \
+        else if (n == 2 && copies)                                                                            \
+            name##_loop(in, 2, out, 2, count, divisor, 1);                                                    \
+        else if (n == 2)                                                                                      \
+            name##_loop(in, 2, out, 1, count, divisor, mean);                                                 \
+        else if (n == 4 && copies && !mean)                                                                   \
+            name##_loop(in, 4, out, 4, count, divisor, 0);                                                    \
+        else if (n == 4 && copies)                                                                            \
+            name##_loop(in, 4, out, 4, count, divisor, 1);                                                    \
+        else if (n == 4)                                                                                      \
+            name##_loop(in, 4, out, 1, count, divisor, mean);                                                 \
+        else if (copies)                                                                                      \
+            name##_loop(in, 8, out, 8, count, divisor, mean);                                                 \
+        else                                                                                                  \
+            name##_loop(in, 8, out, 1, count, divisor, mean);                                                 \
+    }                                                                                                         \
+    DTRAIN__KERNEL(name,                                                                                      \
+                   (const void *const *in, int n, void *const *out, int m, size_t count, double divisor, int mean), \
+                   (in, n, out, m, count, divisor, mean))
+
+DTRAIN__DIRECT(dtrain__direct_f32, dtrain__f32)
+DTRAIN__DIRECT(dtrain__direct_f64, dtrain__f64)
+
+DTRAIN__EXACT_END
+
+static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const void *b, size_t count)
+{
+    typedef void (*pair)(void *, const void *, size_t);
+    static const pair sums[] = {dtrain__sum_u8, dtrain__sum_u32, dtrain__sum_u64};
+    static const pair products[] = {dtrain__prod_u8, dtrain__prod_u32, dtrain__prod_u64};
+    static const pair least[] = {dtrain__min_i8,  dtrain__min_u8,  dtrain__min_i32,
+                                 dtrain__min_u32, dtrain__min_i64, dtrain__min_u64};
+    static const pair most[] = {dtrain__max_i8,  dtrain__max_u8,  dtrain__max_i32,
+                                dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
+    int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
+    int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
+    if (op == DTRAIN_SUM)
+        sums[width](a, b, count);
+    else if (op == DTRAIN_PROD)
+        products[width](a, b, count);
+    else
+        (op == DTRAIN_MIN ? least : most)[2 * width + is_unsigned](a, b, count);
+}
+
+/* left[i] = left[i] op right[i], both of a partial dtype; a mean adds. The caller has set the mode. */
+static void dtrain__pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
+{
+    int wide = dtype == DTRAIN_F64;
+    if (dtype != DTRAIN_F64 && dtype != DTRAIN_F32)
+        dtrain__pair_ints(dtype, op, left, right, count);
+    else if (op == DTRAIN_PROD)
+        (wide ? dtrain__prod_f64 : dtrain__prod_f32)(left, right, count);
+    else if (op == DTRAIN_MIN)
+        (wide ? dtrain__min_f64 : dtrain__min_f32)(left, right, count);
+    else if (op == DTRAIN_MAX)
+        (wide ? dtrain__max_f64 : dtrain__max_f32)(left, right, count);
+    else
+        (wide ? dtrain__sum_f64 : dtrain__sum_f32)(left, right, count);
+}
+
+static void dtrain__fold_pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__pair(dtype, op, left, right, count);
+    dtrain__fpmode_restore(mode);
+}
+
+static void dtrain__fold_divide(dtrain_dtype dtype, dtrain_op op, double divisor, void *partial, size_t count)
+{
+    if (op != DTRAIN_MEAN || divisor == 1)
+        return;
+    if (dtype == DTRAIN_F64)
+        dtrain__divide_f64(partial, divisor, count);
+    else
+        dtrain__divide_f32(partial, divisor, count);
+}
+
+/* Turns partial results of dtype's partial dtype into results: divides a mean once, rounds once. partial may be
+ * written; out may be partial where both have one dtype. */
+static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor, void *partial, void *out,
+                                size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_dtype wide = dtrain__fold_partial(dtype);
+    dtrain__fold_divide(wide, op, divisor, partial, count);
+    if (partial != out)
+        dtrain__convert(partial, wide, out, dtype, count);
+    dtrain__fpmode_restore(mode);
+}
+
+/* tiles[0] = tree over in[0 .. n-1] at bytes [at, at + count elements); tiles[1 ..] are the levels below. */
+static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
+                              unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])
+{
+    dtrain_dtype wide = dtrain__fold_partial(dtype);
+    int left = dtrain__fold_left(n);
+    if (n == 1) {
+        const unsigned char *from = (const unsigned char *)in[0] + at;
+        if (wide == dtype)
+            memcpy(tiles[0], from, count * (dtrain_dtype_bits(dtype) / 8));
+        else
+            dtrain__convert(from, dtype, tiles[0], wide, count);
+        return;
+    }
+    dtrain__fold_tree(dtype, op, in, left, at, count, tiles);
+    if (n - left == 1 && wide == dtype) {
+        dtrain__pair(wide, op, tiles[0], (const unsigned char *)in[left] + at, count);
+        return;
+    }
+    dtrain__fold_tree(dtype, op, in + left, n - left, at, count, tiles + 1);
+    dtrain__pair(wide, op, tiles[0], tiles[1], count);
+}
+
+static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
+                               void *const *out, int m, size_t begin, size_t count)
+{
+    unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
+    dtrain_dtype wide = dtrain__fold_partial(dtype);
+    size_t width = dtrain_dtype_bits(dtype) / 8, wide_width = dtrain_dtype_bits(wide) / 8;
+    size_t tile = DTRAIN__FOLD_TILE_BYTES / wide_width;
+    for (size_t at = begin; at < begin + count; at += tile) {
+        size_t step = begin + count - at < tile ? begin + count - at : tile;
+        unsigned char *result = tiles[0];
+        dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles);
+        dtrain__fold_divide(wide, op, divisor, tiles[0], step);
+        if (wide != dtype) {
+            dtrain__convert(tiles[0], wide, tiles[1], dtype, step);
+            result = tiles[1];
+        }
+        for (int k = 0; k < m; k++)
+            memcpy((unsigned char *)out[k] + at * width, result, step * width);
+    }
+}
+
+/* out[k][i] = tree over in[0 .. n-1][i], for i in [begin, begin + count) and every k below m. */
+static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
+                         void *const *out, int m, size_t begin, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
+    direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN) && begin == 0;
+    if (direct && dtype == DTRAIN_F32)
+        dtrain__direct_f32(in, n, out, m, count, divisor, mean);
+    else if (direct && dtype == DTRAIN_F64)
+        dtrain__direct_f64(in, n, out, m, count, divisor, mean);
+    else
+        dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
+    dtrain__fpmode_restore(mode);
+}
+
+#endif
+
+/* ---- >>vector ----
+ * Elementwise kernels over float32 and float64, and the sum of squares. Products are rounded before they
+ * are added to anything. 16-bit tensors go through float32 a tile at a time. */
+#ifndef DTRAIN__VECTOR
+#define DTRAIN__VECTOR
+
+DTRAIN__EXACT_BEGIN
+
+#define DTRAIN__SCALE(name, type)                                                       \
+    DTRAIN__INLINE void name##_body(void *data, double factor, size_t count)            \
+    {                                                                                   \
+        type *x = (type *)data;                                                         \
+        type by = (type)factor;                                                         \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] * by;        \
+    }                                                                                   \
+    DTRAIN__KERNEL(name, (void *data, double factor, size_t count), (data, factor, count))
+
+#define DTRAIN__AXPY(name, type, rounded)                                                               \
+    DTRAIN__INLINE void name##_body(void *to, double factor, const void *from, size_t count)            \
+    {                                                                                                   \
+        type *y = (type *)to;                                                                           \
+        const type *x = (const type *)from;                                                             \
+        type by = (type)factor;                                                                         \
+        uint32_t zero = dtrain__opaque_zero;                                                            \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = y[i] + rounded(by * x[i], zero);  \
+    }                                                                                                   \
+    DTRAIN__KERNEL(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count))
+
+/* Lane i % 8 takes element i; lanes are joined as a tree. A float32's square is exact in float64. */
+#define DTRAIN__SQUARES(name, type)                                                                           \
+    DTRAIN__INLINE void name##_body(const void *data, size_t count, double *lanes)                            \
+    {                                                                                                         \
+        const type *x = (const type *)data;                                                                   \
+        uint32_t zero = dtrain__opaque_zero;                                                                  \
+        double l[8];                                                                                          \
+        size_t i = 0;                                                                                         \
+        for (int k = 0; k < 8; k++)                                                                           \
+            l[k] = lanes[k];                                                                                  \
+        for (; i + 8 <= count; i += 8)                                                                        \
+            for (int k = 0; k < 8; k++)                                                                       \
+                l[k] = l[k] + dtrain__rounded_f64((double)x[i + (size_t)k] * (double)x[i + (size_t)k], zero); \
+        for (int k = 0; i < count; i++, k++)                                                                  \
+            l[k] = l[k] + dtrain__rounded_f64((double)x[i] * (double)x[i], zero);                             \
+        for (int k = 0; k < 8; k++)                                                                           \
+            lanes[k] = l[k];                                                                                  \
+    }                                                                                                         \
+    DTRAIN__KERNEL(name, (const void *data, size_t count, double *lanes), (data, count, lanes))
+
+DTRAIN__SCALE(dtrain__scale_f32, dtrain__f32)
+DTRAIN__SCALE(dtrain__scale_f64, dtrain__f64)
+DTRAIN__AXPY(dtrain__axpy_f32, dtrain__f32, dtrain__rounded_f32)
+DTRAIN__AXPY(dtrain__axpy_f64, dtrain__f64, dtrain__rounded_f64)
+DTRAIN__SQUARES(dtrain__squares_f32, dtrain__f32)
+DTRAIN__SQUARES(dtrain__squares_f64, dtrain__f64)
+
+static double dtrain__squares_total(const double *lanes)
+{
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+}
+
+DTRAIN__EXACT_END
+
+/* The sum of squares of count elements of a float dtype; the caller has set the mode. */
+static double dtrain__sum_squares(dtrain_dtype dtype, const void *data, size_t count)
+{
+    double lanes[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    float tile[512];
+    if (dtype == DTRAIN_F64) {
+        dtrain__squares_f64(data, count, lanes);
+    } else if (dtype == DTRAIN_F32) {
+        dtrain__squares_f32(data, count, lanes);
+    } else {
+        for (size_t at = 0; at < count; at += 512) {
+            size_t n = count - at < 512 ? count - at : 512;
+            dtrain__convert((const unsigned char *)data + 2 * at, dtype, tile, DTRAIN_F32, n);
+            dtrain__squares_f32(tile, n, lanes);
+        }
+    }
+    return dtrain__squares_total(lanes);
+}
+
+typedef enum dtrain__vector_op { DTRAIN__VECTOR_ADD, DTRAIN__VECTOR_SCALE, DTRAIN__VECTOR_AXPY } dtrain__vector_op;
+
+/* y op= x on one tile or array of float32 or float64. */
+static void dtrain__vector_wide(dtrain__vector_op op, dtrain_dtype dtype, void *y, double factor, const void *x,
+                                size_t count)
+{
+    int wide = dtype == DTRAIN_F64;
+    if (op == DTRAIN__VECTOR_ADD)
+        (wide ? dtrain__sum_f64 : dtrain__sum_f32)(y, x, count);
+    else if (op == DTRAIN__VECTOR_SCALE)
+        (wide ? dtrain__scale_f64 : dtrain__scale_f32)(y, factor, count);
+    else
+        (wide ? dtrain__axpy_f64 : dtrain__axpy_f32)(y, factor, x, count);
+}
+
+/* y op= x for any of the four float dtypes; x is NULL for a scale. */
+static void dtrain__vector(dtrain__vector_op op, dtrain_dtype dtype, void *y, double factor, const void *x,
+                           size_t count)
+{
+    float a[512], b[512];
+    uint64_t mode = dtrain__fpmode_enter();
+    if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32) {
+        dtrain__vector_wide(op, dtype, y, factor, x, count);
+    } else {
+        for (size_t at = 0; at < count; at += 512) {
+            size_t n = count - at < 512 ? count - at : 512;
+            unsigned char *to = (unsigned char *)y + 2 * at;
+            dtrain__convert(to, dtype, a, DTRAIN_F32, n);
+            if (x != NULL)
+                dtrain__convert((const unsigned char *)x + 2 * at, dtype, b, DTRAIN_F32, n);
+            dtrain__vector_wide(op, DTRAIN_F32, a, factor, b, n);
+            dtrain__convert(a, DTRAIN_F32, to, dtype, n);
+        }
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+#endif
+
+/* ---- >>gemm ----
+ * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
+ * set multiplies a few rows of op(a), read where they lie, by a packed panel in registers. Each element of c
+ * is a sum over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction
+ * set alone. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
+#ifndef DTRAIN__GEMM
+#define DTRAIN__GEMM
+
+#define DTRAIN__GEMM_KC 256
+#define DTRAIN__GEMM_NC 256
+
+/* c[rows][columns] (+)= a[rows][k] x panel[k][width]: rows and columns up to the kernel's own tile. */
+typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
+                                    float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
+
+#define DTRAIN__GEMM_PARAMETERS                                                                                 \
+    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
+        size_t columns, int accumulate
+
+static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
+                               int accumulate)
+{
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < columns; j++)
+            c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * width + j] : tile[i * width + j];
+}
+
+/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
+ * and the padding of the panel give is not stored. */
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add) \
+    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                      \
+    {                                                                                                         \
+        vector sum[ROWS][VECTORS];                                                                            \
+        const float *row[ROWS];                                                                               \
+        for (size_t i = 0; i < ROWS; i++) {                                                                   \
+            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                   \
+            for (size_t v = 0; v < VECTORS; v++)                                                              \
+                sum[i][v] = zero();                                                                           \
+        }                                                                                                     \
+        for (size_t p = 0; p < k; p++) {                                                                      \
+            vector b[VECTORS];                                                                                \
+            for (size_t v = 0; v < VECTORS; v++)                                                              \
+                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                       \
+            for (size_t i = 0; i < ROWS; i++) {                                                               \
+                vector x = broadcast(row[i][p * a_column]);                                                   \
+                for (size_t v = 0; v < VECTORS; v++)                                                          \
+                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                      \
+            }                                                                                                 \
+        }                                                                                                     \
+        if (rows == ROWS && columns == VECTORS * LANES) {                                                     \
+            for (size_t i = 0; i < ROWS; i++)                                                                 \
+                for (size_t v = 0; v < VECTORS; v++) {                                                        \
+                    float *to = c + i * ldc + v * LANES;                                                      \
+                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                             \
+                }                                                                                             \
+        } else {                                                                                              \
+            float tile[ROWS * VECTORS * LANES];                                                               \
+            for (size_t i = 0; i < ROWS; i++)                                                                 \
+                for (size_t v = 0; v < VECTORS; v++)                                                          \
+                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                               \
+            dtrain__gemm_store(tile, VECTORS * LANES, c, ldc, rows, columns, accumulate);                     \
+        }                                                                                                     \
+    }
+
+DTRAIN__EXACT_BEGIN
+
+#if defined(DTRAIN__X86)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512_setzero_ps,
+                    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256_setzero_ps,
+                    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps)
+#endif
+
+/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
+typedef float dtrain__f32x4 __attribute__((vector_size(16)));
+typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
+
+DTRAIN__INLINE dtrain__f32x4 dtrain__x4_zero(void)
+{
+    dtrain__f32x4 x = {0, 0, 0, 0};
+    return x;
+}
+
+DTRAIN__INLINE dtrain__f32x4 dtrain__x4_set(float value)
+{
+    dtrain__f32x4 x = {value, value, value, value};
+    return x;
+}
+
+DTRAIN__INLINE dtrain__f32x4 dtrain__x4_load(const float *from)
+{
+    dtrain__f32x4 x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+DTRAIN__INLINE void dtrain__x4_store(float *to, dtrain__f32x4 x)
+{
+    memcpy(to, &x, sizeof x);
+}
+
+DTRAIN__INLINE dtrain__f32x4 dtrain__x4_add(dtrain__f32x4 a, dtrain__f32x4 b)
+{
+    return a + b;
+}
+
+/* Two roundings: this kernel's bits are those of processors without a fused product. */
+DTRAIN__INLINE dtrain__f32x4 dtrain__x4_fma(dtrain__f32x4 a, dtrain__f32x4 b, dtrain__f32x4 c)
+{
+    dtrain__f32x4 product = a * b;
+#if defined(__clang__) && defined(__FAST_MATH__)
+    dtrain__u32x4 bits;
+    uint32_t zero = dtrain__opaque_zero;
+    memcpy(&bits, &product, sizeof bits);
+    dtrain__u32x4 zeros = {zero, zero, zero, zero};
+    bits ^= zeros;
+    memcpy(&product, &bits, sizeof bits);
+#endif
+    return product + c;
+}
+
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, 4, 2, dtrain__x4_zero, dtrain__x4_set, dtrain__x4_load,
+                    dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
+
+DTRAIN__EXACT_END
+
+/* Packs alpha x op(b)[0 .. k)[0 .. n) into panels of `width` columns, zero beyond n. */
+static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, size_t k, size_t n, size_t width,
+                              float alpha, float *pack)
+{
+    for (size_t j = 0; j < n; j += width) {
+        size_t columns = n - j < width ? n - j : width;
+        float *panel = pack + j * k;
+        if (columns < width)
+            memset(panel, 0, k * width * sizeof(float));
+        if (b_column == 1)
+            for (size_t p = 0; p < k; p++)
+                memcpy(panel + p * width, b + p * b_row + j, columns * sizeof(float));
+        else
+            for (size_t p = 0; p < k; p += 8) /* a line of each column at a time */
+                for (size_t i = 0; i < columns; i++)
+                    for (size_t q = p; q < p + 8 && q < k; q++)
+                        panel[q * width + i] = b[q * b_row + (j + i) * b_column];
+        if (alpha != 1)
+            dtrain__scale_f32(panel, (double)alpha, k * width);
+    }
+}
+
+static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                                 const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c,
+                                 size_t ldc)
+{
+    float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
+    dtrain__gemm_kernel kernel = dtrain__gemm_base;
+    size_t rows = 4, width = 8, a_row = transpose_a ? 1 : lda, a_column = transpose_a ? lda : 1;
+    size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+#if defined(DTRAIN__X86)
+    int isa = dtrain__isa();
+    if (isa == DTRAIN__ISA_AVX512) {
+        kernel = dtrain__gemm_avx512;
+        rows = 8;
+        width = 32;
+    } else if (isa == DTRAIN__ISA_AVX2) {
+        kernel = dtrain__gemm_avx2;
+        rows = 6;
+        width = 16;
+    }
+#endif
+    for (size_t i = 0; i < m && n > 0; i++) {
+        if (beta == 0 && k == 0)
+            memset(c + i * ldc, 0, n * sizeof(float));
+        else if (beta != 0 && beta != 1)
+            dtrain__scale_f32(c + i * ldc, (double)beta, n);
+    }
+    for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
+        size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
+        for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
+            size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
+            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, width, alpha, pack);
+            for (size_t i = 0; i < m; i += rows)
+                for (size_t j = 0; j < nc; j += width)
+                    kernel(kc, a + i * a_row + pc * a_column, a_row, a_column, pack + j * kc, c + i * ldc + jc + j, ldc,
+                           m - i < rows ? m - i : rows, nc - j < width ? nc - j : width, beta != 0 || pc > 0);
+        }
+    }
+}
+
+DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc)
+{
+#ifdef DTRAIN_SGEMM
+    DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+#else
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__gemm_builtin(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    dtrain__fpmode_restore(mode);
+#endif
+}
+
+#endif
+
+/* ---- >>tensor_core ----
+ * dtrain_tensor: shapes checked once, when a tensor is made, so that the arithmetic on them cannot
+ * overflow later; owning and viewing; cutting along a dimension and joining again; operations that check
+ * shapes and dtypes and hand over to kernels. */
+#ifndef DTRAIN__TENSOR
+#define DTRAIN__TENSOR
+
+/* "F32 [3, 4]" */
+typedef struct dtrain__shape_text {
+    char text[256];
+} dtrain__shape_text;
+
+static dtrain__shape_text dtrain__tensor_text(const dtrain_tensor *tensor)
+{
+    dtrain__shape_text out;
+    size_t used = (size_t)snprintf(out.text, sizeof out.text, "%s [", dtrain_dtype_name(tensor->dtype));
+    for (int i = 0; i < tensor->ndim && i < DTRAIN_MAX_DIMS; i++)
+        used += (size_t)snprintf(out.text + used, sizeof out.text - used, i > 0 ? ", %zu" : "%zu", tensor->shape[i]);
+    snprintf(out.text + used, sizeof out.text - used, "]");
+    return out;
+}
+
+/* Fills everything but data and allocator. Sizes multiply left to right with checks, in bits. */
+static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape)
+{
+    size_t bits = dtrain_dtype_bits(dtype), total = 1;
+    if (tensor == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: nowhere to put it (tensor is NULL)");
+    memset(tensor, 0, sizeof *tensor);
+    if (bits == 0 || ndim < 0 || ndim > DTRAIN_MAX_DIMS || (ndim > 0 && shape == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: dtype %d (%s) with %d dimensions; 0 to %d are possible",
+                            (int)dtype, dtrain_dtype_name(dtype), ndim, DTRAIN_MAX_DIMS);
+    tensor->dtype = dtype;
+    tensor->ndim = ndim;
+    for (int i = 0; i < ndim; i++) {
+        tensor->shape[i] = shape[i];
+        if (!dtrain__mul_size(total, shape[i], &total))
+            total = SIZE_MAX;
+        if (total == SIZE_MAX)
+            break;
+    }
+    if (total == SIZE_MAX || !dtrain__mul_size(total, bits, &bits)) {
+        memset(tensor, 0, sizeof *tensor);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits", ndim);
+    }
+    if (bits % 8 != 0) {
+        memset(tensor, 0, sizeof *tensor);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: %zu elements of %s are no whole number of bytes", total,
+                            dtrain_dtype_name(dtype));
+    }
+    tensor->count = total;
+    tensor->bytes = bits / 8;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                              dtrain_allocator *allocator)
+{
+    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
+    if (status != DTRAIN_OK)
+        return status;
+    if (allocator == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_create: needs an allocator; a zeroed one will do");
+    tensor->data = dtrain__alloc(allocator, tensor->bytes);
+    if (tensor->data == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "tensor_create: no memory for %s, %zu bytes",
+                              dtrain__tensor_text(tensor).text, tensor->bytes);
+        memset(tensor, 0, sizeof *tensor);
+        return status;
+    }
+    tensor->allocator = allocator;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                            void *data)
+{
+    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
+    if (status != DTRAIN_OK)
+        return status;
+    if (data == NULL && tensor->bytes > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: %s needs %zu bytes, data is NULL",
+                            dtrain__tensor_text(tensor).text, tensor->bytes);
+    tensor->data = data;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
+{
+    if (tensor == NULL)
+        return;
+    if (tensor->allocator != NULL)
+        dtrain__free(tensor->allocator, tensor->data, tensor->bytes);
+    memset(tensor, 0, sizeof *tensor);
+}
+
+/* A tensor as rows before dim, its size along dim, and bytes of one step along dim. */
+static size_t dtrain__tensor_outer(const dtrain_tensor *tensor, int dim, size_t *step_bytes)
+{
+    size_t outer = 1, inner = dtrain_dtype_bits(tensor->dtype) / 8;
+    for (int i = 0; i < dim; i++)
+        outer *= tensor->shape[i];
+    for (int i = dim + 1; i < tensor->ndim; i++)
+        inner *= tensor->shape[i];
+    *step_bytes = inner;
+    return outer;
+}
+
+static dtrain_status dtrain__tensor_check_dim(const char *call, const dtrain_tensor *tensor, int dim, int parts)
+{
+    if (dim < 0 || dim >= tensor->ndim || parts < 1 || dtrain_dtype_bits(tensor->dtype) % 8 != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: dimension %d of %s into %d parts; needs a dimension that it has, at least one part, and "
+                            "elements of whole bytes", call, dim, dtrain__tensor_text(tensor).text, parts);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_shard(dtrain_tensor *shard, const dtrain_tensor *whole, int dim, int parts,
+                                             int part, dtrain_allocator *allocator)
+{
+    size_t shape[DTRAIN_MAX_DIMS], begin, step, outer;
+    dtrain_status status;
+    if (shard == NULL || whole == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_shard: a tensor is NULL");
+    memset(shard, 0, sizeof *shard);
+    status = dtrain__tensor_check_dim("tensor_shard", whole, dim, parts);
+    if (status == DTRAIN_OK && (part < 0 || part >= parts))
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_shard: part %d of %d; parts count from 0", part, parts);
+    if (status != DTRAIN_OK)
+        return status;
+    memcpy(shape, whole->shape, sizeof shape);
+    shape[dim] = dtrain_split(whole->shape[dim], parts, part, &begin);
+    status = dtrain_tensor_create(shard, whole->dtype, whole->ndim, shape, allocator);
+    if (status != DTRAIN_OK || shard->count == 0)
+        return status;
+    outer = dtrain__tensor_outer(whole, dim, &step);
+    for (size_t i = 0; i < outer; i++)
+        memcpy((unsigned char *)shard->data + i * shape[dim] * step,
+               (const unsigned char *)whole->data + (i * whole->shape[dim] + begin) * step, shape[dim] * step);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrain_tensor *shards, int parts, int dim,
+                                               dtrain_allocator *allocator)
+{
+    size_t shape[DTRAIN_MAX_DIMS], begin = 0, step, outer;
+    dtrain_status status;
+    if (whole == NULL || shards == NULL || parts < 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_unshard: needs a tensor and at least one shard");
+    memset(whole, 0, sizeof *whole);
+    status = dtrain__tensor_check_dim("tensor_unshard", &shards[0], dim, parts);
+    if (status != DTRAIN_OK)
+        return status;
+    memcpy(shape, shards[0].shape, sizeof shape);
+    shape[dim] = 0;
+    for (int p = 0; p < parts; p++) {
+        int fits = shards[p].dtype == shards[0].dtype && shards[p].ndim == shards[0].ndim;
+        for (int i = 0; fits && i < shards[0].ndim; i++)
+            fits = i == dim || shards[p].shape[i] == shards[0].shape[i];
+        if (!fits || !dtrain__add_size(shape[dim], shards[p].shape[dim], &shape[dim]))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_unshard: shard %d is %s, which does not join %s along "
+                                "dimension %d", p, dtrain__tensor_text(&shards[p]).text,
+                                dtrain__tensor_text(&shards[0]).text, dim);
+    }
+    status = dtrain_tensor_create(whole, shards[0].dtype, shards[0].ndim, shape, allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    outer = dtrain__tensor_outer(whole, dim, &step);
+    for (int p = 0; p < parts; p++) {
+        size_t n = shards[p].shape[dim];
+        for (size_t i = 0; n * step > 0 && i < outer; i++)
+            memcpy((unsigned char *)whole->data + (i * shape[dim] + begin) * step,
+                   (const unsigned char *)shards[p].data + i * n * step, n * step);
+        begin += n;
+    }
+    return DTRAIN_OK;
+}
+
+static int dtrain__tensor_is_float(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+}
+
+static dtrain_status dtrain__tensor_check_pair(const char *call, const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    if (a == NULL || b == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a tensor is NULL", call);
+    if (!dtrain__tensor_is_float(a->dtype))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s of %s: F64, F32, F16 and BF16 are possible", call,
+                            dtrain__tensor_text(a).text);
+    if (a->dtype != b->dtype || a->ndim != b->ndim ||
+        memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof a->shape[0]) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s meets %s; both must be equal in dtype and shape", call,
+                            dtrain__tensor_text(a).text, dtrain__tensor_text(b).text);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    const void *in[2];
+    void *to[1];
+    dtrain_status status = dtrain__tensor_check_pair("tensor_add", a, b);
+    if (status == DTRAIN_OK)
+        status = dtrain__tensor_check_pair("tensor_add", a, out);
+    if (status != DTRAIN_OK || a->count == 0)
+        return status;
+    in[0] = a->data;
+    in[1] = b->data;
+    to[0] = out->data;
+    dtrain__fold(a->dtype, DTRAIN_SUM, 1, in, 2, to, 1, 0, a->count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_scale(dtrain_tensor *x, double factor)
+{
+    dtrain_status status = dtrain__tensor_check_pair("tensor_scale", x, x);
+    if (status == DTRAIN_OK)
+        dtrain__vector(DTRAIN__VECTOR_SCALE, x->dtype, x->data, factor, NULL, x->count);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_axpy(dtrain_tensor *y, double alpha, const dtrain_tensor *x)
+{
+    dtrain_status status = dtrain__tensor_check_pair("tensor_axpy", y, x);
+    if (status == DTRAIN_OK)
+        dtrain__vector(DTRAIN__VECTOR_AXPY, y->dtype, y->data, alpha, x->data, y->count);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_tensor *bias)
+{
+    if (x == NULL || bias == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_add_bias: a tensor is NULL");
+    if (x->dtype != DTRAIN_F32 || bias->dtype != DTRAIN_F32)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "tensor_add_bias: %s and %s; both must be F32",
+                            dtrain__tensor_text(x).text, dtrain__tensor_text(bias).text);
+    if (x->ndim < 1 || bias->ndim != 1 || bias->shape[0] != x->shape[x->ndim - 1])
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_add_bias: %s does not fit the rows of %s",
+                            dtrain__tensor_text(bias).text, dtrain__tensor_text(x).text);
+    for (size_t i = 0; i < x->count; i += bias->count)
+        dtrain__vector(DTRAIN__VECTOR_ADD, DTRAIN_F32, (float *)x->data + i, 1, bias->data, bias->count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_sum_squares(double *sum, const dtrain_tensor *x)
+{
+    dtrain_status status = dtrain__tensor_check_pair("tensor_sum_squares", x, x);
+    if (status == DTRAIN_OK) {
+        uint64_t mode = dtrain__fpmode_enter();
+        *sum = dtrain__sum_squares(x->dtype, x->data, x->count);
+        dtrain__fpmode_restore(mode);
+    }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_tensor *a, int transpose_a,
+                                              const dtrain_tensor *b, int transpose_b, int accumulate)
+{
+    size_t m, n, k, inner;
+    if (out == NULL || a == NULL || b == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_matmul: a tensor is NULL");
+    if (out->dtype != DTRAIN_F32 || a->dtype != DTRAIN_F32 || b->dtype != DTRAIN_F32)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "tensor_matmul: %s = %s x %s; all must be F32",
+                            dtrain__tensor_text(out).text, dtrain__tensor_text(a).text, dtrain__tensor_text(b).text);
+    m = a->shape[transpose_a ? 1 : 0];
+    k = a->shape[transpose_a ? 0 : 1];
+    inner = b->shape[transpose_b ? 1 : 0];
+    n = b->shape[transpose_b ? 0 : 1];
+    if (out->ndim != 2 || a->ndim != 2 || b->ndim != 2 || k != inner || out->shape[0] != m || out->shape[1] != n)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_matmul: %s = %s%s x %s%s; the sizes do not meet",
+                            dtrain__tensor_text(out).text, dtrain__tensor_text(a).text, transpose_a ? " transposed" : "",
+                            dtrain__tensor_text(b).text, transpose_b ? " transposed" : "");
+    dtrain_sgemm(transpose_a, transpose_b, m, n, k, 1, (const float *)a->data, a->shape[1], (const float *)b->data,
+                 b->shape[1], accumulate ? 1.0f : 0.0f, (float *)out->data, n);
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>threads ----
+ * Ranks of one address space. A board holds one slot a rank, on which the rank posts what it is about
+ * to do, and lazily one ring of bytes for each ordered pair that exchanges messages. All waiting is on
+ * the board's one bell: whoever changes something that a peer may wait for rings it.
+ *
+ * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside`
+ * flag, which it raises before it looks at `broken`; a rank that fails raises `broken` before it looks at
+ * the flags, and so takes its buffers back only when nobody is inside them. May call base only. */
+#ifndef DTRAIN__THREADS
+#define DTRAIN__THREADS
+
+#define DTRAIN__POST_WORDS 8
+#define DTRAIN__POST_INLINE_BYTES 4096
+#define DTRAIN__RING_BYTES ((size_t)1 << 16)
+
+/* What a rank posts for one collective; read by peers between its post and theirs two operations later. */
+typedef struct dtrain__post {
+    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
+    const void *in;
+    void *out;
+    unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs travel here */
+} dtrain__post;
+
+typedef struct dtrain__slot {
+    uint64_t arrived; /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* number of the last operation whose buffers this rank has left */
+    uint32_t inside;
+    uint32_t left; /* set when the rank's end is destroyed */
+    char pad[DTRAIN__CACHE_LINE - 24];
+    dtrain__error why; /* it left; readable once left is set */
+    dtrain__post posts[2]; /* by parity: a peer may still read number s while s + 1 is posted */
+} dtrain__slot;
+
+typedef struct dtrain__ring {
+    uint64_t written;
+    char pad[DTRAIN__CACHE_LINE - 8];
+    uint64_t read;
+    char pad2[DTRAIN__CACHE_LINE - 8];
+    unsigned char bytes[DTRAIN__RING_BYTES];
+} dtrain__ring;
+
+typedef struct dtrain__board_end {
+    dtrain__board *board;
+    int rank;
+} dtrain__board_end;
+
+struct dtrain__board {
+    dtrain__bell bell;
+    uint32_t broken;   /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
+    uint32_t ends;     /* ranks that have not left */
+    int size;
+    dtrain__error cause;
+    dtrain_allocator own;
+    dtrain_allocator *allocator;
+    dtrain__slot *slots;
+    dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender */
+    dtrain__board_end *board_ends;
+    void (*last_gone)(dtrain__board *board); /* stops the service before the board is freed */
+    void *service;
+    pthread_mutex_t mutex; /* guards the service's list of ranks */
+};
+
+static int dtrain__board_broken(dtrain__board *board)
+{
+    return __atomic_load_n(&board->broken, __ATOMIC_SEQ_CST) != 0;
+}
+
+/* The cause for whoever finds the board broken; the first one to break it wins. */
+static const dtrain__error *dtrain__board_cause(dtrain__board *board)
+{
+    while (__atomic_load_n(&board->broken, __ATOMIC_ACQUIRE) != 2)
+        sched_yield();
+    return &board->cause;
+}
+
+static void dtrain__board_break(dtrain__board *board, const dtrain__error *cause)
+{
+    uint32_t whole = 0;
+    if (__atomic_compare_exchange_n(&board->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        board->cause = *cause;
+        __atomic_store_n(&board->broken, 2, __ATOMIC_SEQ_CST);
+    }
+    dtrain__bell_ring(&board->bell);
+}
+
+/* Enters the peers' buffers; 0 when the board is broken and they may be gone. */
+static int dtrain__board_enter(dtrain__board *board, int rank)
+{
+    __atomic_store_n(&board->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
+    if (!dtrain__board_broken(board))
+        return 1;
+    __atomic_store_n(&board->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+static void dtrain__board_leave(dtrain__board *board, int rank)
+{
+    __atomic_store_n(&board->slots[rank].inside, 0, __ATOMIC_RELEASE);
+}
+
+/* Waits until no peer is inside this rank's buffers; the board is broken, so none enters again. */
+static void dtrain__board_revoke(dtrain__board *board, int rank)
+{
+    for (int peer = 0; peer < board->size; peer++)
+        while (peer != rank && __atomic_load_n(&board->slots[peer].inside, __ATOMIC_SEQ_CST))
+            sched_yield();
+}
+
+static dtrain__ring *dtrain__threads_ring(dtrain__board *board, int from, int to)
+{
+    size_t index = (size_t)from * (size_t)board->size + (size_t)to;
+    return __atomic_load_n(&board->rings[index], __ATOMIC_ACQUIRE);
+}
+
+static size_t dtrain__ring_put(dtrain__ring *ring, const unsigned char *data, size_t bytes)
+{
+    uint64_t written = ring->written, read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    size_t room = DTRAIN__RING_BYTES - (size_t)(written - read), n = bytes < room ? bytes : room;
+    size_t at = (size_t)written % DTRAIN__RING_BYTES, first = DTRAIN__RING_BYTES - at;
+    if (n == 0)
+        return 0;
+    first = first < n ? first : n;
+    memcpy(ring->bytes + at, data, first);
+    memcpy(ring->bytes, data + first, n - first);
+    __atomic_store_n(&ring->written, written + n, __ATOMIC_SEQ_CST);
+    return n;
+}
+
+static size_t dtrain__ring_take(dtrain__ring *ring, unsigned char *data, size_t bytes)
+{
+    uint64_t read = ring->read, written = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST);
+    size_t held = (size_t)(written - read), n = bytes < held ? bytes : held;
+    size_t at = (size_t)read % DTRAIN__RING_BYTES, first = DTRAIN__RING_BYTES - at;
+    if (n == 0)
+        return 0;
+    first = first < n ? first : n;
+    memcpy(data, ring->bytes + at, first);
+    memcpy(data + first, ring->bytes, n - first);
+    __atomic_store_n(&ring->read, read + n, __ATOMIC_SEQ_CST);
+    return n;
+}
+
+/* Breaks the board because `peer` left before an operation that needs it. */
+static dtrain_status dtrain__board_lost(dtrain__board *board, int peer)
+{
+    dtrain__error lost;
+    const char *why = board->slots[peer].why.text;
+    dtrain_status status = dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", peer,
+                                        why[0] != 0 ? ": " : "", why);
+    dtrain__board_break(board, &lost);
+    return status;
+}
+
+typedef struct dtrain__ring_wait {
+    dtrain__board *board;
+    int from, to, peer;
+    int to_write;
+} dtrain__ring_wait;
+
+static int dtrain__ring_ready(void *pointer)
+{
+    dtrain__ring_wait *wait = (dtrain__ring_wait *)pointer;
+    dtrain__ring *ring = dtrain__threads_ring(wait->board, wait->from, wait->to);
+    if (dtrain__board_broken(wait->board) ||
+        __atomic_load_n(&wait->board->slots[wait->peer].left, __ATOMIC_SEQ_CST))
+        return 1;
+    if (ring == NULL)
+        return 0;
+    uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    return wait->to_write ? held < DTRAIN__RING_BYTES : held > 0;
+}
+
+/* Moves bytes through one ring until all went, the deadline passed, or the peer left. What a peer wrote before
+ * it left is still received. */
+static dtrain_status dtrain__threads_move(dtrain__ring_wait *wait, unsigned char *out, const unsigned char *in,
+                                          size_t bytes, int64_t deadline_ns, size_t *moved)
+{
+    dtrain__board *board = wait->board;
+    *moved = 0;
+    for (unsigned turn = 0;; turn++) {
+        int left = (int)__atomic_load_n(&board->slots[wait->peer].left, __ATOMIC_SEQ_CST);
+        dtrain__ring *ring = dtrain__threads_ring(board, wait->from, wait->to);
+        size_t n = 0;
+        if (ring != NULL && !(wait->to_write && left))
+            n = wait->to_write ? dtrain__ring_put(ring, in + *moved, bytes - *moved)
+                               : dtrain__ring_take(ring, out + *moved, bytes - *moved);
+        *moved += n;
+        if (n > 0) {
+            dtrain__bell_ring(&board->bell);
+            turn = 0;
+        }
+        if (*moved == bytes)
+            return DTRAIN_OK;
+        if (dtrain__board_broken(board))
+            return dtrain__report(dtrain__board_cause(board));
+        if (left && n == 0)
+            return dtrain__board_lost(board, wait->peer);
+        if (n == 0 && (deadline_ns == 0 || dtrain__os_now_ns() >= deadline_ns))
+            return DTRAIN_ERR_TIMEOUT;
+        dtrain__bell_wait(&board->bell, turn, deadline_ns, dtrain__ring_ready, wait);
+    }
+}
+
+static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                          size_t *moved)
+{
+    dtrain__board_end *end = (dtrain__board_end *)self;
+    dtrain__board *board = end->board;
+    dtrain__ring_wait wait = {board, end->rank, peer, peer, 1};
+    size_t index = (size_t)end->rank * (size_t)board->size + (size_t)peer;
+    *moved = 0;
+    if (board->rings[index] == NULL) {
+        dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(board->allocator, sizeof *ring);
+        if (ring == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
+                                sizeof *ring, end->rank, peer);
+        __atomic_store_n(&board->rings[index], ring, __ATOMIC_RELEASE);
+    }
+    return dtrain__threads_move(&wait, NULL, (const unsigned char *)data, bytes, deadline_ns, moved);
+}
+
+static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                          size_t *moved)
+{
+    dtrain__board_end *end = (dtrain__board_end *)self;
+    dtrain__ring_wait wait = {end->board, peer, end->rank, peer, 0};
+    return dtrain__threads_move(&wait, (unsigned char *)data, NULL, bytes, deadline_ns, moved);
+}
+
+static void dtrain__board_free(dtrain__board *board)
+{
+    size_t size = (size_t)board->size;
+    dtrain_allocator *allocator = board->allocator, own;
+    if (board->rings != NULL)
+        for (size_t i = 0; i < size * size; i++)
+            dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
+    dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
+    dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
+    dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));
+    pthread_mutex_destroy(&board->mutex);
+    own = board->own;
+    dtrain__free(allocator == &board->own ? &own : allocator, board, sizeof *board);
+}
+
+static void dtrain__threads_destroy(void *self)
+{
+    dtrain__board_end *end = (dtrain__board_end *)self;
+    dtrain__board *board = end->board;
+    __atomic_store_n(&board->slots[end->rank].left, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&board->bell);
+    if (__atomic_sub_fetch(&board->ends, 1, __ATOMIC_ACQ_REL) > 0)
+        return;
+    if (board->last_gone != NULL)
+        board->last_gone(board);
+    dtrain__board_free(board);
+}
+
+/* Makes a board for `size` ranks; the transport of each is had from dtrain__threads_transport. */
+static dtrain_status dtrain__board_create(dtrain__board **out, int size, dtrain_allocator *allocator)
+{
+    size_t ranks = (size_t)size;
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain__board *board = (dtrain__board *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *board);
+    if (board == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+    board->own = first;
+    board->allocator = allocator != NULL ? allocator : &board->own;
+    board->size = size;
+    board->ends = (uint32_t)size;
+    board->bell.spins = size <= dtrain__os_processors() ? 2000 : 0;
+    pthread_mutex_init(&board->mutex, NULL);
+    board->slots = (dtrain__slot *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__slot));
+    board->rings = (dtrain__ring **)dtrain__alloc(board->allocator, ranks * ranks * sizeof(dtrain__ring *));
+    board->board_ends = (dtrain__board_end *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__board_end));
+    if (board->slots == NULL || board->rings == NULL || board->board_ends == NULL) {
+        dtrain__board_free(board);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+    }
+    *out = board;
+    return DTRAIN_OK;
+}
+
+static void dtrain__threads_transport(dtrain_transport *transport, dtrain__board *board, int rank)
+{
+    memset(transport, 0, sizeof *transport);
+    board->board_ends[rank].board = board;
+    board->board_ends[rank].rank = rank;
+    transport->self = &board->board_ends[rank];
+    transport->rank = rank;
+    transport->size = board->size;
+    transport->send = dtrain__threads_send;
+    transport->recv = dtrain__threads_recv;
+    transport->destroy = dtrain__threads_destroy;
+    transport->board = board;
+}
+
+#endif
+
+/* ---- >>op ----
+ * One operation on one rank: what was called, how far it is, how it ended; and the end of a group that
+ * runs it. Calls are described by the same words on the board and in message headers, so that a rank can
+ * quote what another one called. Checks of arguments and all texts about calls are here. */
+#ifndef DTRAIN__OP
+#define DTRAIN__OP
+
+#define DTRAIN__MAX_RANKS 1024
+
+typedef enum dtrain__kind {
+    DTRAIN__ALL_REDUCE = 1,
+    DTRAIN__REDUCE_SCATTER,
+    DTRAIN__ALL_GATHER,
+    DTRAIN__BROADCAST,
+    DTRAIN__BARRIER,
+    DTRAIN__SEND,
+    DTRAIN__RECV
+} dtrain__kind;
+
+/* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
+typedef struct dtrain__call {
+    uint64_t kind; /* a message is a DTRAIN__SEND on both sides */
+    uint64_t number;
+    uint64_t dtype;
+    uint64_t op;
+    uint64_t count;
+    uint64_t root;
+    uint64_t algorithm;
+    uint64_t ranks;
+} dtrain__call;
+
+typedef struct dtrain__op {
+    dtrain__kind kind;
+    dtrain_dtype dtype;
+    dtrain_op op;
+    int root; /* of a broadcast; the peer of a send or recv */
+    size_t count;
+    const void *in;
+    void *out;
+    dtrain_algorithm algorithm;
+    uint64_t number;
+    int64_t started_ns, deadline_ns;
+    int phase;
+    int warned;    /* the log has said whom this operation awaits */
+    int awaited;   /* the peer it awaits, or -1 */
+    int touched;   /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;     /* progress inside the phase */
+    size_t sent, received; /* bytes of the current message step, headers included */
+    dtrain__error error;
+} dtrain__op;
+
+struct dtrain_work {
+    dtrain_comm *comm;
+    dtrain_work *next;
+    uint32_t done;
+    dtrain__op op;
+};
+
+typedef struct dtrain__service dtrain__service;
+
+struct dtrain_comm {
+    int rank, size;
+    dtrain_transport transport;
+    dtrain_comm_desc desc;
+    dtrain_allocator *allocator, own;
+    dtrain__bell *bell, own_bell;
+    dtrain__error error;
+    dtrain__error broken; /* by a message operation; the board keeps its own */
+    uint64_t number;      /* of the last collective */
+    uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
+    const void **ins;     /* size pointers each, for folds */
+    void **outs;
+    unsigned char header_out[96], header_in[96]; /* of the message under way, in either direction */
+    unsigned char *scratch;
+    size_t scratch_bytes;
+    int64_t blocked_ns;
+    pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
+    pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
+    dtrain_work *head, *tail, *spare;
+    uint32_t pending; /* queued and not done */
+    dtrain__service *service;
+};
+
+static size_t dtrain__op_bytes(const dtrain__op *op)
+{
+    return op->count * (dtrain_dtype_bits(op->dtype) / 8);
+}
+
+static const char *dtrain__kind_name(uint64_t kind)
+{
+    static const char *const names[] = {"no call",   "all_reduce", "reduce_scatter", "all_gather",
+                                        "broadcast", "barrier",    "send",           "recv"};
+    return kind < sizeof names / sizeof names[0] ? names[kind] : "an unknown call";
+}
+
+static const char *dtrain__op_name(uint64_t op)
+{
+    return op == DTRAIN_SUM ? "sum" : op == DTRAIN_MEAN ? "mean" : op == DTRAIN_PROD ? "product"
+           : op == DTRAIN_MIN ? "min" : op == DTRAIN_MAX ? "max" : "no operation";
+}
+
+static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__call call;
+    int message = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
+    call.number = op->number;
+    call.dtype = (uint64_t)op->dtype;
+    call.op = (uint64_t)op->op;
+    call.count = op->count;
+    call.root = message ? 0 : (uint64_t)op->root;
+    call.algorithm = (uint64_t)op->algorithm;
+    call.ranks = (uint64_t)comm->size;
+    return call;
+}
+
+typedef struct dtrain__text {
+    char text[128];
+} dtrain__text;
+
+/* "all_reduce #412 (sum, f32 x 1048576)" */
+static dtrain__text dtrain__call_text(const dtrain__call *call)
+{
+    dtrain__text out;
+    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
+    char dtype[16], detail[32] = "", ring[8] = "";
+    size_t n = 0;
+    for (; name[n] != 0 && n < sizeof dtype - 1; n++)
+        dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
+    dtype[n] = 0;
+    if (call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER)
+        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
+    if (call->algorithm == DTRAIN_ALGORITHM_RING)
+        snprintf(ring, sizeof ring, ", ring");
+    if (call->kind == DTRAIN__BARRIER)
+        snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
+    else if (call->kind == DTRAIN__BROADCAST)
+        snprintf(out.text, sizeof out.text, "broadcast #%llu (%s x %llu, root %llu)", (unsigned long long)call->number,
+                 dtype, (unsigned long long)call->count, (unsigned long long)call->root);
+    else
+        snprintf(out.text, sizeof out.text, "%s #%llu (%s%s x %llu%s)", dtrain__kind_name(call->kind),
+                 (unsigned long long)call->number, detail, dtype, (unsigned long long)call->count, ring);
+    return out;
+}
+
+static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__call call = dtrain__op_call(comm, op);
+    call.kind = (uint64_t)op->kind;
+    return dtrain__call_text(&call);
+}
+
+static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
+{
+    dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
+    if (theirs->ranks != (uint64_t)comm->size)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size",
+                            mine.text, peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+    return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                        "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
+                        mine.text, peer, other.text, comm->rank, mine.text);
+}
+
+/* The operation ends because of something that broke the group; quotes the first cause. */
+static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
+{
+    dtrain__text mine = dtrain__op_text(comm, op);
+    dtrain__error first = *cause;
+    return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
+}
+
+static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__text mine = dtrain__op_text(comm, op);
+    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
+    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d; %s", mine.text,
+                        comm->rank, seconds, op->awaited,
+                        op->touched ? "data had moved, so the group is broken"
+                                    : "nothing had moved, so the call can be made again");
+}
+
+/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
+static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
+{
+    int64_t now;
+    if (op->deadline_ns == INT64_MAX)
+        return 0;
+    now = dtrain__os_now_ns();
+    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
+        op->deadline_ns - op->started_ns >= 1000000000) {
+        dtrain__text mine = dtrain__op_text(comm, op);
+        op->warned = 1;
+        dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d", mine.text, comm->rank,
+                    (double)(now - op->started_ns) * 1e-9, op->awaited);
+    }
+    return now >= op->deadline_ns;
+}
+
+static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op, size_t in_bytes,
+                                              size_t out_bytes, size_t offset)
+{
+    uintptr_t in = (uintptr_t)op->in, out = (uintptr_t)op->out;
+    if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
+                            dtrain__kind_name((uint64_t)op->kind), op->count, comm->rank,
+                            op->in == NULL && in_bytes > 0 ? "in" : "out");
+    int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
+    if (in_bytes > 0 && out_bytes > 0 && !in_place && in < out + out_bytes && out < in + in_bytes)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s of %zu elements on rank %d: in and out overlap; give the same buffer, with this "
+                            "rank's part at its offset, or two that are apart",
+                            dtrain__kind_name((uint64_t)op->kind), op->count, comm->rank);
+    return DTRAIN_OK;
+}
+
+/* Checks a call's arguments before anything of it is seen by a peer. */
+static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
+{
+    unsigned bits = dtrain_dtype_bits(op->dtype);
+    size_t bytes, begin, shard;
+    const char *kind = dtrain__kind_name((uint64_t)op->kind);
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
+    if (bits == 0 || bits % 8 != 0 || (reduces && !dtrain__fold_supported(op->dtype, op->op)))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?",
+                            kind, comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op,
+                            dtrain__op_name((uint64_t)op->op));
+    if (!dtrain__mul_size(op->count, bits / 8, &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
+                            kind, comm->rank, op->count, bits);
+    if (op->root < 0 || op->root >= comm->size)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
+                            comm->rank, op->root, comm->size);
+    if ((op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV) && op->root == comm->rank)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
+                            comm->rank);
+    shard = dtrain_split(op->count, comm->size, comm->rank, &begin) * (bits / 8);
+    begin *= bits / 8;
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: return dtrain__op_check_buffers(comm, op, bytes, shard, begin);
+    case DTRAIN__ALL_GATHER: return dtrain__op_check_buffers(comm, op, shard, bytes, begin);
+    case DTRAIN__SEND: return dtrain__op_check_buffers(comm, op, bytes, 0, 0);
+    case DTRAIN__RECV: return dtrain__op_check_buffers(comm, op, 0, bytes, 0);
+    default: return dtrain__op_check_buffers(comm, op, bytes, bytes, 0);
+    }
+}
+
+#endif
+
+/* ---- >>fused ----
+ * Collectives between ranks of one address space. Each rank posts its call and buffers; when every
+ * rank has posted, each does its part straight on all ranks' buffers, and returns when all have done
+ * theirs. Small inputs travel on the board itself and need no second round. No step waits: fused_advance
+ * does what can be done now, so that blocking calls, the service thread and poll share it.
+ *
+ * A rank takes its post back at its deadline by marking it; peers commit only after they have seen every
+ * post present twice in a row, so a mark made before the last post arrived is seen by all. */
+#ifndef DTRAIN__FUSED
+#define DTRAIN__FUSED
+
+#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* bytes that one rank reads of inline inputs */
+
+enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_FINISH };
+
+static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = dtrain__op_bytes(op);
+    if (op->kind == DTRAIN__BARRIER)
+        return 1;
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST) && bytes <= DTRAIN__POST_INLINE_BYTES &&
+           bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
+}
+
+static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    return &comm->transport.board->slots[rank].posts[op->number & 1];
+}
+
+static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    dtrain__call call;
+    dtrain__post *post;
+    post = dtrain__fused_post_of(comm, op, comm->rank);
+    call = dtrain__op_call(comm, op);
+    memcpy(post->call, &call, sizeof post->call);
+    post->in = op->in;
+    post->out = op->out;
+    if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
+        memcpy(post->data, op->in, dtrain__op_bytes(op));
+    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    op->phase = DTRAIN__FUSED_GATHER;
+    op->at = 0;
+}
+
+static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
+{
+    uint64_t word = __atomic_load_n(&comm->transport.board->slots[peer].arrived, __ATOMIC_SEQ_CST);
+    return word == 2 * op->number || word / 2 > op->number;
+}
+
+/* Ends the operation with the board broken: first makes sure that no peer is inside its buffers. */
+static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__board *board = comm->transport.board;
+    dtrain__op_blame(comm, op, dtrain__board_cause(board));
+    dtrain__board_revoke(board, comm->rank);
+    return 1;
+}
+
+/* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
+static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__call mine = dtrain__op_call(comm, op), first, other;
+    memcpy(&first, dtrain__fused_post_of(comm, op, 0)->call, sizeof first);
+    for (int peer = 1; peer < comm->size; peer++) {
+        memcpy(&other, dtrain__fused_post_of(comm, op, peer)->call, sizeof other);
+        if (memcmp(&other, &first, sizeof other) == 0)
+            continue;
+        if (memcmp(&mine, &first, sizeof mine) == 0)
+            dtrain__op_mismatch(comm, op, peer, &other);
+        else
+            dtrain__op_mismatch(comm, op, 0, &first);
+        return 0;
+    }
+    return 1;
+}
+
+static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
+        memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
+    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0)
+        return;
+    for (int rank = 0; rank < comm->size; rank++)
+        comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+}
+
+/* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
+static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    __atomic_store_n(&slot->arrived, 2 * op->number + 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size; peer++)
+        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
+            op->awaited = peer;
+            dtrain__op_expire(comm, op);
+            return 1;
+        }
+    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    return 0;
+}
+
+/* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
+static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__board *board = comm->transport.board;
+    int peer = (int)op->at;
+    for (; peer < comm->size; peer++) {
+        int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
+        if (dtrain__fused_arrived(comm, op, peer))
+            continue;
+        op->at = (size_t)peer;
+        op->awaited = peer;
+        if (left)
+            dtrain__board_lost(board, peer);
+        return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
+    }
+    op->at = 0;
+    for (peer = 0; peer < comm->size; peer++)
+        if (!dtrain__fused_arrived(comm, op, peer))
+            return 0;
+    op->awaited = -1;
+    comm->number = op->number;
+    if (!dtrain__fused_agree(comm, op))
+        return 1;
+    if (dtrain__fused_inline(comm, op)) {
+        dtrain__fused_small(comm, op);
+        return 1;
+    }
+    op->touched = 1;
+    op->phase = DTRAIN__FUSED_BODY;
+    return 0;
+}
+
+/* Folds elements [begin, begin + n) of all inputs, into every rank's output or into this rank's shard. */
+static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n, size_t shard_begin)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+        comm->ins[rank] = (const unsigned char *)post->in + begin * width;
+        comm->outs[rank] = op->kind == DTRAIN__ALL_REDUCE ? (unsigned char *)post->out + begin * width : NULL;
+    }
+    if (op->kind == DTRAIN__REDUCE_SCATTER)
+        comm->outs[0] = (unsigned char *)op->out + (begin - shard_begin) * width;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs,
+                 op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1, 0, n);
+}
+
+/* Copies the part of [begin, begin + n) of this rank's output that lies in `rank`'s shard. */
+static void dtrain__fused_copy_shard(dtrain_comm *comm, dtrain__op *op, int rank, size_t begin, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, low, shard = dtrain_split(op->count, comm->size, rank, &low);
+    size_t from = begin > low ? begin : low, to = begin + n < low + shard ? begin + n : low + shard;
+    const unsigned char *source = (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in;
+    unsigned char *target = (unsigned char *)op->out;
+    if (from < to && source != target + low * width)
+        memcpy(target + from * width, source + (from - low) * width, (to - from) * width);
+}
+
+/* This rank's part of the work, in elements: its own shard for reductions, everything for copies. All-reduce
+ * cuts at cache lines, so that no two ranks write one line. */
+static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
+{
+    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n;
+    *begin = 0;
+    if (op->kind == DTRAIN__REDUCE_SCATTER)
+        return dtrain_split(op->count, comm->size, comm->rank, begin);
+    if (op->kind == DTRAIN__BROADCAST && op->root == comm->rank)
+        return 0;
+    if (op->kind != DTRAIN__ALL_REDUCE)
+        return op->count;
+    n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
+    end = (*begin + n) * line;
+    *begin *= line;
+    end = end < op->count ? end : op->count;
+    return end > *begin ? end - *begin : 0;
+}
+
+/* Does this rank's part until `until_ns`; returns 1 when the operation has ended. */
+static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    dtrain__board *board = comm->transport.board;
+    size_t begin, share = dtrain__fused_share(comm, op, &begin);
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
+    while (op->at < share) {
+        size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
+        if (!dtrain__board_enter(board, comm->rank))
+            return dtrain__fused_end_broken(comm, op);
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy((unsigned char *)op->out + from * width,
+                   (const unsigned char *)dtrain__fused_post_of(comm, op, op->root)->in + from * width, n * width);
+        else if (op->kind == DTRAIN__ALL_GATHER)
+            for (int rank = 0; rank < comm->size; rank++)
+                dtrain__fused_copy_shard(comm, op, rank, from, n);
+        else
+            dtrain__fused_reduce(comm, op, from, n, begin);
+        dtrain__board_leave(board, comm->rank);
+        op->at += n;
+        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
+    __atomic_store_n(&board->slots[comm->rank].finished, op->number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    op->at = 0;
+    op->phase = DTRAIN__FUSED_FINISH;
+    return 0;
+}
+
+static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__board *board = comm->transport.board;
+    for (int peer = (int)op->at; peer < comm->size; peer++) {
+        int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->number)
+            continue;
+        op->at = (size_t)peer;
+        op->awaited = peer;
+        if (left)
+            dtrain__board_lost(board, peer);
+        return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
+    }
+    return 1;
+}
+
+/* Takes the operation as far as it goes without waiting, and not much beyond until_ns; returns 1 at its end. */
+static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    if (op->phase == DTRAIN__FUSED_POST) {
+        op->number = comm->number + 1;
+        if (dtrain__board_broken(comm->transport.board))
+            return dtrain__fused_end_broken(comm, op);
+        dtrain__fused_post(comm, op);
+    }
+    if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))
+        return 1;
+    if (op->phase == DTRAIN__FUSED_BODY && dtrain__fused_body(comm, op, until_ns))
+        return 1;
+    return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_finish(comm, op);
+}
+
+/* Ends an operation whose deadline has passed; 0 when it goes on after all. */
+static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->phase == DTRAIN__FUSED_GATHER)
+        return dtrain__fused_withdraw(comm, op);
+    dtrain__op_expire(comm, op);
+    dtrain__board_break(comm->transport.board, &op->error);
+    dtrain__board_revoke(comm->transport.board, comm->rank);
+    return 1;
+}
+
+#endif
+
+/* ---- >>message ----
+ * Collectives over send and recv alone. An operation is a sequence of steps, each at most one message out
+ * and one in, of which the second may be folded into what this rank holds. plan() computes step k of an
+ * operation from nothing but the call, so that an operation can stop anywhere and go on later.
+ *
+ * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
+ * payload is taken. Of two ranks that exchange, one sends first, so that blocked sends form no cycle. */
+#ifndef DTRAIN__MESSAGE
+#define DTRAIN__MESSAGE
+
+#define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
+#define DTRAIN__MESSAGE_SLICE_NS 20000000
+
+typedef struct dtrain__message_header {
+    uint64_t magic;
+    dtrain__call call;
+    uint64_t step;
+    uint64_t bytes;
+} dtrain__message_header;
+
+typedef struct dtrain__step {
+    int to, from;     /* -1: none */
+    int send_first;
+    const unsigned char *send;
+    size_t send_bytes;
+    unsigned char *recv;
+    size_t recv_bytes;
+    void *fold;       /* what the received partial sums are folded into; NULL: nothing */
+    size_t fold_count;
+} dtrain__step;
+
+/* Where partial sums are kept, all of them in the partial dtype. */
+static dtrain_dtype dtrain__message_dtype(const dtrain__op *op)
+{
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
+    return reduces ? dtrain__fold_partial(op->dtype) : op->dtype;
+}
+
+static size_t dtrain__message_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(dtrain__message_dtype(op)) / 8;
+}
+
+/* scratch = [this rank's partial sums | what was received]; both begin on a cache line. */
+static size_t dtrain__message_half(const dtrain__op *op)
+{
+    return (op->count * dtrain__message_width(op) + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+static int dtrain__message_levels(int size)
+{
+    int levels = 0;
+    while ((1 << levels) < size)
+        levels++;
+    return levels;
+}
+
+/* Up the binomial tree, whose sums are those of the balanced tree, then down again. */
+static int dtrain__plan_tree(const dtrain_comm *comm, const dtrain__op *op, int k, int root, int up,
+                             unsigned char *held, unsigned char *recv, dtrain__step *step)
+{
+    int levels = dtrain__message_levels(comm->size);
+    int rank = (comm->rank - root + comm->size) % comm->size, down = !up || k >= levels;
+    int level = !down ? k : (up ? 2 * levels : levels) - 1 - k;
+    size_t bytes = op->count * dtrain__message_width(op);
+    if (level < 0)
+        return 0;
+    int distance = 1 << level, low = rank % (2 * distance) == 0 && rank + distance < comm->size;
+    int high = rank % (2 * distance) == distance;
+    int peer = ((low ? rank + distance : rank - distance) + root) % comm->size;
+    if ((down && low) || (!down && high)) {
+        step->to = peer;
+        step->send = held;
+        step->send_bytes = bytes;
+    }
+    if ((down && high) || (!down && low)) {
+        step->from = peer;
+        step->recv = down ? held : recv;
+        step->recv_bytes = bytes;
+        step->fold = down ? NULL : held;
+        step->fold_count = op->count;
+    }
+    return 1;
+}
+
+static int dtrain__plan_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, unsigned char *held,
+                                 unsigned char *recv, dtrain__step *step)
+{
+    if (k >= dtrain__message_levels(comm->size))
+        return 0;
+    step->to = step->from = comm->rank ^ (1 << k);
+    step->send_first = comm->rank < step->to;
+    step->send = held;
+    step->recv = recv;
+    step->send_bytes = step->recv_bytes = op->count * dtrain__message_width(op);
+    step->fold = held;
+    step->fold_count = op->count;
+    return 1;
+}
+
+/* Step k of a ring: sends block rank + shift - k to the right and receives the one before it from the left. */
+static int dtrain__plan_ring(const dtrain_comm *comm, const dtrain__op *op, int k, int reduce, unsigned char *held,
+                             unsigned char *recv, dtrain__step *step)
+{
+    int n = comm->size, steps = n - 1, gather = !reduce || k >= steps;
+    int shift = reduce && gather ? 1 : 0, turn = reduce && gather ? k - steps : k;
+    size_t width = dtrain__message_width(op), out, in, out_count, in_count;
+    if (k >= (reduce ? 2 * steps : steps))
+        return 0;
+    out_count = dtrain_split(op->count, n, (comm->rank + shift - turn + 2 * n) % n, &out);
+    in_count = dtrain_split(op->count, n, (comm->rank + shift - turn - 1 + 2 * n) % n, &in);
+    step->to = (comm->rank + 1) % n;
+    step->from = (comm->rank + n - 1) % n;
+    step->send_first = comm->rank % 2 == 0;
+    step->send = held + out * width;
+    step->send_bytes = out_count * width;
+    step->recv = gather ? held + in * width : recv;
+    step->recv_bytes = in_count * width;
+    step->fold = gather ? NULL : held + in * width;
+    step->fold_count = in_count;
+    return 1;
+}
+
+static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    unsigned char *held = comm->scratch, *recv = comm->scratch + dtrain__message_half(op);
+    memset(step, 0, sizeof *step);
+    step->to = step->from = -1;
+    switch (op->kind) {
+    case DTRAIN__SEND:
+    case DTRAIN__RECV:
+        step->to = op->kind == DTRAIN__SEND ? op->root : -1;
+        step->from = op->kind == DTRAIN__RECV ? op->root : -1;
+        step->send = (const unsigned char *)op->in;
+        step->recv = (unsigned char *)op->out;
+        step->send_bytes = step->recv_bytes = dtrain__op_bytes(op);
+        return k == 0;
+    case DTRAIN__BROADCAST:
+        return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
+    case DTRAIN__ALL_GATHER: return dtrain__plan_ring(comm, op, k, 0, (unsigned char *)op->out, NULL, step);
+    case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
+    default: break;
+    }
+    if (op->algorithm == DTRAIN_ALGORITHM_RING)
+        return dtrain__plan_ring(comm, op, k, 1, held, recv, step);
+    if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING)
+        return dtrain__plan_doubling(comm, op, k, held, recv, step);
+    return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
+}
+
+/* This rank's input as partial sums. */
+static void dtrain__message_widen(const dtrain__op *op, void *out)
+{
+    dtrain_dtype partial = dtrain__message_dtype(op);
+    if (partial == op->dtype)
+        memcpy(out, op->in, dtrain__op_bytes(op));
+    else
+        dtrain_convert(op->in, op->dtype, out, partial, op->count);
+}
+
+static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched)
+        comm->broken = op->error;
+    return 1;
+}
+
+/* Returns 1 when the operation has ended already. */
+static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t half = dtrain__message_half(op), width = dtrain__message_width(op), begin, shard;
+    int point_to_point = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    if (point_to_point)
+        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
+    else
+        op->number = comm->number + 1;
+    if (comm->broken.status != DTRAIN_OK) {
+        dtrain__op_blame(comm, op, &comm->broken);
+        return 1;
+    }
+    if (comm->scratch == NULL || comm->scratch_bytes < 2 * half) {
+        unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, 2 * half);
+        if (scratch == NULL) {
+            dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
+                         dtrain__op_text(comm, op).text, comm->rank, 2 * half);
+            return 1;
+        }
+        dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+        comm->scratch = scratch;
+        comm->scratch_bytes = 2 * half;
+    }
+    if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && op->count > 0)
+        dtrain__message_widen(op, comm->scratch);
+    if (op->kind == DTRAIN__ALL_GATHER) {
+        shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
+        if (shard > 0)
+            memmove((unsigned char *)op->out + begin * width, op->in, shard * width);
+    }
+    op->phase = 1;
+    return 0;
+}
+
+static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t begin = 0, n = op->count, width = dtrain__message_width(op);
+    if (op->kind == DTRAIN__REDUCE_SCATTER)
+        n = dtrain_split(op->count, comm->size, comm->rank, &begin);
+    if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && n > 0)
+        dtrain__fold_finish(op->dtype, op->op, comm->size, comm->scratch + begin * width, op->out, n);
+    if (op->kind == DTRAIN__SEND)
+        comm->sent[op->root] = op->number;
+    else if (op->kind == DTRAIN__RECV)
+        comm->received[op->root] = op->number;
+    else
+        comm->number = op->number;
+    return 1;
+}
+
+/* Moves one direction of a step; *done counts header and payload. Returns what the transport returned. */
+static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, dtrain__step *step, int sending,
+                                          int64_t deadline_ns)
+{
+    size_t *done = sending ? &op->sent : &op->received, moved, want, offset;
+    int peer = sending ? step->to : step->from;
+    size_t payload = sending ? step->send_bytes : step->recv_bytes;
+    unsigned char *header = sending ? comm->header_out : comm->header_in;
+    dtrain_status status = DTRAIN_OK;
+    while (status == DTRAIN_OK && *done < sizeof(dtrain__message_header) + payload) {
+        int in_header = *done < sizeof(dtrain__message_header);
+        offset = in_header ? *done : *done - sizeof(dtrain__message_header);
+        want = (in_header ? sizeof(dtrain__message_header) : payload) - offset;
+        moved = 0;
+        if (sending)
+            status = comm->transport.send(comm->transport.self, peer, (in_header ? header : step->send) + offset, want,
+                                          deadline_ns, &moved);
+        else
+            status = comm->transport.recv(comm->transport.self, peer, (in_header ? header : step->recv) + offset, want,
+                                          deadline_ns, &moved);
+        *done += moved;
+        op->touched |= moved > 0;
+        if (!sending && in_header && *done == sizeof(dtrain__message_header)) {
+            dtrain__message_header came;
+            dtrain__call mine = dtrain__op_call(comm, op);
+            memcpy(&came, header, sizeof came);
+            if (came.magic != DTRAIN__MESSAGE_MAGIC)
+                return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
+                                    dtrain__op_text(comm, op).text, peer);
+            if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.step != op->at || came.bytes != payload)
+                return dtrain__op_mismatch(comm, op, peer, &came.call);
+        }
+    }
+    return status;
+}
+
+/* Records why a step failed; the transport's text, where it has one, says more than ours. */
+static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_status status, int peer)
+{
+    if (op->error.status == DTRAIN_OK) {
+        dtrain__error cause;
+        if (dtrain__thread_error.status == status)
+            cause = dtrain__thread_error;
+        else
+            dtrain__fail(&cause, status, "rank %d: the transport said %s", peer, dtrain_status_name(status));
+        dtrain__op_blame(comm, op, &cause);
+    }
+    return dtrain__message_fail(comm, op);
+}
+
+/* Does both directions of a step: in a safe order when it may wait, else whatever moves. 1: ended by an error. */
+static int dtrain__message_step(dtrain_comm *comm, dtrain__op *op, dtrain__step *step, int64_t deadline_ns)
+{
+    dtrain__message_header header;
+    for (int turn = 0; turn < 2; turn++) {
+        int sending = (turn == 0) == (step->send_first || step->from < 0), peer = sending ? step->to : step->from;
+        size_t *done = sending ? &op->sent : &op->received;
+        if (peer < 0 || *done == SIZE_MAX)
+            continue;
+        if (sending && *done == 0) {
+            header.magic = DTRAIN__MESSAGE_MAGIC;
+            header.call = dtrain__op_call(comm, op);
+            header.step = op->at;
+            header.bytes = step->send_bytes;
+            memcpy(comm->header_out, &header, sizeof header);
+        }
+        dtrain__thread_error.status = DTRAIN_OK;
+        dtrain_status status = dtrain__message_move(comm, op, step, sending, deadline_ns);
+        if (status == DTRAIN_ERR_TIMEOUT) {
+            op->awaited = peer;
+            if (deadline_ns != 0)
+                return 0;
+            continue;
+        }
+        if (status != DTRAIN_OK)
+            return dtrain__message_failed(comm, op, status, peer);
+        *done = SIZE_MAX;
+    }
+    return 0;
+}
+
+/* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
+static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    dtrain__step step;
+    if (op->phase == 0 && dtrain__message_start(comm, op))
+        return 1;
+    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+        if (dtrain__message_step(comm, op, &step, wait_ns))
+            return 1;
+        if ((step.to >= 0 && op->sent != SIZE_MAX) || (step.from >= 0 && op->received != SIZE_MAX))
+            return 0;
+        if (step.fold != NULL && step.fold_count > 0)
+            dtrain__fold_pair(dtrain__message_dtype(op), op->op, step.fold, step.recv, step.fold_count);
+        op->sent = op->received = 0;
+        op->at++;
+    }
+    return dtrain__message_end(comm, op);
+}
+
+static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__op_expire(comm, op);
+    return dtrain__message_fail(comm, op);
+}
+
+#endif
+
+/* ---- >>comm_core ----
+ * Making and leaving groups, the queue of asynchronous work, and the threads that drive it. A call runs on
+ * its own thread when nothing is queued; otherwise it queues and waits, so that operations of one group run
+ * one after another in the order of their calls. Whoever drives a queue holds the group's drive_mutex.
+ * One service thread serves all ranks of a board; a group over messages has one of its own. */
+#ifndef DTRAIN__COMM
+#define DTRAIN__COMM
+
+struct dtrain__service {
+    dtrain__os_thread thread;
+    dtrain__bell *bell;
+    dtrain_allocator *allocator;
+    pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
+    dtrain_comm **comms;
+    int size;
+    uint32_t stop;
+};
+
+static int dtrain__comm_fused(const dtrain__op *op)
+{
+    return op->algorithm == DTRAIN_ALGORITHM_FUSED;
+}
+
+/* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
+ * 0, what goes at once; else until about then. */
+static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    int64_t slice = wait_ns;
+    if (dtrain__comm_fused(op))
+        return dtrain__fused_advance(comm, op, wait_ns);
+    if (wait_ns == INT64_MAX) {
+        /* In slices, so that the log can say who is awaited long before the deadline. */
+        int64_t now = dtrain__os_now_ns();
+        slice = now + 100000000 < op->deadline_ns ? now + 100000000 : op->deadline_ns;
+    }
+    return dtrain__message_advance(comm, op, slice);
+}
+
+static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+typedef struct dtrain__comm_wait {
+    dtrain_comm *comm;
+    dtrain__op *op;
+    int ended;
+} dtrain__comm_wait;
+
+static int dtrain__comm_ready(void *pointer)
+{
+    dtrain__comm_wait *wait = (dtrain__comm_wait *)pointer;
+    wait->ended = dtrain__comm_advance(wait->comm, wait->op, INT64_MAX);
+    return wait->ended;
+}
+
+/* Runs one operation to its end on the calling thread. */
+static void dtrain__comm_run(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__comm_wait wait = {comm, op, 0};
+    int phase = op->phase;
+    size_t at = op->at;
+    for (unsigned turn = 0; !dtrain__comm_ready(&wait); turn++) {
+        if (op->phase != phase || op->at != at)
+            turn = 0;
+        phase = op->phase;
+        at = op->at;
+        if ((turn > comm->bell->spins || !dtrain__comm_fused(op)) && dtrain__op_late(comm, op) &&
+            dtrain__comm_expire(comm, op))
+            return;
+        if (dtrain__comm_fused(op))
+            dtrain__bell_wait(comm->bell, turn, op->deadline_ns, dtrain__comm_ready, &wait);
+        if (wait.ended)
+            return;
+    }
+}
+
+static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
+{
+    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain_work *work = comm->head;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    return work;
+}
+
+/* Takes the head off the queue and makes its result visible; the handle may be gone right after. */
+static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
+{
+    pthread_mutex_lock(&comm->queue_mutex);
+    comm->head = work->next;
+    if (comm->head == NULL)
+        comm->tail = NULL;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+}
+
+/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything ended
+ * or changed its phase. */
+static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
+{
+    int moved = 0;
+    dtrain_work *work;
+    while ((work = dtrain__queue_head(comm)) != NULL) {
+        int phase = work->op.phase;
+        size_t at = work->op.at;
+        int ended = dtrain__comm_advance(comm, &work->op, until_ns);
+        if (!ended && dtrain__op_late(comm, &work->op))
+            ended = dtrain__comm_expire(comm, &work->op);
+        moved |= ended || work->op.phase != phase || work->op.at != at;
+        if (!ended)
+            break;
+        dtrain__queue_finish(comm, work);
+        if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
+    }
+    return moved;
+}
+
+/* One round over the groups that nobody else is driving. */
+static int dtrain__service_round(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    int moved = __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0;
+    pthread_mutex_lock(&service->mutex);
+    for (int i = 0; i < service->size; i++) {
+        dtrain_comm *comm = service->comms[i];
+        if (comm == NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 ||
+            pthread_mutex_trylock(&comm->drive_mutex) != 0)
+            continue;
+        int messages = comm->transport.board == NULL;
+        moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
+        moved |= messages && comm->pending > 0;
+        pthread_mutex_unlock(&comm->drive_mutex);
+    }
+    pthread_mutex_unlock(&service->mutex);
+    return moved;
+}
+
+static void dtrain__service_main(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    unsigned first = service->bell->spins + DTRAIN__WAIT_YIELDS - 10; /* yield a little, then sleep */
+    for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
+        if (dtrain__service_round(service))
+            turn = first;
+        dtrain__bell_wait(service->bell, turn, INT64_MAX, dtrain__service_round, service);
+    }
+}
+
+static void dtrain__service_stop(dtrain__service *service)
+{
+    __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(service->bell);
+    dtrain__os_thread_join(&service->thread);
+    pthread_mutex_destroy(&service->mutex);
+    dtrain__free(service->allocator, service->comms, (size_t)service->size * sizeof(dtrain_comm *));
+    dtrain__free(service->allocator, service, sizeof *service);
+}
+
+static void dtrain__service_stop_board(dtrain__board *board)
+{
+    dtrain__service_stop((dtrain__service *)board->service);
+}
+
+static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out, int size)
+{
+    dtrain_allocator *allocator = comm->transport.board != NULL ? comm->transport.board->allocator : comm->allocator;
+    dtrain__service *service = (dtrain__service *)dtrain__alloc(allocator, sizeof *service);
+    if (service == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a service thread", comm->rank);
+    service->allocator = allocator;
+    service->bell = comm->bell;
+    service->size = size;
+    pthread_mutex_init(&service->mutex, NULL);
+    service->comms = (dtrain_comm **)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain_comm *));
+    int error = service->comms == NULL
+                    ? ENOMEM
+                    : dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
+    if (error == 0) {
+        *out = service;
+        return DTRAIN_OK;
+    }
+    pthread_mutex_destroy(&service->mutex);
+    dtrain__free(allocator, service->comms, (size_t)size * sizeof(dtrain_comm *));
+    dtrain__free(allocator, service, sizeof *service);
+    return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                        "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
+                        "without", comm->rank, strerror(error));
+}
+
+/* Puts the group under a service thread, at the first asynchronous call. */
+static dtrain_status dtrain__service_join(dtrain_comm *comm)
+{
+    dtrain__board *board = comm->transport.board;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__service *service = NULL;
+    if (board == NULL) {
+        status = dtrain__service_start(comm, &service, 1);
+    } else {
+        pthread_mutex_lock(&board->mutex);
+        if (board->service == NULL && (status = dtrain__service_start(comm, &service, board->size)) == DTRAIN_OK) {
+            board->service = service;
+            board->last_gone = dtrain__service_stop_board;
+        }
+        service = (dtrain__service *)board->service;
+        pthread_mutex_unlock(&board->mutex);
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    pthread_mutex_lock(&service->mutex);
+    service->comms[board != NULL ? comm->rank : 0] = comm;
+    pthread_mutex_unlock(&service->mutex);
+    comm->service = service;
+    return DTRAIN_OK;
+}
+
+static void dtrain__service_leave(dtrain_comm *comm)
+{
+    dtrain__service *service = comm->service;
+    if (service == NULL)
+        return;
+    pthread_mutex_lock(&service->mutex);
+    service->comms[comm->transport.board != NULL ? comm->rank : 0] = NULL;
+    pthread_mutex_unlock(&service->mutex);
+    if (comm->transport.board == NULL)
+        dtrain__service_stop(service);
+}
+
+static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain_algorithm asked = comm->desc.algorithm;
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
+    int power_of_two = (comm->size & (comm->size - 1)) == 0;
+    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
+        return DTRAIN_ALGORITHM_TREE;
+    if (comm->transport.board != NULL && (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+        return DTRAIN_ALGORITHM_FUSED;
+    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
+        return DTRAIN_ALGORITHM_TREE;
+    if (asked == DTRAIN_ALGORITHM_RING)
+        return DTRAIN_ALGORITHM_RING;
+    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+}
+
+static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain_status status = dtrain__op_check(comm, op);
+    if (status != DTRAIN_OK)
+        return status;
+    op->algorithm = dtrain__comm_select(comm, op);
+    op->awaited = -1;
+    op->started_ns = dtrain__os_now_ns();
+    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
+                          ? INT64_MAX
+                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK)
+        return status;
+    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain_work *work = comm->spare;
+    if (work != NULL)
+        comm->spare = work->next;
+    else
+        work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
+    if (work != NULL) {
+        work->comm = comm;
+        work->next = NULL;
+        work->done = 0;
+        work->op = *op;
+        if (comm->tail != NULL)
+            comm->tail->next = work;
+        else
+            comm->head = work;
+        comm->tail = work;
+        __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+    }
+    pthread_mutex_unlock(&comm->queue_mutex);
+    if (work == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+    dtrain__bell_ring(comm->bell);
+    *out = work;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API int dtrain_work_done(const dtrain_work *work)
+{
+    return work == NULL || __atomic_load_n(&work->done, __ATOMIC_SEQ_CST) != 0;
+}
+
+static int dtrain__work_ready(void *pointer)
+{
+    return dtrain_work_done((const dtrain_work *)pointer);
+}
+
+/* Drives the queue on the calling thread until work has ended, or looks on while another thread does. */
+static void dtrain__work_help(dtrain_work *work)
+{
+    dtrain_comm *comm = work->comm;
+    unsigned turn = 0;
+    while (!dtrain_work_done(work)) {
+        if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
+            dtrain_work *head;
+            while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
+                dtrain__comm_run(comm, &head->op);
+                dtrain__queue_finish(comm, head);
+            }
+            pthread_mutex_unlock(&comm->drive_mutex);
+        } else {
+            dtrain__bell_wait(comm->bell, turn++, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
+        }
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+{
+    dtrain_status status;
+    dtrain_comm *comm;
+    int64_t started;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+    comm = work->comm;
+    started = dtrain__os_now_ns();
+    dtrain__work_help(work);
+    comm->blocked_ns += dtrain__os_now_ns() - started;
+    status = dtrain__report(&work->op.error);
+    if (status != DTRAIN_OK)
+        comm->error = work->op.error;
+    pthread_mutex_lock(&comm->queue_mutex);
+    work->next = comm->spare;
+    comm->spare = work;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
+{
+    int64_t until;
+    if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
+    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    pthread_mutex_lock(&comm->drive_mutex);
+    do
+        if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))
+            break;
+    while (dtrain__os_now_ns() < until);
+    pthread_mutex_unlock(&comm->drive_mutex);
+    return DTRAIN_OK;
+}
+
+/* Runs a call to its end (work NULL), or starts it. */
+static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
+{
+    dtrain_status status;
+    dtrain_work *queued = NULL;
+    if (work != NULL)
+        *work = NULL;
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?",
+                            dtrain__kind_name((uint64_t)op->kind));
+    status = dtrain__comm_begin(comm, op);
+    if (status != DTRAIN_OK)
+        return status;
+    if (work != NULL)
+        return dtrain__comm_enqueue(comm, op, work);
+    if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
+        status = dtrain__comm_enqueue(comm, op, &queued);
+        return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
+    }
+    dtrain__comm_run(comm, op);
+    comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
+    if (op->error.status != DTRAIN_OK)
+        comm->error = op->error;
+    return dtrain__report(&op->error);
+}
+
+#endif
+
+/* ---- >>group ----
+ * Groups come and go: a world of one, the ranks of one process, a transport of the user's own. Leaving
+ * never waits for a peer; what was pending is cancelled, and whoever needs the leaver is told. */
+#ifndef DTRAIN__GROUP
+#define DTRAIN__GROUP
+
+static void dtrain__comm_free(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size;
+    dtrain_allocator *allocator = comm->allocator, own;
+    while (comm->head != NULL) {
+        comm->tail = comm->head->next;
+        comm->head->next = comm->spare;
+        comm->spare = comm->head;
+        comm->head = comm->tail;
+    }
+    while (comm->spare != NULL) {
+        comm->tail = comm->spare->next;
+        dtrain__free(allocator, comm->spare, sizeof(dtrain_work));
+        comm->spare = comm->tail;
+    }
+    dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
+    dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
+    dtrain__free(allocator, comm->ins, size * sizeof(void *));
+    dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    pthread_mutex_destroy(&comm->queue_mutex);
+    pthread_mutex_destroy(&comm->drive_mutex);
+    own = comm->own;
+    dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+}
+
+/* Makes one rank's end; on an error the transport stays the caller's. */
+static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport *transport,
+                                      const dtrain_comm_desc *desc)
+{
+    size_t size = (size_t)transport->size;
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain_allocator *allocator = transport->board != NULL ? transport->board->allocator : desc->allocator;
+    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    comm->own = first;
+    comm->allocator = allocator != NULL ? allocator : &comm->own;
+    comm->rank = transport->rank;
+    comm->size = transport->size;
+    comm->transport = *transport;
+    comm->desc = *desc;
+    if (comm->desc.timeout_ms == 0)
+        comm->desc.timeout_ms = 60000;
+    comm->bell = transport->board != NULL ? &transport->board->bell : &comm->own_bell;
+    pthread_mutex_init(&comm->queue_mutex, NULL);
+    pthread_mutex_init(&comm->drive_mutex, NULL);
+    comm->sent = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
+    comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
+    comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL) {
+        dtrain__comm_free(comm);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    }
+    *out = comm;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
+{
+    int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
+    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_RING))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
+                            algorithm);
+    if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
+                            progress);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain__board *board = NULL;
+    dtrain_status status;
+    int made = 0;
+    memset(&defaults, 0, sizeof defaults);
+    if (desc == NULL)
+        desc = &defaults;
+    if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
+                            ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
+    for (int rank = 0; rank < ranks; rank++)
+        comms[rank] = NULL;
+    status = dtrain__comm_check_desc(desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__board_create(&board, ranks, desc->allocator);
+    for (; status == DTRAIN_OK && made < ranks; made++) {
+        dtrain_transport transport;
+        dtrain__threads_transport(&transport, board, made);
+        status = dtrain__comm_new(&comms[made], &transport, desc);
+        if (status != DTRAIN_OK)
+            break;
+    }
+    if (status == DTRAIN_OK || board == NULL)
+        return status;
+    for (int rank = 0; rank < made; rank++) {
+        dtrain__comm_free(comms[rank]);
+        comms[rank] = NULL;
+    }
+    dtrain__board_free(board);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
+    *comm = NULL;
+    if (desc != NULL && desc->world_size != 0 && (desc->rank < 0 || desc->rank >= desc->world_size))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d ranks; ranks count from 0", desc->rank,
+                            desc->world_size);
+    if (desc != NULL && desc->world_size > 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "comm_create: %d processes; this version connects threads (dtrain_run_threads) and, over a "
+                            "transport of your own, processes (dtrain_comm_from_transport)", desc->world_size);
+    return dtrain_threads_create(comm, 1, desc);
+}
+
+DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
+                                                    const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: needs a place for the group and a table with send and recv");
+    *comm = NULL;
+    if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
+        transport->rank >= transport->size)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
+                            transport->rank, transport->size, DTRAIN__MAX_RANKS);
+    if (transport->board != NULL || (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
+                            "leave board NULL and choose another algorithm than FUSED");
+    status = dtrain__comm_check_desc(desc != NULL ? desc : &defaults);
+    return status != DTRAIN_OK ? status : dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+}
+
+/* Cancels what is queued, so that peers hear of it and no buffer is used after the handles are gone. */
+static void dtrain__comm_cancel(dtrain_comm *comm)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain_work *work = dtrain__queue_head(comm);
+    if (work == NULL || comm->transport.board == NULL)
+        return;
+    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
+                 dtrain__op_text(comm, &work->op).text);
+    dtrain__board_break(comm->transport.board, &cause);
+    dtrain__board_revoke(comm->transport.board, comm->rank);
+    dtrain__thread_error = kept;
+}
+
+/* Leaves with a reason that peers will read; NULL: none. */
+static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
+{
+    dtrain_transport transport = comm->transport;
+    dtrain__service_leave(comm);
+    dtrain__comm_cancel(comm);
+    if (why != NULL && transport.board != NULL)
+        transport.board->slots[comm->rank].why = *why;
+    dtrain__comm_free(comm);
+    if (transport.destroy != NULL)
+        transport.destroy(transport.self);
+}
+
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
+{
+    if (comm != NULL)
+        dtrain__comm_leave(comm, comm->error.status != DTRAIN_OK ? &comm->error : NULL);
+}
+
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->rank : 0;
+}
+
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->size : 1;
+}
+
+DTRAIN_API const char *dtrain_comm_error(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->error.text : "";
+}
+
+DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
+{
+    return comm != NULL ? comm->allocator : NULL;
+}
+
+DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->blocked_ns : 0;
+}
+
+typedef struct dtrain__runner {
+    dtrain__os_thread thread;
+    dtrain_comm *comm;
+    dtrain_status (*body)(dtrain_comm *, void *);
+    void *user;
+    uint32_t *failures; /* counts up, so that the first failure is known */
+    uint32_t place;
+    dtrain__error error;
+} dtrain__runner;
+
+static void dtrain__runner_main(void *pointer)
+{
+    dtrain__runner *runner = (dtrain__runner *)pointer;
+    int rank = runner->comm->rank;
+    dtrain__thread_error.text[0] = 0;
+    dtrain_status status = runner->body(runner->comm, runner->user);
+    if (status != DTRAIN_OK) {
+        dtrain__error last = dtrain__thread_error;
+        dtrain__fail(&runner->error, status, "rank %d: %.600s", rank,
+                     last.text[0] != 0 ? last.text : dtrain_status_name(status));
+        runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
+    }
+    dtrain__comm_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
+                                            void *user, const dtrain_comm_desc *desc)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
+    size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
+    uint32_t failures = 0;
+    int started = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (n == 0 || body == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
+                            DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
+    dtrain__runner *runners = (dtrain__runner *)dtrain__alloc(&heap, n * sizeof(dtrain__runner));
+    dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
+    if (runners == NULL || comms == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
+    else
+        status = dtrain_threads_create(comms, ranks, desc);
+    for (; status == DTRAIN_OK && started < ranks; started++) {
+        dtrain__runner *runner = &runners[started];
+        runner->comm = comms[started];
+        runner->body = body;
+        runner->user = user;
+        runner->failures = &failures;
+        int error = dtrain__os_thread_start(&runner->thread, dtrain__runner_main, runner, stack);
+        if (error != 0) {
+            status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started,
+                                  ranks, strerror(error));
+            break;
+        }
+    }
+    if (comms != NULL && status != DTRAIN_OK)
+        for (int rank = started; rank < ranks; rank++)
+            dtrain_comm_destroy(comms[rank]);
+    dtrain__error first = dtrain__thread_error;
+    for (int rank = 0; rank < started; rank++) {
+        dtrain__os_thread_join(&runners[rank].thread);
+        if (status == DTRAIN_OK && runners[rank].place == 1)
+            first = runners[rank].error;
+    }
+    dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
+    dtrain__free(&heap, runners, n * sizeof(dtrain__runner));
+    if (status != DTRAIN_OK || failures > 0) {
+        dtrain__thread_error = first;
+        return first.status;
+    }
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>collectives ----
+ * The public calls: each describes itself as an operation and hands it to the core, blocking or not. */
+#ifndef DTRAIN__COLLECTIVES
+#define DTRAIN__COLLECTIVES
+
+static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
+                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+{
+    dtrain__op op;
+    memset(&op, 0, offsetof(dtrain__op, error));
+    op.error.status = DTRAIN_OK;
+    op.kind = kind;
+    op.in = in;
+    op.out = out;
+    op.count = count;
+    op.dtype = dtype;
+    op.op = reduction;
+    op.root = root;
+    return dtrain__comm_call(comm, &op, work);
+}
+
+static dtrain_status dtrain__no_work(const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: nowhere to put the handle (work is NULL)", call);
+}
+
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
+{
+    if (comm != NULL)
+        return dtrain_split(count, comm->size, rank, begin);
+    if (begin != NULL)
+        *begin = 0;
+    return 0;
+}
+
+DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("all_reduce_async");
+    return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                               dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                     dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("reduce_scatter_async");
+    return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("all_gather_async");
+    return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
+                                                int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("broadcast_async");
+    return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
+{
+    return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer)
+{
+    return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
+                                           int peer, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("send_async");
+    return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
+}
+
+DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer)
+{
+    return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
+                                           dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work("recv_async");
+    return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
+}
+
+/* Index of the first element in which a and b differ; count when none does. */
+static size_t dtrain__first_difference(const unsigned char *a, const unsigned char *b, size_t count, size_t width)
+{
+    if (count == 0 || memcmp(a, b, count * width) == 0)
+        return count;
+    for (size_t i = 0; i < count; i++)
+        if (memcmp(a + i * width, b + i * width, width) != 0)
+            return i;
+    return count;
+}
+
+/* Compares with rank 0's data in pieces; *first is the first differing element, or count. */
+static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned char *data, size_t count,
+                                               dtrain_dtype dtype, unsigned char *piece, size_t piece_count,
+                                               size_t *first)
+{
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    dtrain_status status = DTRAIN_OK;
+    *first = count;
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += piece_count) {
+        size_t n = count - at < piece_count ? count - at : piece_count;
+        if (comm->rank == 0)
+            memcpy(piece, data + at * width, n * width);
+        status = dtrain_broadcast(comm, piece, n, dtype, 0);
+        if (status == DTRAIN_OK && *first == count) {
+            size_t found = dtrain__first_difference(piece, data + at * width, n, width);
+            *first = found < n ? at + found : count;
+        }
+    }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count, dtrain_dtype dtype)
+{
+    size_t width = dtrain_dtype_bits(dtype) / 8, piece_bytes = (size_t)256 << 10, first;
+    if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
+    unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
+    if (piece == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "check_equal on rank %d: no memory for %zu bytes",
+                            comm->rank, piece_bytes + table_bytes);
+    uint64_t *table = (uint64_t *)(void *)(piece + piece_bytes), mine;
+    dtrain_status status = dtrain__compare_with_root(comm, (const unsigned char *)data, count, dtype, piece,
+                                                     piece_bytes / width, &first);
+    mine = first;
+    if (status == DTRAIN_OK)
+        status = dtrain_all_gather(comm, &mine, table, (size_t)comm->size, DTRAIN_U64);
+    for (int rank = 0; status == DTRAIN_OK && rank < comm->size; rank++)
+        if (table[rank] != count)
+            status = dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
+                                  "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
+                                  "replicas took different steps", dtrain_dtype_name(dtype), count, rank,
+                                  (unsigned long long)table[rank]);
+    dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
+    return status;
+}
+
+#endif
+
+/* ---- >>train-kernels ----
+ * The loops over elements of this floor, once for each instruction set. Every operation is rounded by itself and no
+ * order is left open, so that all of them give the same bits; ends shorter than a vector go through a padded one.
+ * Nothing here allocates or fails, and any alignment will do. */
+#ifndef DTRAIN__TRAIN_KERNELS
+#define DTRAIN__TRAIN_KERNELS
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+typedef struct dtrain__adamw_constants {
+    float beta1, rest1; /* rest: 1 - beta */
+    float beta2, rest2;
+    float root;         /* 1 / sqrt(1 - beta2^step) */
+    float eps;
+    float rate;         /* lr / (1 - beta1^step) */
+    float keep;         /* 1 - lr * weight_decay */
+} dtrain__adamw_constants;
+
+typedef struct dtrain__sgd_constants {
+    float momentum, lr, keep, coupled;
+    int nesterov;
+} dtrain__sgd_constants;
+
+typedef struct dtrain__train_kernels {
+    void (*adamw)(float *p, const float *g, float *m, float *v, size_t count, const dtrain__adamw_constants *c);
+    void (*sgd)(float *p, const float *g, float *velocity, size_t count, const dtrain__sgd_constants *c);
+    void (*add)(float *out, const float *a, const float *b, size_t count);       /* out = a + b; out may be a or b */
+    void (*divide)(float *out, const float *a, float divisor, size_t count);
+    void (*multiply)(float *out, const float *a, float factor, size_t count);
+} dtrain__train_kernels;
+
+DTRAIN__EXACT_BEGIN
+
+/* A compiler's back end may contract a product with the sum that follows, or approximate a root, whatever the
+ * pragmas say. It does not look into these: the first is no instruction, the second is the one it should be. */
+#if defined(DTRAIN__X86)
+#ifdef __AVX__
+#define DTRAIN__ROOT_sse2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
+#else
+#define DTRAIN__ROOT_sse2(x) __asm__("sqrtps %0, %0" : "+x"(x))
+#endif
+#define DTRAIN__ROOT_avx2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
+#define DTRAIN__ROOT_avx512(x) __asm__("vsqrtps %0, %0" : "+v"(x))
+#define DTRAIN__ROUNDED_scalar(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_sse2(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_avx2(x) __asm__("" : "+x"(x))
+#define DTRAIN__ROUNDED_avx512(x) __asm__("" : "+v"(x))
+#elif defined(__aarch64__)
+#define DTRAIN__ROUNDED_scalar(x) __asm__("" : "+w"(x))
+#define DTRAIN__ROUNDED_neon(x) __asm__("" : "+w"(x))
+#else
+#define DTRAIN__ROUNDED_scalar(x) (x = dtrain__rounded_f32(x, dtrain__opaque_zero))
+#endif
+
+#define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                           \
+    target static void dtrain__train_adamw_##isa(float *p, const float *g, float *m, float *v, size_t count,          \
+                                                 const dtrain__adamw_constants *c)                                    \
+    {                                                                                                                 \
+        vector beta1 = op##_set1_ps(c->beta1), rest1 = op##_set1_ps(c->rest1), beta2 = op##_set1_ps(c->beta2);        \
+        vector rest2 = op##_set1_ps(c->rest2), root = op##_set1_ps(c->root), eps = op##_set1_ps(c->eps);              \
+        vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep);                                            \
+        size_t i = 0;                                                                                                 \
+        for (; count - i >= width; i += width) {                                                                      \
+            vector gi = op##_loadu_ps(g + i), grown = gi * rest1, square = gi * gi;                                   \
+            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2;                              \
+            vector kept = op##_loadu_ps(p + i) * keep, spread, change;                                                \
+            square = square * rest2;                                                                                  \
+            DTRAIN__ROUNDED_##isa(grown);                                                                             \
+            DTRAIN__ROUNDED_##isa(square);                                                                            \
+            DTRAIN__ROUNDED_##isa(mi);                                                                                \
+            DTRAIN__ROUNDED_##isa(vi);                                                                                \
+            DTRAIN__ROUNDED_##isa(kept);                                                                              \
+            mi = mi + grown;                                                                                          \
+            vi = vi + square;                                                                                         \
+            spread = vi;                                                                                              \
+            DTRAIN__ROOT_##isa(spread);                                                                               \
+            spread = spread * root;                                                                                   \
+            DTRAIN__ROUNDED_##isa(spread);                                                                            \
+            change = mi / (spread + eps) * rate;                                                                      \
+            DTRAIN__ROUNDED_##isa(change);                                                                            \
+            op##_storeu_ps(m + i, mi);                                                                                \
+            op##_storeu_ps(v + i, vi);                                                                                \
+            op##_storeu_ps(p + i, kept - change);                                                                     \
+        }                                                                                                             \
+        if (i < count) {                                                                                              \
+            float end[4][width] = {{0}};                                                                              \
+            size_t bytes = (count - i) * sizeof(float);                                                               \
+            memcpy(end[0], p + i, bytes);                                                                             \
+            memcpy(end[1], g + i, bytes);                                                                             \
+            memcpy(end[2], m + i, bytes);                                                                             \
+            memcpy(end[3], v + i, bytes);                                                                             \
+            dtrain__train_adamw_##isa(end[0], end[1], end[2], end[3], width, c);                                      \
+            memcpy(p + i, end[0], bytes);                                                                             \
+            memcpy(m + i, end[2], bytes);                                                                             \
+            memcpy(v + i, end[3], bytes);                                                                             \
+        }                                                                                                             \
+    }
+
+/* Without momentum the velocity is the gradient and is not kept. */
+#define DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                             \
+    target static void dtrain__train_sgd_##isa(float *p, const float *g, float *velocity, size_t count,               \
+                                               const dtrain__sgd_constants *c)                                        \
+    {                                                                                                                 \
+        vector momentum = op##_set1_ps(c->momentum), lr = op##_set1_ps(c->lr), keep = op##_set1_ps(c->keep);          \
+        vector coupled = op##_set1_ps(c->coupled);                                                                    \
+        int decays = c->coupled != 0.0f;                                                                              \
+        size_t i = 0;                                                                                                 \
+        for (; count - i >= width; i += width) {                                                                      \
+            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(g + i), product, kept;                               \
+            if (decays) {                                                                                             \
+                product = pi * coupled;                                                                               \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                gi = gi + product;                                                                                    \
+            }                                                                                                         \
+            if (velocity != NULL) {                                                                                   \
+                product = op##_loadu_ps(velocity + i) * momentum;                                                     \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                vector vi = product + gi;                                                                             \
+                op##_storeu_ps(velocity + i, vi);                                                                     \
+                product = vi * momentum;                                                                              \
+                DTRAIN__ROUNDED_##isa(product);                                                                       \
+                if (c->nesterov)                                                                                      \
+                    gi = gi + product;                                                                                \
+                else                                                                                                  \
+                    gi = vi;                                                                                          \
+            }                                                                                                         \
+            product = gi * lr;                                                                                        \
+            kept = pi * keep;                                                                                         \
+            DTRAIN__ROUNDED_##isa(product);                                                                           \
+            DTRAIN__ROUNDED_##isa(kept);                                                                              \
+            op##_storeu_ps(p + i, kept - product);                                                                    \
+        }                                                                                                             \
+        if (i < count) {                                                                                              \
+            float end[3][width] = {{0}};                                                                              \
+            size_t bytes = (count - i) * sizeof(float);                                                               \
+            memcpy(end[0], p + i, bytes);                                                                             \
+            memcpy(end[1], g + i, bytes);                                                                             \
+            if (velocity != NULL)                                                                                     \
+                memcpy(end[2], velocity + i, bytes);                                                                  \
+            dtrain__train_sgd_##isa(end[0], end[1], velocity != NULL ? end[2] : NULL, width, c);                      \
+            memcpy(p + i, end[0], bytes);                                                                             \
+            if (velocity != NULL)                                                                                     \
+                memcpy(velocity + i, end[2], bytes);                                                                  \
+        }                                                                                                             \
+    }
+
+/* out = a operation b, where b may be one number for all. */
+#define DTRAIN__TRAIN_MAP(name, isa, target, vector, width, op, b_parameter, b_vector, b_end, operation)              \
+    target static void dtrain__train_##name##_##isa(float *out, const float *a, b_parameter, size_t count)            \
+    {                                                                                                                 \
+        size_t i = 0;                                                                                                 \
+        for (; count - i >= width; i += width) {                                                                      \
+            vector x = op##_loadu_ps(a + i), y = b_vector;                                                            \
+            op##_storeu_ps(out + i, x operation y);                                                                   \
+        }                                                                                                             \
+        if (i < count) {                                                                                              \
+            float left[width] = {0}, right[width] = {0};                                                              \
+            size_t bytes = (count - i) * sizeof(float);                                                               \
+            memcpy(left, a + i, bytes);                                                                               \
+            (void)right;                                                                                              \
+            b_end;                                                                                                    \
+            memcpy(out + i, left, bytes);                                                                             \
+        }                                                                                                             \
+    }
+
+#define DTRAIN__TRAIN_KERNELS_FOR(isa, target, vector, width, op)                                                     \
+    DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                               \
+    DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                                 \
+    DTRAIN__TRAIN_MAP(add, isa, target, vector, width, op, const float *b, op##_loadu_ps(b + i),                      \
+                      (memcpy(right, b + i, bytes), dtrain__train_add_##isa(left, left, right, width)), +)            \
+    DTRAIN__TRAIN_MAP(divide, isa, target, vector, width, op, float b, op##_set1_ps(b),                               \
+                      dtrain__train_divide_##isa(left, left, b, width), /)                                            \
+    DTRAIN__TRAIN_MAP(multiply, isa, target, vector, width, op, float b, op##_set1_ps(b),                             \
+                      dtrain__train_multiply_##isa(left, left, b, width), *)                                          \
+    static const dtrain__train_kernels dtrain__train_kernels_##isa = {                                                \
+        dtrain__train_adamw_##isa, dtrain__train_sgd_##isa, dtrain__train_add_##isa, dtrain__train_divide_##isa,      \
+        dtrain__train_multiply_##isa};
+
+static double dtrain__train_root(double square)
+{
+#if defined(DTRAIN__X86)
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
+    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
+#else
+    return __builtin_sqrt(square);
+#endif
+}
+
+static float dtrain__train_ratio(double over, double under)
+{
+    return (float)(over / under);
+}
+
+static float dtrain__one_loadu_ps(const float *from)
+{
+    float value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static void dtrain__one_storeu_ps(float *to, float value)
+{
+    memcpy(to, &value, sizeof value);
+}
+
+#define dtrain__one_set1_ps(a) (a)
+#define DTRAIN__ROOT_scalar(x) (x = dtrain__sqrt_f32(x))
+DTRAIN__TRAIN_KERNELS_FOR(scalar, , float, 1, dtrain__one)
+
+#if defined(DTRAIN__X86)
+DTRAIN__TRAIN_KERNELS_FOR(sse2, , __m128, 4, _mm)
+DTRAIN__TRAIN_KERNELS_FOR(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
+DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
+#elif defined(__aarch64__)
+#define dtrain__neon_loadu_ps(from) vld1q_f32(from)
+#define dtrain__neon_storeu_ps(to, value) vst1q_f32(to, value)
+#define dtrain__neon_set1_ps(a) vdupq_n_f32(a)
+#define DTRAIN__ROOT_neon(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
+DTRAIN__TRAIN_KERNELS_FOR(neon, , float32x4_t, 4, dtrain__neon)
+#endif
+
+DTRAIN__EXACT_END
+
+static const dtrain__train_kernels *dtrain__train_kernels_get(void)
+{
+    switch (dtrain__isa()) {
+#if defined(DTRAIN__X86)
+    case DTRAIN__ISA_SSE2: return &dtrain__train_kernels_sse2;
+    case DTRAIN__ISA_AVX2: return &dtrain__train_kernels_avx2;
+    case DTRAIN__ISA_AVX512: return &dtrain__train_kernels_avx512;
+#elif defined(__aarch64__)
+    case DTRAIN__ISA_NEON: return &dtrain__train_kernels_neon;
+#endif
+    default: return &dtrain__train_kernels_scalar;
+    }
+}
+
+/* Numbers are judged by their bits: under -Ofast a compiler takes every number for finite. */
+static int dtrain__train_finite(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits >> 52 & 0x7FF) != 0x7FF;
+}
+
+#endif
+
+/* ---- >>params ----
+ * The parameter table: its checks, and its cut into ranges. A range is what one parameter has in one unit: all of
+ * it, or one layer of a stacked tensor. Ranges are ordered by unit and, inside a unit, by their place in the table.
+ * Every object of this floor that keeps a table keeps it as ranges. */
+#ifndef DTRAIN__PARAMS
+#define DTRAIN__PARAMS
+
+typedef struct dtrain__range {
+    float *data;
+    float *grad;
+    size_t count;
+    int no_decay;
+} dtrain__range;
+
+/* The ranges of all parameters with a gradient; those of unit u are unit_begin[u] up to unit_begin[u + 1]. */
+typedef struct dtrain__params {
+    dtrain__range *ranges;
+    size_t *unit_begin;
+    size_t range_count;
+    int units;
+} dtrain__params;
+
+/* Something that must not overlap another of its kind: bytes in memory, or unit numbers. */
+typedef struct dtrain__span {
+    uintptr_t begin, end;
+    const dtrain_param *param;
+} dtrain__span;
+
+static int dtrain__params_ndim(const dtrain_param *param)
+{
+    int ndim = param->ndim;
+    while (param->ndim == 0 && ndim < DTRAIN_MAX_DIMS && param->shape[ndim] > 0)
+        ndim++;
+    return ndim;
+}
+
+/* Sets *count and *bytes; returns 0 when they overflow. */
+static int dtrain__params_size(const dtrain_param *param, size_t *count, size_t *bytes)
+{
+    int ndim = dtrain__params_ndim(param), fits = 1;
+    *count = 1;
+    for (int i = 0; i < ndim && i < DTRAIN_MAX_DIMS; i++)
+        fits = dtrain__mul_size(*count, param->shape[i], count) && fits;
+    return dtrain__mul_size(*count, dtrain_dtype_bits(param->dtype) / 8, bytes) && fits;
+}
+
+DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param)
+{
+    size_t count, bytes;
+    return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
+}
+
+static size_t dtrain__params_layers(const dtrain_param *param)
+{
+    return param->stacked ? param->shape[0] : 1;
+}
+
+DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count)
+{
+    size_t units = 0;
+    for (size_t i = 0; table != NULL && i < count; i++) {
+        size_t end = (size_t)table[i].unit + dtrain__params_layers(&table[i]);
+        units = end > units ? end : units;
+    }
+    return units <= INT_MAX ? (int)units : 0;
+}
+
+static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t index)
+{
+    size_t count, bytes;
+    const char *name = param->name;
+    if (name == NULL || name[0] == '\0')
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %zu of the table has no name: give it one", index);
+    unsigned bits = dtrain_dtype_bits(param->dtype);
+    if (bits == 0 || bits % 8 != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d is none of whole bytes: use DTRAIN_F32",
+                            name, (int)param->dtype);
+    if (param->ndim < 0 || param->ndim > DTRAIN_MAX_DIMS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: ndim is %d, expected 0 to %d", name, param->ndim,
+                            DTRAIN_MAX_DIMS);
+    if (dtrain__params_ndim(param) == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s has no shape: give its sizes, {1} for a scalar",
+                            name);
+    if (!dtrain__params_size(param, &count, &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: its sizes multiply to more than memory", name);
+    if (param->unit < 0 || dtrain__params_layers(param) > (size_t)(INT_MAX - param->unit))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: unit %d and %zu layers, expected 0 to %d", name,
+                            param->unit, dtrain__params_layers(param), INT_MAX);
+    if (param->data == NULL && bytes > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: data is NULL, expected %zu bytes", name, bytes);
+    return DTRAIN_OK;
+}
+
+static int dtrain__params_compare_spans(const void *left, const void *right)
+{
+    const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    if (a->begin != b->begin)
+        return a->begin < b->begin ? -1 : 1;
+    return a->end < b->end ? -1 : a->end > b->end;
+}
+
+static int dtrain__params_compare_names(const void *left, const void *right)
+{
+    const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    return strcmp(a->param->name, b->param->name);
+}
+
+static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_t count, dtrain__span *spans)
+{
+    for (size_t i = 0; i < count; i++)
+        spans[i].param = &table[i];
+    qsort(spans, count, sizeof *spans, dtrain__params_compare_names);
+    for (size_t i = 1; i < count; i++) {
+        if (dtrain__params_compare_names(&spans[i - 1], &spans[i]) == 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "two parameters are named %s: names must be unique",
+                                spans[i].param->name);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_t count, dtrain__span *spans)
+{
+    uintptr_t covered = 0;
+    for (size_t i = 0; i < count; i++) {
+        spans[i].begin = (uintptr_t)table[i].unit;
+        spans[i].end = spans[i].begin + dtrain__params_layers(&table[i]);
+        spans[i].param = &table[i];
+    }
+    qsort(spans, count, sizeof *spans, dtrain__params_compare_spans);
+    for (size_t i = 0; i < count; i++) {
+        if (spans[i].begin > covered)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "parameter %s has unit %d but none has unit %zu: number units without gaps",
+                                spans[i].param->name, spans[i].param->unit, (size_t)covered);
+        covered = spans[i].end > covered ? spans[i].end : covered;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size_t count, dtrain__span *spans)
+{
+    size_t used = 0, elements, bytes;
+    for (size_t i = 0; i < 2 * count; i++) {
+        const dtrain_param *param = &table[i / 2];
+        void *memory = i % 2 == 0 ? param->data : param->grad;
+        if (!dtrain__params_size(param, &elements, &bytes) || bytes == 0 || memory == NULL)
+            continue;
+        spans[used].begin = (uintptr_t)memory;
+        spans[used].end = (uintptr_t)memory + bytes;
+        spans[used++].param = param;
+    }
+    qsort(spans, used, sizeof *spans, dtrain__params_compare_spans);
+    for (size_t i = 1; i < used; i++) {
+        if (spans[i].begin < spans[i - 1].end)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "parameters %s and %s overlap in memory: list a shared tensor once, and keep data and "
+                                "grad apart",
+                                spans[i - 1].param->name, spans[i].param->name);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count)
+{
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    size_t bytes;
+    if (table == NULL || count == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "the parameter table is empty: list at least one parameter");
+    if (!dtrain__mul_size(count, 2 * sizeof(dtrain__span), &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is longer than memory", count);
+    for (size_t i = 0; i < count; i++) {
+        if (dtrain__params_check_one(&table[i], i) != DTRAIN_OK)
+            return DTRAIN_ERR_INVALID;
+    }
+    dtrain__span *spans = (dtrain__span *)dtrain__alloc(&allocator, bytes);
+    if (spans == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes to check the parameter table", bytes);
+    dtrain_status status = dtrain__params_check_names(table, count, spans);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_units(table, count, spans);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_memory(table, count, spans);
+    dtrain__free(&allocator, spans, bytes);
+    return status;
+}
+
+/* Checks that what has a gradient is F32. */
+static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (table[i].grad != NULL && table[i].dtype != DTRAIN_F32)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_UNSUPPORTED,
+                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
+                "freeze it with a NULL grad",
+                table[i].name, dtrain_dtype_name(table[i].dtype));
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__params_destroy(dtrain__params *params, dtrain_allocator *allocator)
+{
+    dtrain__free(allocator, params->ranges, params->range_count * sizeof *params->ranges);
+    dtrain__free(allocator, params->unit_begin, ((size_t)params->units + 1) * sizeof *params->unit_begin);
+    memset(params, 0, sizeof *params);
+}
+
+/* Writes ranges in place by unit; unit_begin[u + 1] moves from the begin of unit u to its end. */
+static void dtrain__params_fill(dtrain__params *params, const dtrain_param *table, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        size_t layers = dtrain__params_layers(&table[i]);
+        size_t each = layers > 0 ? dtrain_param_elements(&table[i]) / layers : 0;
+        for (size_t layer = 0; table[i].grad != NULL && layer < layers; layer++) {
+            dtrain__range *range = &params->ranges[params->unit_begin[(size_t)table[i].unit + layer + 1]++];
+            range->data = (float *)table[i].data + layer * each;
+            range->grad = (float *)table[i].grad + layer * each;
+            range->count = each;
+            range->no_decay = table[i].no_decay;
+        }
+    }
+}
+
+/* Cuts a table, which is checked first, into ranges. */
+static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
+                                           dtrain_allocator *allocator)
+{
+    memset(params, 0, sizeof *params);
+    dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    params->units = dtrain_params_units(table, count);
+    for (size_t i = 0; i < count; i++)
+        params->range_count += table[i].grad != NULL ? dtrain__params_layers(&table[i]) : 0;
+    params->unit_begin = (size_t *)dtrain__alloc(allocator, ((size_t)params->units + 1) * sizeof(size_t));
+    params->ranges = (dtrain__range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__range));
+    if (params->unit_begin == NULL || params->ranges == NULL) {
+        dtrain__params_destroy(params, allocator);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a table of %zu parameters", count);
+    }
+    /* Counts of unit u go to u + 2, so that summing leaves the begin of u at u + 1, and filling its end. */
+    for (size_t i = 0; i < count; i++) {
+        size_t layers = table[i].grad != NULL ? dtrain__params_layers(&table[i]) : 0;
+        for (size_t unit = (size_t)table[i].unit; unit < (size_t)table[i].unit + layers; unit++)
+            params->unit_begin[unit + 2 <= (size_t)params->units ? unit + 2 : 0] += 1;
+    }
+    params->unit_begin[0] = 0;
+    for (int unit = 1; unit <= params->units; unit++)
+        params->unit_begin[unit] += params->unit_begin[unit - 1];
+    dtrain__params_fill(params, table, count);
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>sampler ----
+ * Which examples a micro-batch has. Everything is computed from seed, step and index when it is asked for: there is
+ * no state to keep, to share between ranks, or to save. An epoch is shuffled by a permutation of a rectangle just
+ * larger than it; what lands outside is permuted again until it lands inside. */
+#ifndef DTRAIN__SAMPLER
+#define DTRAIN__SAMPLER
+
+/* Fewer leave the orders of short epochs uneven. */
+#define DTRAIN__SAMPLER_ROUNDS 8
+
+static uint64_t dtrain__sampler_root(uint64_t square)
+{
+    uint64_t root = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        uint64_t next = root | (uint64_t)1 << bit;
+        if (next * next <= square)
+            root = next;
+    }
+    return root;
+}
+
+DTRAIN_API dtrain_status dtrain_sampler_init(dtrain_sampler *sampler, const dtrain_sampler_desc *desc)
+{
+    if (sampler == NULL || desc == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_sampler_init: a sampler and a desc are needed, got NULL");
+    memset(sampler, 0, sizeof *sampler);
+    if (desc->count == 0 || desc->count > (uint64_t)1 << 62)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sampler: count is %llu, expected 1 to 2^62 examples",
+                            (unsigned long long)desc->count);
+    if (desc->micro_batches < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sampler: micro_batches is %d, expected 0 or more",
+                            desc->micro_batches);
+    if (desc->batch > (size_t)1 << 30)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sampler: batch is %zu, expected at most 2^30 examples",
+                            desc->batch);
+    sampler->desc = *desc;
+    if (desc->batch == 0)
+        sampler->desc.batch = 1;
+    if (desc->micro_batches == 0)
+        sampler->desc.micro_batches = 1;
+    sampler->rows = dtrain__sampler_root(desc->count);
+    sampler->columns = (desc->count + sampler->rows - 1) / sampler->rows;
+    return DTRAIN_OK;
+}
+
+static uint64_t dtrain__sampler_per_step(const dtrain_sampler *sampler)
+{
+    return (uint64_t)sampler->desc.batch * (uint64_t)sampler->desc.micro_batches;
+}
+
+DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler)
+{
+    uint64_t each = dtrain__sampler_per_step(sampler);
+    return (sampler->desc.count + each - 1) / each;
+}
+
+/* Each round adds to one coordinate what depends on the other alone, so that it can be undone. */
+static uint64_t dtrain__sampler_permute(const dtrain_sampler *sampler, uint64_t key, uint64_t value)
+{
+    uint64_t row = value / sampler->columns, column = value % sampler->columns;
+    for (uint64_t round = 0; round < DTRAIN__SAMPLER_ROUNDS; round += 2) {
+        row = (row + dtrain_random_u64(key, round << 40 | column) % sampler->rows) % sampler->rows;
+        column = (column + dtrain_random_u64(key, (round + 1) << 40 | row) % sampler->columns) % sampler->columns;
+    }
+    return row * sampler->columns + column;
+}
+
+DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position)
+{
+    if (sampler->desc.no_shuffle || position >= sampler->desc.count)
+        return position;
+    uint64_t key = dtrain_random_u64(sampler->desc.seed, epoch);
+    do
+        position = dtrain__sampler_permute(sampler, key, position);
+    while (position >= sampler->desc.count);
+    return position;
+}
+
+/* The examples that a step of an epoch has: all its micro-batches can hold, or what is left for the last. */
+static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t step_of_epoch)
+{
+    uint64_t each = dtrain__sampler_per_step(sampler);
+    uint64_t left = sampler->desc.count - step_of_epoch * each;
+    return left < each ? left : each;
+}
+
+DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first)
+{
+    size_t begin = 0;
+    size_t share = dtrain_split((size_t)sampler->desc.micro_batches, ranks, rank, &begin);
+    uint64_t filled = dtrain__sampler_left(sampler, step % dtrain_sampler_steps(sampler));
+    if (first != NULL)
+        *first = (int)begin;
+    if (filled <= begin)
+        return 0;
+    return (int)(share < filled - begin ? share : filled - begin);
+}
+
+DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,
+                                       uint64_t *examples)
+{
+    if (micro_batch < 0 || micro_batch >= sampler->desc.micro_batches)
+        return 0;
+    uint64_t steps = dtrain_sampler_steps(sampler), parts = (uint64_t)sampler->desc.micro_batches;
+    uint64_t left = dtrain__sampler_left(sampler, step % steps), part = (uint64_t)micro_batch;
+    uint64_t longer = left % parts, count = left / parts + (part < longer);
+    uint64_t begin =
+        step % steps * dtrain__sampler_per_step(sampler) + left / parts * part + (part < longer ? part : longer);
+    for (uint64_t i = 0; i < count; i++)
+        examples[i] = dtrain_sampler_index(sampler, step / steps, begin + i);
+    return (size_t)count;
+}
+
+#endif
+
+/* ---- >>schedule ----
+ * Learning rates. Computed in float64 by basic operations only, each rounded, and rounded to float32 once: the same
+ * bits on every machine, since the C library's cosine is not. */
+#ifndef DTRAIN__SCHEDULE
+#define DTRAIN__SCHEDULE
+
+DTRAIN__EXACT_BEGIN
+
+/* cos(pi t) for 0 <= t <= 1/2: Taylor's series, whose first term left out is below 2^-55. */
+static double dtrain__schedule_cos_quarter(double t)
+{
+    static const double factorials[] = {2.0,   12.0,  30.0,  56.0,  90.0,
+                                        132.0, 182.0, 240.0, 306.0, 380.0}; /* (2k - 1) 2k */
+    double x = 3.14159265358979323846 * t, square = x * x, sum = 1.0;
+    for (int k = 9; k >= 0; k--) {
+        double term = square * sum;
+        term = term / factorials[k];
+        sum = 1.0 - term;
+    }
+    return sum;
+}
+
+static double dtrain__schedule_cos(double t)
+{
+    return t <= 0.5 ? dtrain__schedule_cos_quarter(t) : -dtrain__schedule_cos_quarter(1.0 - t);
+}
+
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step)
+{
+    if (schedule == NULL)
+        return 0.0f;
+    double lr = (double)schedule->lr, min_lr = (double)schedule->min_lr;
+    if (step < schedule->warmup_steps) {
+        double risen = lr * (double)(step + 1);
+        return (float)(risen / (double)schedule->warmup_steps);
+    }
+    if (schedule->kind != DTRAIN_SCHEDULE_LINEAR && schedule->kind != DTRAIN_SCHEDULE_COSINE)
+        return schedule->lr;
+    if (step >= schedule->total_steps)
+        return schedule->min_lr;
+    double t = (double)(step - schedule->warmup_steps) / (double)(schedule->total_steps - schedule->warmup_steps);
+    if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) {
+        double fallen = (min_lr - lr) * t;
+        return (float)(lr + dtrain__rounded_f64(fallen, dtrain__opaque_zero));
+    }
+    double height = (1.0 + dtrain__schedule_cos(t)) * 0.5;
+    double above = (lr - min_lr) * height;
+    return (float)(min_lr + dtrain__rounded_f64(above, dtrain__opaque_zero));
+}
+
+DTRAIN__EXACT_END
+
+#endif
+
+/* ---- >>optimizer ----
+ * AdamW and SGD: one pass over memory, whose loops are in >>train-kernels. The constants of a step depend on the
+ * desc, the learning rate and the number of the step alone, so that a slice, a whole table, and a resumed run agree. */
+#ifndef DTRAIN__OPTIMIZER
+#define DTRAIN__OPTIMIZER
+
+struct dtrain_optimizer {
+    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator *allocator;
+    dtrain__params params;
+    dtrain_optimizer_desc desc;
+    float *state; /* m of all ranges, then v of all; or the velocity */
+    size_t state_count, count;
+    uint64_t step;
+};
+
+static dtrain_optimizer_desc dtrain__optimizer_defaults(const dtrain_optimizer_desc *given)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (given != NULL)
+        desc = *given;
+    desc.kind = desc.kind == DTRAIN_OPTIMIZER_DEFAULT ? DTRAIN_ADAMW : desc.kind;
+    desc.beta1 = desc.beta1 == 0.0f ? 0.9f : desc.beta1;
+    desc.beta2 = desc.beta2 == 0.0f ? 0.999f : desc.beta2;
+    desc.eps = desc.eps == 0.0f ? 1e-8f : desc.eps;
+    return desc;
+}
+
+DTRAIN__EXACT_BEGIN
+
+/* By squaring, from the lowest bit of the exponent up. */
+static double dtrain__optimizer_power(double base, uint64_t exponent)
+{
+    double power = 1.0;
+    for (; exponent > 0; exponent >>= 1) {
+        if (exponent & 1)
+            power = power * base;
+        base = base * base;
+    }
+    return power;
+}
+
+static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_optimizer_desc *desc, float lr,
+                                                                 uint64_t step)
+{
+    dtrain__adamw_constants c;
+    double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
+    double decay = (double)lr * (double)desc->weight_decay;
+    uint32_t zero = dtrain__opaque_zero;
+    double rest1 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta1, step), zero);
+    double rest2 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta2, step), zero);
+    c.beta1 = desc->beta1;
+    c.rest1 = (float)(1.0 - beta1);
+    c.beta2 = desc->beta2;
+    c.rest2 = (float)(1.0 - beta2);
+    c.root = (float)(1.0 / dtrain__train_root(rest2));
+    c.eps = desc->eps;
+    c.rate = (float)((double)lr / rest1);
+    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
+    return c;
+}
+
+static dtrain__sgd_constants dtrain__optimizer_sgd_constants(const dtrain_optimizer_desc *desc, float lr)
+{
+    dtrain__sgd_constants c;
+    double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
+    c.momentum = desc->momentum;
+    c.lr = lr;
+    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
+    c.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
+    c.nesterov = desc->nesterov;
+    return c;
+}
+
+DTRAIN__EXACT_END
+
+DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
+                             const dtrain_optimizer_desc *desc, float lr, uint64_t step)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
+    dtrain__adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
+    dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
+    dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
+                           const dtrain_optimizer_desc *desc, float lr)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
+    dtrain__sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
+    dtrain__train_kernels_get()->sgd(params, grads, full.momentum == 0.0f ? NULL : velocity, count, &c);
+    dtrain__fpmode_restore(mode);
+}
+
+/* Returns the name of the first constant out of range, or NULL. */
+static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc)
+{
+    if (!dtrain__train_finite((double)desc->beta1) || desc->beta1 < 0.0f || desc->beta1 >= 1.0f)
+        return "beta1, expected 0 to below 1";
+    if (!dtrain__train_finite((double)desc->beta2) || desc->beta2 < 0.0f || desc->beta2 >= 1.0f)
+        return "beta2, expected 0 to below 1";
+    if (!dtrain__train_finite((double)desc->eps) || desc->eps < 0.0f)
+        return "eps, expected 0 or more";
+    if (!dtrain__train_finite((double)desc->weight_decay) || desc->weight_decay < 0.0f)
+        return "weight_decay, expected 0 or more";
+    if (!dtrain__train_finite((double)desc->momentum) || desc->momentum < 0.0f || desc->momentum >= 1.0f)
+        return "momentum, expected 0 to below 1";
+    if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW)
+        return "kind, expected DTRAIN_SGD or DTRAIN_ADAMW";
+    return NULL;
+}
+
+static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
+{
+    dtrain_status status = dtrain__params_create(&optimizer->params, table, count, optimizer->allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < optimizer->params.range_count; i++)
+        optimizer->count += optimizer->params.ranges[i].count;
+    size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
+    size_t bytes;
+    /* The gradients are in memory, so their elements add up; twice as many need not fit. */
+    if (dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes))
+        optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
+    if (optimizer->state == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "optimizer: no memory for the state of %zu elements, %zu floats each", optimizer->count,
+                            copies);
+    optimizer->state_count = optimizer->count * copies;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
+                                                 const dtrain_optimizer_desc *desc, dtrain_allocator *allocator)
+{
+    dtrain_allocator own = {NULL, NULL, 0, 0};
+    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
+    const char *bad = dtrain__optimizer_bad(&full);
+    if (optimizer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_create: optimizer is NULL, expected a pointer");
+    *optimizer = NULL;
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "optimizer: the desc has a bad %s", bad);
+    dtrain_optimizer *made = (dtrain_optimizer *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for %zu bytes", sizeof *made);
+    made->own = own;
+    made->allocator = allocator != NULL ? allocator : &made->own;
+    made->desc = full;
+    dtrain_status status = dtrain__optimizer_init(made, table, count);
+    if (status != DTRAIN_OK) {
+        dtrain_optimizer_destroy(made);
+        return status;
+    }
+    *optimizer = made;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr)
+{
+    if (optimizer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_step: the optimizer is NULL: create it first");
+    if (!dtrain__train_finite((double)lr) || lr < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_optimizer_step: lr is %g, expected a number of at least 0", (double)lr);
+    dtrain_optimizer_desc desc = optimizer->desc;
+    size_t done = 0;
+    optimizer->step++;
+    for (size_t i = 0; i < optimizer->params.range_count; i++) {
+        const dtrain__range *range = &optimizer->params.ranges[i];
+        float *state = optimizer->state + (optimizer->state_count > 0 ? done : 0);
+        desc.weight_decay = range->no_decay ? 0.0f : optimizer->desc.weight_decay;
+        if (desc.kind == DTRAIN_ADAMW)
+            dtrain_adamw(range->data, range->grad, state, state + optimizer->count, range->count, &desc, lr,
+                         optimizer->step);
+        else
+            dtrain_sgd(range->data, range->grad, state, range->count, &desc, lr);
+        done += range->count;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
+{
+    if (optimizer == NULL)
+        return;
+    dtrain_allocator own = optimizer->own;
+    dtrain_allocator *allocator = optimizer->allocator == &optimizer->own ? &own : optimizer->allocator;
+    dtrain__params_destroy(&optimizer->params, allocator);
+    dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
+    dtrain__free(allocator, optimizer, sizeof *optimizer);
+}
+
+#endif
+
+/* ---- >>ddp ----
+ * Data-parallel training. Gradients are copied, unit by unit, into one flat buffer in the order in which backward
+ * passes finish: the last unit first. Buckets are stretches of it. All ranks start them in that one order, whatever
+ * the order of their units, since operations of a group are matched by their order.
+ *
+ * Micro-batches are folded by a binary counter: after micro-batch k the level of k's trailing ones takes the sum of
+ * that many lower levels and k; the last collapses what there is, low levels first, which is the balanced tree whose
+ * left part is the largest power of two. The highest level is the flat buffer itself. A unit that took no part in a
+ * micro-batch adds -0, the one number that changes no other, so that the tree keeps its shape. */
+#ifndef DTRAIN__DDP
+#define DTRAIN__DDP
+
+#define DTRAIN__DDP_LEVELS 32
+#define DTRAIN__DDP_CHUNK 2048 /* elements folded at a time: what stays in the first cache */
+#define DTRAIN__DDP_BUCKET_BYTES ((size_t)1 << 20)
+
+typedef struct dtrain__bucket {
+    size_t begin, count; /* in the flat buffer */
+    int units;           /* with gradients */
+    int missing;         /* of them, not yet folded in this step's last micro-batch */
+    dtrain_work *work;
+} dtrain__bucket;
+
+typedef struct dtrain__ddp_unit {
+    size_t begin, count; /* in the flat buffer */
+    int bucket;
+    int reduced; /* in this micro-batch */
+} dtrain__ddp_unit;
+
+struct dtrain_ddp {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    dtrain__params params;
+    dtrain__ddp_unit *units;
+    dtrain__bucket *buckets;   /* room for one a unit */
+    int bucket_count, started; /* buckets before `started` are on their way */
+    int overlap;
+    float *levels[DTRAIN__DDP_LEVELS]; /* [0] is the flat buffer */
+    size_t count;                      /* elements of each */
+    int open, micro_batches;
+    int ended;         /* micro-batches of this step that are over */
+    int used, reduced; /* units with gradients; of them, reduced in this micro-batch */
+    double weight, total_weight;
+    dtrain_work *weight_work;
+    dtrain_status step_status; /* the first failure of this step */
+    dtrain__error error;
+};
+
+static int dtrain__ddp_level_count(int micro_batches)
+{
+    int levels = 0;
+    while (micro_batches > 1 && (micro_batches - 1) >> levels != 0)
+        levels++;
+    return levels;
+}
+
+/* A failure that ends the step: kept, and returned by every call until finish. */
+static dtrain_status dtrain__ddp_break(dtrain_ddp *ddp, dtrain_status status, const char *what)
+{
+    if (ddp->step_status == DTRAIN_OK) {
+        ddp->step_status = status;
+        dtrain__fail(&ddp->error, status, "ddp, %s: %s", what, dtrain_last_error());
+    }
+    return ddp->step_status;
+}
+
+static dtrain_status dtrain__ddp_start(dtrain_ddp *ddp)
+{
+    while (ddp->started < ddp->bucket_count && ddp->buckets[ddp->started].missing == 0) {
+        dtrain__bucket *bucket = &ddp->buckets[ddp->started];
+        float *begin = ddp->levels[0] + bucket->begin;
+        if (!ddp->overlap)
+            return DTRAIN_OK;
+        dtrain_status status =
+            dtrain_all_reduce_async(ddp->comm, begin, begin, bucket->count, DTRAIN_F32, DTRAIN_SUM, &bucket->work);
+        if (status != DTRAIN_OK) {
+            bucket->work = NULL;
+            return dtrain__ddp_break(ddp, status, "starting a bucket");
+        }
+        ddp->started++;
+    }
+    return DTRAIN_OK;
+}
+
+/* Adds count gradients to what earlier micro-batches left at `begin` of the levels. */
+static void dtrain__ddp_fold(dtrain_ddp *ddp, const float *grad, size_t begin, size_t count)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    int last = ddp->ended == ddp->micro_batches - 1, top = dtrain__ddp_level_count(ddp->micro_batches) - 1;
+    unsigned held = (unsigned)ddp->ended; /* bit l: level l has a sum */
+    int ones = 0;
+    while (held >> ones & 1)
+        ones++;
+    unsigned taken = last ? held : held & ((1u << ones) - 1);
+    float *out = (last ? ddp->levels[0] : ddp->levels[top - ones]) + begin;
+    for (size_t i = 0; i < count; i += DTRAIN__DDP_CHUNK) {
+        size_t chunk = count - i < DTRAIN__DDP_CHUNK ? count - i : DTRAIN__DDP_CHUNK;
+        float sums[DTRAIN__DDP_CHUNK];
+        const float *sum = grad + i;
+        for (int level = 0; taken >> level != 0; level++) {
+            if (taken >> level & 1) {
+                kernels->add(sums, ddp->levels[top - level] + begin + i, sum, chunk);
+                sum = sums;
+            }
+        }
+        memcpy(out + i, sum, chunk * sizeof(float));
+    }
+}
+
+static void dtrain__ddp_fill(float *to, size_t count)
+{
+    const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
+    for (size_t i = 0; i < count; i++)
+        memcpy(to + i, &negative_zero, sizeof negative_zero);
+}
+
+/* Folds one unit's gradients, or nothing when it was not used, and zeroes them for the next micro-batch. */
+static void dtrain__ddp_fold_unit(dtrain_ddp *ddp, int number, int unused)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    size_t done = ddp->units[number].begin;
+    int last = ddp->ended == ddp->micro_batches - 1;
+    for (size_t i = ddp->params.unit_begin[number]; i < ddp->params.unit_begin[number + 1]; i++) {
+        const dtrain__range *range = &ddp->params.ranges[i];
+        if (unused)
+            dtrain__ddp_fill(range->grad, range->count);
+        dtrain__ddp_fold(ddp, range->grad, done, range->count);
+        if (!last && range->count > 0)
+            memset(range->grad, 0, range->count * sizeof(float));
+        done += range->count;
+    }
+    dtrain__fpmode_restore(mode);
+    ddp->units[number].reduced = 1;
+    ddp->reduced++;
+    if (last)
+        ddp->buckets[ddp->units[number].bucket].missing--;
+}
+
+/* Ends a micro-batch: units that were not reduced were not used. */
+static dtrain_status dtrain__ddp_end_micro_batch(dtrain_ddp *ddp)
+{
+    for (int unit = ddp->params.units - 1; unit >= 0; unit--) {
+        if (ddp->units[unit].count > 0 && !ddp->units[unit].reduced)
+            dtrain__ddp_fold_unit(ddp, unit, 1);
+        ddp->units[unit].reduced = 0;
+    }
+    ddp->reduced = 0;
+    ddp->ended++;
+    return dtrain__ddp_start(ddp);
+}
+
+static dtrain_status dtrain__ddp_grow(dtrain_ddp *ddp, int micro_batches)
+{
+    int levels = dtrain__ddp_level_count(micro_batches);
+    for (int level = 0; level < levels; level++) {
+        if (ddp->levels[level] == NULL)
+            ddp->levels[level] = (float *)dtrain__alloc(ddp->allocator, ddp->count * sizeof(float));
+        if (ddp->levels[level] == NULL)
+            return dtrain__fail(
+                &ddp->error, DTRAIN_ERR_MEMORY,
+                "dtrain_ddp_begin: no memory for partial sum %d of %d, %zu bytes: use fewer micro-batches "
+                "than %d",
+                level + 1, levels, ddp->count * sizeof(float), micro_batches);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__ddp_check_begin(dtrain_ddp *ddp, int micro_batches, double weight)
+{
+    if (ddp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: the ddp is NULL: create it first");
+    if (ddp->open)
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_begin: a step is open: call dtrain_ddp_finish before the next");
+    if (micro_batches < 0)
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_begin: micro_batches is %d, expected 0 or more", micro_batches);
+    if (!dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_begin: weight is %g, expected a number of at least 0", weight);
+    return dtrain__ddp_grow(ddp, micro_batches);
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight)
+{
+    dtrain_status status = dtrain__ddp_check_begin(ddp, micro_batches, weight);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < ddp->params.range_count; i++) {
+        if (ddp->params.ranges[i].count > 0)
+            memset(ddp->params.ranges[i].grad, 0, ddp->params.ranges[i].count * sizeof(float));
+    }
+    for (int i = 0; i < ddp->bucket_count; i++)
+        ddp->buckets[i].missing = micro_batches > 0 ? ddp->buckets[i].units : 0;
+    for (int i = 0; i < ddp->params.units; i++)
+        ddp->units[i].reduced = 0;
+    ddp->open = 1;
+    ddp->micro_batches = micro_batches;
+    ddp->ended = ddp->reduced = ddp->started = 0;
+    ddp->weight = ddp->total_weight = weight;
+    ddp->step_status = DTRAIN_OK;
+    if (ddp->overlap) {
+        status = dtrain_all_reduce_async(ddp->comm, &ddp->weight, &ddp->total_weight, 1, DTRAIN_F64, DTRAIN_SUM,
+                                         &ddp->weight_work);
+        if (status != DTRAIN_OK) {
+            ddp->weight_work = NULL;
+            return dtrain__ddp_break(ddp, status, "starting the sum of weights");
+        }
+    }
+    if (micro_batches > 0)
+        return DTRAIN_OK;
+    dtrain__ddp_fill(ddp->levels[0], ddp->count);
+    return dtrain__ddp_start(ddp);
+}
+
+/* Says whether a call between begin and finish may go on. */
+static dtrain_status dtrain__ddp_check_open(dtrain_ddp *ddp, const char *call)
+{
+    if (ddp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the ddp is NULL: create it first", call);
+    if (!ddp->open)
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
+    if (ddp->step_status != DTRAIN_OK)
+        return dtrain__report(&ddp->error);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__ddp_check_count(dtrain_ddp *ddp, const char *call)
+{
+    if (ddp->ended < ddp->micro_batches)
+        return DTRAIN_OK;
+    return dtrain__fail(
+        &ddp->error, DTRAIN_ERR_INVALID,
+        "%s: all %d micro-batches announced to dtrain_ddp_begin are over: announce as many as you compute", call,
+        ddp->micro_batches);
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
+{
+    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_reduce");
+    if (status != DTRAIN_OK)
+        return status;
+    if (unit < 0 || unit >= ddp->params.units)
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_reduce: there is no unit %d: the table has units 0 to %d", unit,
+                            ddp->params.units - 1);
+    if (ddp->units[unit].count == 0)
+        return DTRAIN_OK;
+    if (ddp->units[unit].reduced && ddp->reduced < ddp->used)
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_reduce: unit %d was reduced twice in micro-batch %d, of whose %d units %d are "
+                            "missing: when these are unused, end the micro-batch with dtrain_ddp_next",
+                            unit, ddp->ended, ddp->used, ddp->used - ddp->reduced);
+    if (ddp->units[unit].reduced && (status = dtrain__ddp_end_micro_batch(ddp)) != DTRAIN_OK)
+        return status;
+    status = dtrain__ddp_check_count(ddp, "dtrain_ddp_reduce");
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__ddp_fold_unit(ddp, unit, 0);
+    return ddp->ended == ddp->micro_batches - 1 ? dtrain__ddp_start(ddp) : DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
+{
+    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_next");
+    if (status == DTRAIN_OK)
+        status = dtrain__ddp_check_count(ddp, "dtrain_ddp_next");
+    return status == DTRAIN_OK ? dtrain__ddp_end_micro_batch(ddp) : status;
+}
+
+/* Ends the last micro-batch where the caller has not; refuses where more than that is missing. */
+static dtrain_status dtrain__ddp_check_finish(dtrain_ddp *ddp)
+{
+    int begun = ddp->ended + (ddp->reduced > 0);
+    if (ddp->used > 0 && begun < ddp->micro_batches)
+        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the rest, or call "
+                            "dtrain_ddp_next for those that used no unit",
+                            begun, ddp->micro_batches);
+    if (ddp->reduced > 0)
+        dtrain__ddp_end_micro_batch(ddp);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__ddp_wait(dtrain_ddp *ddp, dtrain_work **work, const char *what)
+{
+    dtrain_work *waited = *work;
+    *work = NULL;
+    dtrain_status status = waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
+    return status != DTRAIN_OK ? dtrain__ddp_break(ddp, status, what) : DTRAIN_OK;
+}
+
+/* Copies a bucket's sums back, divided by the total weight. */
+static void dtrain__ddp_unpack(dtrain_ddp *ddp, int bucket)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    float divisor = ddp->total_weight > 0.0 ? (float)ddp->total_weight : 1.0f;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (int unit = 0; unit < ddp->params.units; unit++) {
+        const float *sums = ddp->levels[0] + ddp->units[unit].begin;
+        if (ddp->units[unit].bucket != bucket || ddp->units[unit].count == 0)
+            continue;
+        for (size_t i = ddp->params.unit_begin[unit]; i < ddp->params.unit_begin[unit + 1]; i++) {
+            kernels->divide(ddp->params.ranges[i].grad, sums, divisor, ddp->params.ranges[i].count);
+            sums += ddp->params.ranges[i].count;
+        }
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* Reduces by blocking calls what was not started; a world of one has nothing to reduce. */
+static void dtrain__ddp_reduce_now(dtrain_ddp *ddp)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (ddp->overlap || dtrain_comm_size(ddp->comm) == 1)
+        return;
+    status = dtrain_all_reduce(ddp->comm, &ddp->weight, &ddp->total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
+    for (int i = 0; status == DTRAIN_OK && i < ddp->bucket_count; i++) {
+        float *begin = ddp->levels[0] + ddp->buckets[i].begin;
+        status = dtrain_all_reduce(ddp->comm, begin, begin, ddp->buckets[i].count, DTRAIN_F32, DTRAIN_SUM);
+    }
+    if (status != DTRAIN_OK)
+        dtrain__ddp_break(ddp, status, "reducing");
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight)
+{
+    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
+    if (ddp == NULL || !ddp->open)
+        return status;
+    if (status == DTRAIN_OK && (status = dtrain__ddp_check_finish(ddp)) != DTRAIN_OK)
+        return status;
+    if (ddp->step_status == DTRAIN_OK)
+        dtrain__ddp_reduce_now(ddp);
+    dtrain__ddp_wait(ddp, &ddp->weight_work, "summing weights");
+    for (int i = 0; i < ddp->bucket_count; i++) {
+        if (dtrain__ddp_wait(ddp, &ddp->buckets[i].work, "reducing a bucket") == DTRAIN_OK &&
+            ddp->step_status == DTRAIN_OK)
+            dtrain__ddp_unpack(ddp, i);
+    }
+    ddp->open = 0;
+    if (total_weight != NULL)
+        *total_weight = ddp->total_weight;
+    return ddp->step_status == DTRAIN_OK ? DTRAIN_OK : dtrain__report(&ddp->error);
+}
+
+DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp)
+{
+    return ddp != NULL ? ddp->error.text : "";
+}
+
+/* Lays units out in the flat buffer, the last first, and cuts it into buckets. */
+static void dtrain__ddp_lay_out(dtrain_ddp *ddp, size_t bucket_bytes)
+{
+    dtrain__bucket *bucket = NULL;
+    for (int number = ddp->params.units - 1; number >= 0; number--) {
+        dtrain__ddp_unit *unit = &ddp->units[number];
+        unit->begin = ddp->count;
+        for (size_t i = ddp->params.unit_begin[number]; i < ddp->params.unit_begin[number + 1]; i++)
+            unit->count += ddp->params.ranges[i].count;
+        if (unit->count == 0)
+            continue;
+        if (bucket == NULL || bucket->count >= bucket_bytes / sizeof(float)) {
+            bucket = &ddp->buckets[ddp->bucket_count++];
+            bucket->begin = ddp->count;
+        }
+        unit->bucket = ddp->bucket_count - 1;
+        bucket->count += unit->count;
+        bucket->units++;
+        ddp->count += unit->count;
+        ddp->used++;
+    }
+}
+
+typedef struct dtrain__ddp_print {
+    unsigned char before[32], name[32];
+    uint64_t fields[6 + DTRAIN_MAX_DIMS];
+} dtrain__ddp_print;
+
+/* Compares tables and descs: ranks that differ in them would add what does not belong together. */
+static dtrain_status dtrain__ddp_check_tables(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
+                                              const dtrain_ddp_desc *desc)
+{
+    dtrain__ddp_print print;
+    unsigned char digest[32];
+    memset(&print, 0, sizeof print);
+    print.fields[0] = desc->bucket_bytes;
+    print.fields[1] = (uint64_t)desc->no_broadcast;
+    print.fields[2] = (uint64_t)desc->no_overlap;
+    dtrain_sha256(&print, sizeof print, digest);
+    for (size_t i = 0; i < count; i++) {
+        memset(&print, 0, sizeof print);
+        memcpy(print.before, digest, sizeof digest);
+        dtrain_sha256(table[i].name, strlen(table[i].name), print.name);
+        print.fields[0] = (uint64_t)table[i].dtype;
+        print.fields[1] = (uint64_t)dtrain__params_ndim(&table[i]);
+        print.fields[2] = (uint64_t)table[i].stacked;
+        print.fields[3] = (uint64_t)table[i].unit;
+        print.fields[4] = table[i].grad != NULL;
+        for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
+            print.fields[5 + d] = table[i].shape[d];
+        dtrain_sha256(&print, sizeof print, digest);
+    }
+    dtrain_status status = dtrain_comm_check_equal(ddp->comm, digest, sizeof digest, DTRAIN_U8);
+    if (status == DTRAIN_ERR_MISMATCH)
+        return dtrain__fail(
+            NULL, status,
+            "dtrain_ddp_create: rank %d of %d has another parameter table or desc than others: build them "
+            "alike on every rank (by hash: %s)",
+            dtrain_comm_rank(ddp->comm), dtrain_comm_size(ddp->comm), dtrain_last_error());
+    return status;
+}
+
+static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
+                                      const dtrain_ddp_desc *desc)
+{
+    dtrain_status status = dtrain__params_create(&ddp->params, table, count, ddp->allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    size_t units = (size_t)ddp->params.units;
+    ddp->overlap = !desc->no_overlap && dtrain_comm_size(ddp->comm) > 1;
+    ddp->units = (dtrain__ddp_unit *)dtrain__alloc(ddp->allocator, units * sizeof *ddp->units);
+    ddp->buckets = (dtrain__bucket *)dtrain__alloc(ddp->allocator, units * sizeof *ddp->buckets);
+    if (ddp->units == NULL || ddp->buckets == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu units", units);
+    dtrain__ddp_lay_out(ddp, desc->bucket_bytes > 0 ? desc->bucket_bytes : DTRAIN__DDP_BUCKET_BYTES);
+    ddp->levels[0] = (float *)dtrain__alloc(ddp->allocator, ddp->count * sizeof(float));
+    if (ddp->levels[0] == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes of gradients",
+                            ddp->count * sizeof(float));
+    if (dtrain_comm_size(ddp->comm) == 1)
+        return DTRAIN_OK;
+    status = dtrain__ddp_check_tables(ddp, table, count, desc);
+    for (size_t i = 0; status == DTRAIN_OK && !desc->no_broadcast && i < count; i++)
+        status = dtrain_broadcast(ddp->comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                           const dtrain_ddp_desc *desc)
+{
+    dtrain_ddp_desc full = {0, 0, 0};
+    if (ddp == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_create: ddp and comm are needed, got NULL");
+    *ddp = NULL;
+    if (desc != NULL)
+        full = *desc;
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain_ddp *made = (dtrain_ddp *)dtrain__alloc(allocator, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
+    made->comm = comm;
+    made->allocator = allocator;
+    dtrain_status status = dtrain__ddp_init(made, table, count, &full);
+    if (status != DTRAIN_OK) {
+        dtrain_ddp_destroy(made);
+        return status;
+    }
+    *ddp = made;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
+{
+    if (ddp == NULL)
+        return;
+    size_t units = (size_t)ddp->params.units;
+    dtrain__ddp_wait(ddp, &ddp->weight_work, "destroying");
+    for (int i = 0; i < ddp->bucket_count; i++)
+        dtrain__ddp_wait(ddp, &ddp->buckets[i].work, "destroying");
+    for (int i = 0; i < DTRAIN__DDP_LEVELS; i++)
+        dtrain__free(ddp->allocator, ddp->levels[i], ddp->count * sizeof(float));
+    dtrain__free(ddp->allocator, ddp->units, units * sizeof *ddp->units);
+    dtrain__free(ddp->allocator, ddp->buckets, units * sizeof *ddp->buckets);
+    dtrain__params_destroy(&ddp->params, ddp->allocator);
+    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
+}
+
+#endif
+
+/* ---- >>aggregator ----
+ * One training step in three parts: compute, aggregate, apply; and the two aggregators that come with the library.
+ * For programs that want the order of a step kept for them; those with a loop of their own use >>ddp. */
+#ifndef DTRAIN__AGGREGATOR
+#define DTRAIN__AGGREGATOR
+
+DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
+{
+    double sum = 0.0, part = 0.0;
+    if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        dtrain_tensor view;
+        size_t elements = dtrain_param_elements(&table[i]);
+        if (table[i].grad == NULL)
+            continue;
+        status = dtrain_tensor_view(&view, DTRAIN_F32, 1, &elements, table[i].grad);
+        if (status == DTRAIN_OK)
+            status = dtrain_tensor_sum_squares(&part, &view);
+        sum = sum + part;
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    double length = dtrain__train_root(sum);
+    if (norm != NULL)
+        *norm = length;
+    if (max_norm == 0.0f || !dtrain__train_finite(length) || length <= (double)max_norm)
+        return DTRAIN_OK;
+    float factor = dtrain__train_ratio((double)max_norm, length);
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; i < count; i++) {
+        float *grad = (float *)table[i].grad;
+        if (grad != NULL)
+            dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
+    }
+    dtrain__fpmode_restore(mode);
+    return DTRAIN_OK;
+}
+
+static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
+        float *grad = (float *)table[i].grad;
+        if (grad != NULL)
+            dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t count, double weight)
+{
+    if (!dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
+                            weight);
+    return dtrain__params_check_f32(table, count);
+}
+
+static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
+                                                  double *total_weight)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    (void)self;
+    if (status != DTRAIN_OK)
+        return status;
+    *total_weight = weight;
+    dtrain__aggregator_divide(table, count, weight);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_param *table, size_t count,
+                                                       double weight, double *total_weight)
+{
+    dtrain_comm *comm = (dtrain_comm *)self;
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        if (table[i].grad != NULL)
+            status = dtrain_all_reduce(comm, table[i].grad, table[i].grad, dtrain_param_elements(&table[i]), DTRAIN_F32,
+                                       DTRAIN_SUM);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__aggregator_divide(table, count, *total_weight);
+    return status;
+}
+
+DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void)
+{
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL};
+    return aggregator;
+}
+
+DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
+{
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL};
+    return aggregator;
+}
+
+DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator)
+{
+    if (aggregator == NULL)
+        return;
+    if (aggregator->destroy != NULL)
+        aggregator->destroy(aggregator->self);
+    memset(aggregator, 0, sizeof *aggregator);
+}
+
+static dtrain_status dtrain__train_step_check(const dtrain_step_desc *desc)
+{
+    if (desc == NULL || desc->table == NULL || desc->compute == NULL || desc->optimizer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_train_step: table, compute and optimizer are needed, %s is NULL",
+                            desc == NULL            ? "the desc"
+                            : desc->table == NULL   ? "table"
+                            : desc->compute == NULL ? "compute"
+                                                    : "optimizer");
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)
+{
+    dtrain_step_result own = {0.0, 0.0};
+    double weight = 0.0;
+    dtrain_status status = dtrain__train_step_check(desc);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < desc->count; i++) {
+        if (desc->table[i].grad != NULL && dtrain_param_elements(&desc->table[i]) > 0)
+            memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
+    }
+    dtrain_aggregator local = dtrain_aggregator_local();
+    const dtrain_aggregator *aggregator = desc->aggregator != NULL ? desc->aggregator : &local;
+    status = desc->compute(desc->user, &weight);
+    if (status == DTRAIN_OK)
+        status = aggregator->aggregate(aggregator->self, desc->table, desc->count, weight, &own.total_weight);
+    if (status == DTRAIN_OK && own.total_weight > 0.0 && desc->max_norm != 0.0f)
+        status = dtrain_clip_grad_norm(desc->table, desc->count, desc->max_norm, &own.norm);
+    if (status == DTRAIN_OK && own.total_weight > 0.0)
+        status = dtrain_optimizer_step(desc->optimizer, desc->lr);
+    if (result != NULL)
+        *result = own;
+    return status;
+}
+
+#endif
+
+/* ---- >>end ---- */
+#if defined(__GNUC__)
+#pragma GCC diagnostic pop
+#endif
+
+#endif

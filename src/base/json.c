@@ -1,0 +1,566 @@
+/* ---- >>json ----
+ * A strict RFC 8259 reader that pulls one token at a time out of bytes that may be hostile, and a writer into a
+ * bounded buffer. Neither allocates nor recurses; the reader never looks past its length and stays at its first
+ * error. Strings are checked whole (UTF-8, escapes, surrogate pairs) when they are read, wanted or not; texts
+ * carry lengths, because \u0000 is a legal character. Duplicate keys are the caller's to refuse. */
+#ifndef DTRAIN__JSON
+#define DTRAIN__JSON
+#include "base.h"
+
+#include <string.h>
+
+#define DTRAIN__JSON_DEPTH 32
+
+typedef enum dtrain__json_kind {
+    DTRAIN__JSON_ERROR, /* the reader's error and offset say what and where */
+    DTRAIN__JSON_END,   /* the one value is complete and nothing but whitespace follows it */
+    DTRAIN__JSON_NULL,
+    DTRAIN__JSON_FALSE,
+    DTRAIN__JSON_TRUE,
+    DTRAIN__JSON_NUMBER,
+    DTRAIN__JSON_STRING,
+    DTRAIN__JSON_KEY, /* an object's; its value is the next token */
+    DTRAIN__JSON_OBJECT,
+    DTRAIN__JSON_OBJECT_END,
+    DTRAIN__JSON_ARRAY,
+    DTRAIN__JSON_ARRAY_END
+} dtrain__json_kind;
+
+typedef enum dtrain__json_expect {
+    DTRAIN__JSON_WANT_VALUE,
+    DTRAIN__JSON_WANT_VALUE_OR_END, /* after [ */
+    DTRAIN__JSON_WANT_KEY,
+    DTRAIN__JSON_WANT_KEY_OR_END, /* after { */
+    DTRAIN__JSON_WANT_COMMA_OR_END
+} dtrain__json_expect;
+
+typedef struct dtrain__json_reader {
+    const unsigned char *text;
+    size_t length;
+    size_t offset;     /* of the next byte; after an error, of the byte that is wrong */
+    const char *error; /* what is wrong, a phrase; NULL while nothing is */
+    int depth;
+    uint32_t objects; /* bit i: the level i + 1 is an object */
+    dtrain__json_expect expect;
+} dtrain__json_reader;
+
+typedef struct dtrain__json_token {
+    dtrain__json_kind kind;
+    size_t begin, end; /* its bytes in the text, without the quotes of a string */
+} dtrain__json_token;
+
+static void dtrain__json_open(dtrain__json_reader *reader, const void *text, size_t length)
+{
+    memset(reader, 0, sizeof *reader);
+    reader->text = (const unsigned char *)text;
+    reader->length = length;
+    reader->expect = DTRAIN__JSON_WANT_VALUE;
+}
+
+static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
+{
+    reader->offset = offset;
+    reader->error = error;
+    return DTRAIN__JSON_ERROR;
+}
+
+/* The byte at offset, or -1 at the end. */
+static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
+{
+    return offset < reader->length ? reader->text[offset] : -1;
+}
+
+static int dtrain__json_in(int byte, int low, int high)
+{
+    return byte >= low && byte <= high;
+}
+
+/* Returns the bytes of the well-formed UTF-8 sequence that starts text, or 0. Unicode 15, table 3-7. */
+static size_t dtrain__json_utf8(const unsigned char *text, size_t length)
+{
+    int lead = length > 0 ? text[0] : 0xff, low = 0x80, high = 0xbf;
+    size_t bytes = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+    if (lead > 0xf4 || dtrain__json_in(lead, 0x80, 0xc1) || bytes > length)
+        return 0;
+    if (lead == 0xe0)
+        low = 0xa0; /* below: overlong */
+    else if (lead == 0xed)
+        high = 0x9f; /* above: surrogates */
+    else if (lead == 0xf0)
+        low = 0x90;
+    else if (lead == 0xf4)
+        high = 0x8f; /* above: beyond U+10FFFF */
+    for (size_t i = 1; i < bytes; i++) {
+        if (!dtrain__json_in(text[i], low, high))
+            return 0;
+        low = 0x80;
+        high = 0xbf;
+    }
+    return bytes;
+}
+
+/* The value of the four hex digits at offset, or -1. */
+static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offset)
+{
+    int32_t value = 0;
+    if (offset > reader->length || reader->length - offset < 4)
+        return -1;
+    for (size_t i = 0; i < 4; i++) {
+        int byte = reader->text[offset + i];
+        int digit = dtrain__json_in(byte, '0', '9')   ? byte - '0'
+                    : dtrain__json_in(byte, 'a', 'f') ? byte - 'a' + 10
+                    : dtrain__json_in(byte, 'A', 'F') ? byte - 'A' + 10
+                                                      : -1;
+        if (digit < 0)
+            return -1;
+        value = value * 16 + digit;
+    }
+    return value;
+}
+
+/* Decodes the escape whose backslash is at offset into code; returns its bytes in the text, or 0. */
+static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offset, uint32_t *code)
+{
+    static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+    int letter = dtrain__json_peek(reader, offset + 1);
+    if (letter != 'u') {
+        const char *found = letter > 0 ? strchr(letters, letter) : NULL;
+        *code = found != NULL ? (uint32_t)meanings[found - letters] : 0;
+        return found != NULL ? 2 : 0;
+    }
+    int32_t first = dtrain__json_hex4(reader, offset + 2);
+    if (first < 0 || dtrain__json_in(first, 0xdc00, 0xdfff))
+        return 0;
+    *code = (uint32_t)first;
+    if (!dtrain__json_in(first, 0xd800, 0xdbff))
+        return 6;
+    if (dtrain__json_peek(reader, offset + 6) != '\\' || dtrain__json_peek(reader, offset + 7) != 'u')
+        return 0;
+    int32_t second = dtrain__json_hex4(reader, offset + 8);
+    if (!dtrain__json_in(second, 0xdc00, 0xdfff))
+        return 0;
+    *code = 0x10000u + ((uint32_t)(first - 0xd800) << 10) + (uint32_t)(second - 0xdc00);
+    return 12;
+}
+
+/* Reads the string whose opening quote is at the reader's offset. */
+static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t at = reader->offset + 1;
+    token->begin = at;
+    for (;;) {
+        int byte = dtrain__json_peek(reader, at);
+        size_t step = 0;
+        uint32_t code;
+        if (byte < 0)
+            return dtrain__json_bad(reader, at, "the text ends inside a string");
+        if (byte == '"')
+            break;
+        if (byte < 0x20)
+            return dtrain__json_bad(reader, at, "a control character inside a string");
+        step = byte == '\\' ? dtrain__json_escape(reader, at, &code)
+                            : dtrain__json_utf8(reader->text + at, reader->length - at);
+        if (step == 0)
+            return dtrain__json_bad(reader, at, byte == '\\' ? "an escape that JSON does not have" : "not UTF-8");
+        at += step;
+    }
+    token->end = at;
+    reader->offset = at + 1;
+    return DTRAIN__JSON_STRING;
+}
+
+static size_t dtrain__json_digits(const dtrain__json_reader *reader, size_t offset)
+{
+    while (dtrain__json_in(dtrain__json_peek(reader, offset), '0', '9'))
+        offset++;
+    return offset;
+}
+
+static dtrain__json_kind dtrain__json_read_number(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t at = reader->offset, begin;
+    token->begin = at;
+    at += dtrain__json_peek(reader, at) == '-';
+    begin = at;
+    at = dtrain__json_digits(reader, at);
+    if (at == begin)
+        return dtrain__json_bad(reader, at, "a number without digits");
+    if (reader->text[begin] == '0' && at - begin > 1)
+        return dtrain__json_bad(reader, begin, "a number with a leading zero");
+    if (dtrain__json_peek(reader, at) == '.') {
+        begin = at + 1;
+        at = dtrain__json_digits(reader, begin);
+        if (at == begin)
+            return dtrain__json_bad(reader, at, "a fraction without digits");
+    }
+    if (dtrain__json_peek(reader, at) == 'e' || dtrain__json_peek(reader, at) == 'E') {
+        int sign = dtrain__json_peek(reader, at + 1);
+        begin = at + 1 + (sign == '+' || sign == '-');
+        at = dtrain__json_digits(reader, begin);
+        if (at == begin)
+            return dtrain__json_bad(reader, at, "an exponent without digits");
+    }
+    token->end = reader->offset = at;
+    return DTRAIN__JSON_NUMBER;
+}
+
+static dtrain__json_kind dtrain__json_read_word(dtrain__json_reader *reader, dtrain__json_token *token,
+                                                const char *word, dtrain__json_kind kind)
+{
+    size_t bytes = strlen(word);
+    token->begin = reader->offset;
+    if (reader->length - reader->offset < bytes || memcmp(reader->text + reader->offset, word, bytes) != 0)
+        return dtrain__json_bad(reader, reader->offset, "a word that JSON does not have");
+    token->end = reader->offset += bytes;
+    return kind;
+}
+
+static dtrain__json_kind dtrain__json_enter(dtrain__json_reader *reader, int is_object)
+{
+    if (reader->depth == DTRAIN__JSON_DEPTH)
+        return dtrain__json_bad(reader, reader->offset, "nested deeper than 32 levels");
+    uint32_t bit = (uint32_t)1 << reader->depth++;
+    reader->objects = is_object ? reader->objects | bit : reader->objects & ~bit;
+    reader->expect = is_object ? DTRAIN__JSON_WANT_KEY_OR_END : DTRAIN__JSON_WANT_VALUE_OR_END;
+    reader->offset++;
+    return is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY;
+}
+
+static int dtrain__json_inside_object(const dtrain__json_reader *reader)
+{
+    return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
+}
+
+static void dtrain__json_space(dtrain__json_reader *reader)
+{
+    for (;;) {
+        int byte = dtrain__json_peek(reader, reader->offset);
+        if (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r')
+            return;
+        reader->offset++;
+    }
+}
+
+static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    int byte = dtrain__json_peek(reader, reader->offset);
+    reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
+    if (byte == '{' || byte == '[')
+        return dtrain__json_enter(reader, byte == '{');
+    if (byte == '"')
+        return dtrain__json_read_string(reader, token);
+    if (byte == '-' || dtrain__json_in(byte, '0', '9'))
+        return dtrain__json_read_number(reader, token);
+    if (byte == 'n')
+        return dtrain__json_read_word(reader, token, "null", DTRAIN__JSON_NULL);
+    if (byte == 't')
+        return dtrain__json_read_word(reader, token, "true", DTRAIN__JSON_TRUE);
+    if (byte == 'f')
+        return dtrain__json_read_word(reader, token, "false", DTRAIN__JSON_FALSE);
+    return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
+}
+
+static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    if (dtrain__json_peek(reader, reader->offset) != '"')
+        return dtrain__json_bad(reader, reader->offset, "a key was expected");
+    if (dtrain__json_read_string(reader, token) == DTRAIN__JSON_ERROR)
+        return DTRAIN__JSON_ERROR;
+    dtrain__json_space(reader);
+    if (dtrain__json_peek(reader, reader->offset) != ':')
+        return dtrain__json_bad(reader, reader->offset, "a colon was expected after a key");
+    reader->offset++;
+    reader->expect = DTRAIN__JSON_WANT_VALUE;
+    return DTRAIN__JSON_KEY;
+}
+
+/* The next token, its position included, with nothing checked but what precedes it. */
+static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    int in_object = dtrain__json_inside_object(reader);
+    int after_value = reader->expect == DTRAIN__JSON_WANT_COMMA_OR_END;
+    dtrain__json_space(reader);
+    int byte = dtrain__json_peek(reader, reader->offset);
+    token->begin = token->end = reader->offset;
+    if (after_value && reader->depth == 0)
+        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, reader->offset, "more text after the value");
+    if (byte == (in_object ? '}' : ']') && reader->expect != DTRAIN__JSON_WANT_VALUE &&
+        reader->expect != DTRAIN__JSON_WANT_KEY) {
+        reader->depth--;
+        reader->offset++;
+        reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
+        return in_object ? DTRAIN__JSON_OBJECT_END : DTRAIN__JSON_ARRAY_END;
+    }
+    if (after_value) {
+        if (byte != ',')
+            return dtrain__json_bad(reader, reader->offset, "a comma or the end of the list was expected");
+        reader->offset++;
+        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
+        dtrain__json_space(reader);
+        token->begin = token->end = reader->offset;
+    }
+    if (reader->expect == DTRAIN__JSON_WANT_KEY || reader->expect == DTRAIN__JSON_WANT_KEY_OR_END)
+        return dtrain__json_read_key(reader, token);
+    return dtrain__json_read_value(reader, token);
+}
+
+/* Reads the next token. ERROR and END are given again when asked again. */
+static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    token->begin = token->end = reader->offset;
+    token->kind = reader->error != NULL ? DTRAIN__JSON_ERROR : dtrain__json_read(reader, token);
+    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY)
+        token->end = reader->offset;
+    return token->kind;
+}
+
+/* Reads to the end of the value that token begins; returns 0 on an error. */
+static int dtrain__json_skip(dtrain__json_reader *reader, const dtrain__json_token *token)
+{
+    dtrain__json_token inner;
+    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY) {
+        int outside = reader->depth - 1;
+        while (reader->depth > outside)
+            if (dtrain__json_next(reader, &inner) == DTRAIN__JSON_ERROR)
+                return 0;
+    }
+    return reader->error == NULL;
+}
+
+static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
+{
+    size_t bytes = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (size_t i = bytes; i-- > 1; code >>= 6)
+        out[i] = (unsigned char)(0x80 | (code & 0x3f));
+    out[0] = (unsigned char)(lead[bytes] | code);
+    return bytes;
+}
+
+/* Unescapes a STRING or KEY into out, without a terminator; returns the bytes it has or would need. Nothing is
+ * written past capacity; a result above it means that out holds a part. */
+static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
+                                  size_t capacity)
+{
+    size_t written = 0;
+    for (size_t at = token->begin; at < token->end;) {
+        unsigned char piece[4] = {reader->text[at], 0, 0, 0};
+        size_t bytes = 1, step = 1;
+        if (piece[0] == '\\') {
+            uint32_t code = 0;
+            step = dtrain__json_escape(reader, at, &code);
+            bytes = dtrain__json_encode(code, piece);
+        }
+        if (written <= capacity && bytes <= capacity - written)
+            memcpy((unsigned char *)out + written, piece, bytes);
+        written += bytes;
+        at += step;
+    }
+    return written;
+}
+
+/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
+static int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+{
+    unsigned char have[64];
+    size_t bytes = strlen(text);
+    return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
+           memcmp(have, text, bytes) == 0;
+}
+
+/* Gives a NUMBER that is 0 or [1-9][0-9]* up to 2^64 - 1, exactly; returns 0 for any other token. */
+static int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
+{
+    *value = 0;
+    if (token->kind != DTRAIN__JSON_NUMBER)
+        return 0;
+    for (size_t at = token->begin; at < token->end; at++) {
+        int byte = reader->text[at];
+        uint64_t digit = (uint64_t)(byte - '0');
+        if (!dtrain__json_in(byte, '0', '9') || *value > (UINT64_MAX - digit) / 10)
+            return 0;
+        *value = *value * 10 + digit;
+    }
+    return 1;
+}
+
+/* Writes compact JSON. A call out of place (a value without its key, an end without its begin, more than 32
+ * levels), a text that is not UTF-8 or a number that is not finite breaks the writer for good. */
+typedef struct dtrain__json_writer {
+    unsigned char *out; /* may be NULL when capacity is 0: then it counts */
+    size_t capacity;
+    size_t bytes; /* what the text has or would need; what is beyond capacity is not written */
+    int broken;
+    int depth;
+    uint32_t objects, filled; /* bit i: the level i + 1 is an object; holds something already */
+    int after_key, complete;
+} dtrain__json_writer;
+
+static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, size_t capacity)
+{
+    memset(writer, 0, sizeof *writer);
+    writer->out = (unsigned char *)out;
+    writer->capacity = capacity;
+}
+
+/* Returns whether the text is one whole value and fits; its length is writer->bytes, without a terminator. */
+static int dtrain__json_write_finish(const dtrain__json_writer *writer)
+{
+    return !writer->broken && writer->complete && writer->bytes <= writer->capacity;
+}
+
+static void dtrain__json_put(dtrain__json_writer *writer, const void *text, size_t bytes)
+{
+    if (writer->bytes <= writer->capacity && bytes > 0) {
+        size_t room = writer->capacity - writer->bytes;
+        if (room > 0)
+            memcpy(writer->out + writer->bytes, text, bytes < room ? bytes : room);
+    }
+    writer->bytes = bytes <= SIZE_MAX - writer->bytes ? writer->bytes + bytes : SIZE_MAX;
+}
+
+/* Puts the comma that a key, a value or nothing needs here, and checks that it may stand here. */
+static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
+{
+    uint32_t bit = writer->depth > 0 ? (uint32_t)1 << (writer->depth - 1) : 0;
+    int in_object = (writer->objects & bit) != 0;
+    if (writer->complete || (is_key ? !in_object || writer->after_key : in_object && !writer->after_key))
+        writer->broken = 1;
+    if (writer->broken)
+        return 0;
+    if ((writer->filled & bit) != 0 && !writer->after_key)
+        dtrain__json_put(writer, ",", 1);
+    writer->filled |= bit;
+    writer->after_key = is_key;
+    writer->complete = writer->depth == 0;
+    return 1;
+}
+
+/* Opens an object or an array. */
+static void dtrain__json_begin(dtrain__json_writer *writer, int is_object)
+{
+    if (writer->depth == DTRAIN__JSON_DEPTH)
+        writer->broken = 1;
+    if (!dtrain__json_place(writer, 0))
+        return;
+    uint32_t bit = (uint32_t)1 << writer->depth++;
+    writer->objects = is_object ? writer->objects | bit : writer->objects & ~bit;
+    writer->filled &= ~bit;
+    writer->complete = 0;
+    dtrain__json_put(writer, is_object ? "{" : "[", 1);
+}
+
+static void dtrain__json_end(dtrain__json_writer *writer)
+{
+    if (writer->depth == 0 || writer->after_key)
+        writer->broken = 1;
+    if (writer->broken)
+        return;
+    int in_object = (writer->objects >> --writer->depth & 1) != 0;
+    dtrain__json_put(writer, in_object ? "}" : "]", 1);
+    writer->complete = writer->depth == 0;
+}
+
+/* Escapes only " \ and what is below 0x20, as the safetensors writer does. */
+static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *text, size_t length)
+{
+    static const char letters[] = "btn?fr", digits[] = "0123456789abcdef";
+    const unsigned char *next = (const unsigned char *)text;
+    size_t step = 0;
+    dtrain__json_put(writer, "\"", 1);
+    for (size_t at = 0; at < length; at += step) {
+        char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
+        step = dtrain__json_utf8(next + at, length - at);
+        if (step == 0) {
+            writer->broken = 1;
+            return;
+        }
+        int byte = next[at];
+        int letter = byte == '"' || byte == '\\' ? byte : dtrain__json_in(byte, 8, 13) ? letters[byte - 8] : '?';
+        if (byte >= 0x20 && byte != '"' && byte != '\\') {
+            dtrain__json_put(writer, next + at, step);
+            continue;
+        }
+        escape[1] = letter == '?' ? 'u' : (char)letter;
+        escape[4] = digits[byte >> 4 & 15];
+        escape[5] = digits[byte & 15];
+        dtrain__json_put(writer, escape, letter == '?' ? 6 : 2);
+    }
+    dtrain__json_put(writer, "\"", 1);
+}
+
+static void dtrain__json_write_key(dtrain__json_writer *writer, const void *text, size_t length)
+{
+    if (!dtrain__json_place(writer, 1))
+        return;
+    dtrain__json_put_quoted(writer, text, length);
+    dtrain__json_put(writer, ":", 1);
+}
+
+static void dtrain__json_write_string(dtrain__json_writer *writer, const void *text, size_t length)
+{
+    if (dtrain__json_place(writer, 0))
+        dtrain__json_put_quoted(writer, text, length);
+}
+
+static void dtrain__json_write_word(dtrain__json_writer *writer, const char *word)
+{
+    if (dtrain__json_place(writer, 0))
+        dtrain__json_put(writer, word, strlen(word));
+}
+
+static void dtrain__json_write_u64(dtrain__json_writer *writer, uint64_t value)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)value);
+    dtrain__json_write_word(writer, text);
+}
+
+static void dtrain__json_write_i64(dtrain__json_writer *writer, int64_t value)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%lld", (long long)value);
+    dtrain__json_write_word(writer, text);
+}
+
+/* Writes the fewest digits that read back as the same bits. The locale's decimal point, one byte or more, becomes
+ * a full stop; that a value is finite is asked of its bits, since fast-math takes it for granted. */
+static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
+{
+    char text[48];
+    uint64_t bits, again_bits;
+    size_t from, to = 0;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits >> 52 & 0x7ff) == 0x7ff) {
+        writer->broken = 1;
+        return;
+    }
+    for (int digits = 1; digits <= 17; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, value);
+        double again = strtod(text, NULL);
+        memcpy(&again_bits, &again, sizeof again_bits);
+        if (again_bits == bits)
+            break;
+    }
+    for (from = 0; text[from] != '\0'; from++) {
+        int plain = dtrain__json_in(text[from], '0', '9') || (text[from] != '\0' && strchr("+-e", text[from]) != NULL);
+        if (plain)
+            text[to++] = text[from];
+        else if (to == 0 || text[to - 1] != '.')
+            text[to++] = '.';
+    }
+    text[to] = '\0';
+    dtrain__json_write_word(writer, text);
+}
+
+static void dtrain__json_write_bool(dtrain__json_writer *writer, int value)
+{
+    dtrain__json_write_word(writer, value ? "true" : "false");
+}
+
+static void dtrain__json_write_null(dtrain__json_writer *writer)
+{
+    dtrain__json_write_word(writer, "null");
+}
+
+#endif
