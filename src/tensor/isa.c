@@ -147,7 +147,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
  * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
  * `zero` is 0, read from dtrain__opaque_zero once a kernel. */
-static volatile uint32_t dtrain__opaque_zero;
+static volatile uint32_t dtrain__opaque_zero __attribute__((unused));
 
 DTRAIN__INLINE float dtrain__rounded_f32(float x, uint32_t zero)
 {
