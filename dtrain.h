@@ -2295,6 +2295,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 /* Says that iterations do not depend on each other, though the buffers may be the same. */
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and need no warning each */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
@@ -3305,9 +3306,11 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
     float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
     dtrain__gemm_shape shape = dtrain__gemm_choose();
     size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+    if (m == 0 || n == 0)
+        return;
     if (alpha == 0)
         k = 0;
-    for (size_t i = 0; i < m && n > 0; i++) {
+    for (size_t i = 0; i < m; i++) {
         if (beta == 0 && k == 0)
             memset(c + i * ldc, 0, n * sizeof(float));
         else if (beta != 0 && beta != 1)

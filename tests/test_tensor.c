@@ -480,15 +480,20 @@ TEST(a_thousand_and_twenty_four_inputs_fit_the_stack)
 
 /* ---- the matrix product ---- */
 
-static float mat_a[300 * 330], mat_b[300 * 330], mat_c[300 * 330], mat_before[300 * 330];
+#define MATRIX_ROOM (300 * 330)
+static float a_memory[MATRIX_ROOM], b_memory[MATRIX_ROOM], mat_c[MATRIX_ROOM], mat_before[MATRIX_ROOM];
+
+/* The operands end where their memory ends, so that a sanitizer sees a row or column read too many. */
 
 static int product_wrong(int ta, int tb, size_t m, size_t n, size_t k, float alpha, float beta, size_t pad)
 {
     size_t lda = (ta ? m : k) + pad, ldb = (tb ? k : n) + pad, ldc = n + pad;
+    const float *mat_a = a_memory + MATRIX_ROOM - (((ta ? k : m) - 1) * lda + (ta ? m : k));
+    const float *mat_b = b_memory + MATRIX_ROOM - (((tb ? n : k) - 1) * ldb + (tb ? k : n));
     int wrong = 0;
-    for (size_t i = 0; i < sizeof mat_a / sizeof mat_a[0]; i++) {
-        mat_a[i] = (float)uniform();
-        mat_b[i] = (float)uniform();
+    for (size_t i = 0; i < MATRIX_ROOM; i++) {
+        a_memory[i] = (float)uniform();
+        b_memory[i] = (float)uniform();
         mat_before[i] = mat_c[i] = beta == 0 && i % ldc < n && i / ldc < m ? NAN : (float)uniform();
     }
     dtrain_sgemm(ta, tb, m, n, k, alpha, mat_a, lda, mat_b, ldb, beta, mat_c, ldc);
@@ -536,8 +541,8 @@ TEST(products_of_nothing_scale_or_clear_c)
     CHECK(c[1] == 2 && c[2] == 4 && c[3] == 6);
     dtrain_sgemm(0, 0, 1, 1, 1, 0, a, 1, a, 1, 1, c + 1, 1);
     CHECK(c[1] == 2);
-    dtrain_sgemm(0, 0, 0, 3, 2, 1, NULL, 2, a, 0, 0, c, 3);
-    dtrain_sgemm(0, 0, 3, 0, 2, 1, a, 0, NULL, 0, 0, c, 0);
+    dtrain_sgemm(0, 0, 0, 3, 2, 1, NULL, 2, NULL, 3, 0, c, 3);
+    dtrain_sgemm(0, 0, 3, 0, 2, 1, NULL, 2, NULL, 0, 0, c, 0);
     CHECK(c[0] == 0 && c[1] == 2);
 }
 

@@ -104,6 +104,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 /* Says that iterations do not depend on each other, though the buffers may be the same. */
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and need no warning each */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
