@@ -360,6 +360,7 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
  *
  *   m, n, k      op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
  *   lda, ldb, ldc   elements from one row to the next, as stored
+ *   alpha        0 leaves a and b unread
  *   beta         0 overwrites c without reading it
  *   override     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), defined
  *                before the implementation, takes the place of the built-in product
@@ -2208,6 +2209,7 @@ enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_A
 static int dtrain__isa_widest(void)
 {
 #if defined(DTRAIN__X86)
+    __builtin_cpu_init(); /* the first call may come from a program's constructor */
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return DTRAIN__ISA_AVX512;
@@ -2293,6 +2295,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 /* Says that iterations do not depend on each other, though the buffers may be the same. */
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and need no warning each */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
@@ -2336,7 +2339,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
  * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
  * `zero` is 0, read from dtrain__opaque_zero once a kernel. */
-static volatile uint32_t dtrain__opaque_zero;
+static volatile uint32_t dtrain__opaque_zero __attribute__((unused));
 
 DTRAIN__INLINE float dtrain__rounded_f32(float x, uint32_t zero)
 {
@@ -2422,7 +2425,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
             *dtype = (dtrain_dtype)i;
             return DTRAIN_OK;
         }
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" is not the name of a dtype; see R13 of the format",
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
                         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
@@ -2700,29 +2703,29 @@ static int dtrain__fold_left(int n)
 DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
-#define DTRAIN__PAIR(name, type, expression)                                             \
-    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)         \
-    {                                                                                    \
-        type *a = (type *)left;                                                          \
-        const type *b = (const type *)right;                                             \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;        \
-    }                                                                                    \
+#define DTRAIN__PAIR(name, type, expression)                                      \
+    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)  \
+    {                                                                             \
+        type *a = (type *)left;                                                   \
+        const type *b = (const type *)right;                                      \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression; \
+    }                                                                             \
     DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
-#define DTRAIN__PAIR_INT(name, type, expression)                                         \
-    static void name(void *left, const void *right, size_t count)                        \
-    {                                                                                    \
-        type *a = (type *)left;                                                          \
-        const type *b = (const type *)right;                                             \
+#define DTRAIN__PAIR_INT(name, type, expression)                                          \
+    static void name(void *left, const void *right, size_t count)                         \
+    {                                                                                     \
+        type *a = (type *)left;                                                           \
+        const type *b = (const type *)right;                                              \
         DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression); \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
 #define DTRAIN__BITS_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__BITS_PICK(type, top, infinity, relation)                                                   \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i]                                         \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i]                                         \
+#define DTRAIN__BITS_PICK(type, top, infinity, relation)           \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i] \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i] \
      : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i] : b[i])
 
 DTRAIN__PAIR(dtrain__sum_f32, dtrain__f32, a[i] + b[i])
@@ -2753,82 +2756,83 @@ DTRAIN__PAIR_INT(dtrain__max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 /* x[i] = x[i] / divisor */
-#define DTRAIN__DIVIDE(name, type)                                                          \
-    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)               \
-    {                                                                                       \
-        type *x = (type *)data;                                                             \
-        type by = (type)divisor;                                                            \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;            \
-    }                                                                                       \
+#define DTRAIN__DIVIDE(name, type)                                               \
+    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)    \
+    {                                                                            \
+        type *x = (type *)data;                                                  \
+        type by = (type)divisor;                                                 \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by; \
+    }                                                                            \
     DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
 
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
 DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
-#define DTRAIN__DIRECT(name, type)                                                                            \
-    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t count,      \
-                                    double divisor, int mean)                                                 \
-    {                                                                                                         \
-        const type *x0 = (const type *)in[0], *x1 = (const type *)in[n > 1 ? 1 : 0];                          \
-        const type *x2 = (const type *)in[n > 2 ? 2 : 0], *x3 = (const type *)in[n > 2 ? 3 : 0];              \
-        const type *x4 = (const type *)in[n > 4 ? 4 : 0], *x5 = (const type *)in[n > 4 ? 5 : 0];              \
-        const type *x6 = (const type *)in[n > 4 ? 6 : 0], *x7 = (const type *)in[n > 4 ? 7 : 0];              \
-        type *y0 = (type *)out[0], *y1 = (type *)out[m > 1 ? 1 : 0];                                          \
-        type *y2 = (type *)out[m > 2 ? 2 : 0], *y3 = (type *)out[m > 2 ? 3 : 0];                              \
-        type *y4 = (type *)out[m > 4 ? 4 : 0], *y5 = (type *)out[m > 4 ? 5 : 0];                              \
-        type *y6 = (type *)out[m > 4 ? 6 : 0], *y7 = (type *)out[m > 4 ? 7 : 0];                              \
-        type by = (type)divisor;                                                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                \
-        {                                                                                                     \
-            type s = x0[i];                                                                                   \
-            if (n > 1)                                                                                        \
-                s = s + x1[i];                                                                                \
-            if (n > 2)                                                                                        \
-                s = s + (x2[i] + x3[i]);                                                                      \
-            if (n > 4)                                                                                        \
-                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                  \
-            if (mean)                                                                                         \
-                s = s / by;                                                                                   \
-            y0[i] = s;                                                                                        \
-            if (m > 1)                                                                                        \
-                y1[i] = s;                                                                                    \
-            if (m > 2) {                                                                                      \
-                y2[i] = s;                                                                                    \
-                y3[i] = s;                                                                                    \
-            }                                                                                                 \
-            if (m > 4) {                                                                                      \
-                y4[i] = s;                                                                                    \
-                y5[i] = s;                                                                                    \
-                y6[i] = s;                                                                                    \
-                y7[i] = s;                                                                                    \
-            }                                                                                                 \
-        }                                                                                                     \
-    }                                                                                                         \
-    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t count,      \
-                                    double divisor, int mean)                                                 \
-    {                                                                                                         \
-        int copies = m == n;                                                                                  \
-        if (n == 2 && copies && !mean)                                                                        \
-            name##_loop(in, 2, out, 2, count, divisor, 0);                                                    \
-        else if (n == 2 && copies)                                                                            \
-            name##_loop(in, 2, out, 2, count, divisor, 1);                                                    \
-        else if (n == 2)                                                                                      \
-            name##_loop(in, 2, out, 1, count, divisor, mean);                                                 \
-        else if (n == 4 && copies && !mean)                                                                   \
-            name##_loop(in, 4, out, 4, count, divisor, 0);                                                    \
-        else if (n == 4 && copies)                                                                            \
-            name##_loop(in, 4, out, 4, count, divisor, 1);                                                    \
-        else if (n == 4)                                                                                      \
-            name##_loop(in, 4, out, 1, count, divisor, mean);                                                 \
-        else if (copies)                                                                                      \
-            name##_loop(in, 8, out, 8, count, divisor, mean);                                                 \
-        else                                                                                                  \
-            name##_loop(in, 8, out, 1, count, divisor, mean);                                                 \
-    }                                                                                                         \
-    DTRAIN__KERNEL(name,                                                                                      \
-                   (const void *const *in, int n, void *const *out, int m, size_t count, double divisor, int mean), \
-                   (in, n, out, m, count, divisor, mean))
+#define DTRAIN__DIRECT(name, type)                                                                                     \
+    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin,               \
+                                    size_t count, double divisor, int mean)                                            \
+    {                                                                                                                  \
+        const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin;                   \
+        const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin;       \
+        const type *x4 = (const type *)in[n > 4 ? 4 : 0] + begin, *x5 = (const type *)in[n > 4 ? 5 : 0] + begin;       \
+        const type *x6 = (const type *)in[n > 4 ? 6 : 0] + begin, *x7 = (const type *)in[n > 4 ? 7 : 0] + begin;       \
+        type *y0 = (type *)out[0] + begin, *y1 = (type *)out[m > 1 ? 1 : 0] + begin;                                   \
+        type *y2 = (type *)out[m > 2 ? 2 : 0] + begin, *y3 = (type *)out[m > 2 ? 3 : 0] + begin;                       \
+        type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
+        type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
+        type by = (type)divisor;                                                                                       \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
+        {                                                                                                              \
+            type s = x0[i];                                                                                            \
+            if (n > 1)                                                                                                 \
+                s = s + x1[i];                                                                                         \
+            if (n > 2)                                                                                                 \
+                s = s + (x2[i] + x3[i]);                                                                               \
+            if (n > 4)                                                                                                 \
+                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                           \
+            if (mean)                                                                                                  \
+                s = s / by;                                                                                            \
+            y0[i] = s;                                                                                                 \
+            if (m > 1)                                                                                                 \
+                y1[i] = s;                                                                                             \
+            if (m > 2) {                                                                                               \
+                y2[i] = s;                                                                                             \
+                y3[i] = s;                                                                                             \
+            }                                                                                                          \
+            if (m > 4) {                                                                                               \
+                y4[i] = s;                                                                                             \
+                y5[i] = s;                                                                                             \
+                y6[i] = s;                                                                                             \
+                y7[i] = s;                                                                                             \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin,               \
+                                    size_t count, double divisor, int mean)                                            \
+    {                                                                                                                  \
+        int copies = m == n;                                                                                           \
+        if (n == 2 && copies && !mean)                                                                                 \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 0);                                                      \
+        else if (n == 2 && copies)                                                                                     \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 1);                                                      \
+        else if (n == 2)                                                                                               \
+            name##_loop(in, 2, out, 1, begin, count, divisor, mean);                                                   \
+        else if (n == 4 && copies && !mean)                                                                            \
+            name##_loop(in, 4, out, 4, begin, count, divisor, 0);                                                      \
+        else if (n == 4 && copies)                                                                                     \
+            name##_loop(in, 4, out, 4, begin, count, divisor, 1);                                                      \
+        else if (n == 4)                                                                                               \
+            name##_loop(in, 4, out, 1, begin, count, divisor, mean);                                                   \
+        else if (copies)                                                                                               \
+            name##_loop(in, 8, out, 8, begin, count, divisor, mean);                                                   \
+        else                                                                                                           \
+            name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name,                                                                                               \
+                   (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, \
+                    int mean),                                                                                         \
+                   (in, n, out, m, begin, count, divisor, mean))
 
 DTRAIN__DIRECT(dtrain__direct_f32, dtrain__f32)
 DTRAIN__DIRECT(dtrain__direct_f64, dtrain__f64)
@@ -2950,11 +2954,11 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
 {
     uint64_t mode = dtrain__fpmode_enter();
     int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
-    direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN) && begin == 0;
+    direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
     if (direct && dtype == DTRAIN_F32)
-        dtrain__direct_f32(in, n, out, m, count, divisor, mean);
+        dtrain__direct_f32(in, n, out, m, begin, count, divisor, mean);
     else if (direct && dtype == DTRAIN_F64)
-        dtrain__direct_f64(in, n, out, m, count, divisor, mean);
+        dtrain__direct_f64(in, n, out, m, begin, count, divisor, mean);
     else
         dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
     dtrain__fpmode_restore(mode);
@@ -3089,18 +3093,25 @@ static void dtrain__vector(dtrain__vector_op op, dtrain_dtype dtype, void *y, do
 
 /* ---- >>gemm ----
  * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
- * set multiplies a few rows of op(a), read where they lie, by a packed panel in registers. Each element of c
- * is a sum over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction
+ * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
+ * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction
  * set alone. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
 
 #define DTRAIN__GEMM_KC 256
 #define DTRAIN__GEMM_NC 256
+#define DTRAIN__GEMM_MC 16 /* rows of a transposed a packed together: those of one cache line */
 
 /* c[rows][columns] (+)= a[rows][k] x panel[k][width]: rows and columns up to the kernel's own tile. */
 typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
                                     float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
+
+/* A kernel and the tile of c that it makes; width divides DTRAIN__GEMM_NC, rows are at most DTRAIN__GEMM_MC. */
+typedef struct dtrain__gemm_shape {
+    dtrain__gemm_kernel kernel;
+    size_t rows, width;
+} dtrain__gemm_shape;
 
 #define DTRAIN__GEMM_PARAMETERS                                                                                 \
     size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
@@ -3162,7 +3173,6 @@ DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m2
 
 /* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
 typedef float dtrain__f32x4 __attribute__((vector_size(16)));
-typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__f32x4 dtrain__x4_zero(void)
 {
@@ -3193,22 +3203,28 @@ DTRAIN__INLINE dtrain__f32x4 dtrain__x4_add(dtrain__f32x4 a, dtrain__f32x4 b)
     return a + b;
 }
 
-/* Two roundings: this kernel's bits are those of processors without a fused product. */
+/* Two roundings, as on processors without a fused product; NEON always has one. */
 DTRAIN__INLINE dtrain__f32x4 dtrain__x4_fma(dtrain__f32x4 a, dtrain__f32x4 b, dtrain__f32x4 c)
 {
+#if defined(__aarch64__)
+    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    return c;
+#else
     dtrain__f32x4 product = a * b;
-#if defined(__clang__) && defined(__FAST_MATH__)
-    dtrain__u32x4 bits;
-    uint32_t zero = dtrain__opaque_zero;
-    memcpy(&bits, &product, sizeof bits);
-    dtrain__u32x4 zeros = {zero, zero, zero, zero};
-    bits ^= zeros;
-    memcpy(&product, &bits, sizeof bits);
+#if defined(__clang__) && defined(DTRAIN__X86)
+    __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
 #endif
     return product + c;
+#endif
 }
 
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, 4, 2, dtrain__x4_zero, dtrain__x4_set, dtrain__x4_load,
+/* 8 accumulators and their operands fill the 16 registers of SSE2, 16 half the 32 of NEON. */
+#if defined(__aarch64__)
+#define DTRAIN__GEMM_BASE_ROWS 8
+#else
+#define DTRAIN__GEMM_BASE_ROWS 4
+#endif
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4_zero, dtrain__x4_set, dtrain__x4_load,
                     dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
 
 DTRAIN__EXACT_END
@@ -3235,27 +3251,71 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
     }
 }
 
+/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a, whose rows lie a page or so apart: row i of column p to
+ * pack[p * DTRAIN__GEMM_MC + i]. */
+static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t k, float *pack)
+{
+    if (rows == DTRAIN__GEMM_MC) /* a constant size is two or four moves, not a call */
+        for (size_t p = 0; p < k; p++)
+            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, DTRAIN__GEMM_MC * sizeof(float));
+    else
+        for (size_t p = 0; p < k; p++)
+            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
+}
+
+/* c (+)= op(a) x the packed nc columns of op(b). */
+static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
+                               size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
+{
+    float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
+    int packs = transpose_a && nc > 2 * shape->width; /* fewer panels than that read a too seldom to repay it */
+    size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
+    size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
+    for (size_t low = 0; low < m; low += group) {
+        size_t high = m - low < group ? m : low + group;
+        const float *rows = a + low * (transpose_a ? 1 : lda);
+        if (packs) {
+            dtrain__gemm_pack_a(rows, lda, high - low, kc, pack_a);
+            rows = pack_a;
+        }
+        for (size_t i = low; i < high; i += shape->rows)
+            for (size_t j = 0; j < nc; j += shape->width)
+                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc,
+                              high - i < shape->rows ? high - i : shape->rows,
+                              nc - j < shape->width ? nc - j : shape->width, accumulate);
+    }
+}
+
+static dtrain__gemm_shape dtrain__gemm_choose(void)
+{
+    dtrain__gemm_shape shape = {dtrain__gemm_base, DTRAIN__GEMM_BASE_ROWS, 8};
+#if defined(DTRAIN__X86)
+    int isa = dtrain__isa();
+    if (isa == DTRAIN__ISA_AVX512) {
+        shape.kernel = dtrain__gemm_avx512;
+        shape.rows = 8;
+        shape.width = 32;
+    } else if (isa == DTRAIN__ISA_AVX2) {
+        shape.kernel = dtrain__gemm_avx2;
+        shape.rows = 6;
+        shape.width = 16;
+    }
+#endif
+    return shape;
+}
+
 static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
                                  const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c,
                                  size_t ldc)
 {
     float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
-    dtrain__gemm_kernel kernel = dtrain__gemm_base;
-    size_t rows = 4, width = 8, a_row = transpose_a ? 1 : lda, a_column = transpose_a ? lda : 1;
+    dtrain__gemm_shape shape = dtrain__gemm_choose();
     size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
-#if defined(DTRAIN__X86)
-    int isa = dtrain__isa();
-    if (isa == DTRAIN__ISA_AVX512) {
-        kernel = dtrain__gemm_avx512;
-        rows = 8;
-        width = 32;
-    } else if (isa == DTRAIN__ISA_AVX2) {
-        kernel = dtrain__gemm_avx2;
-        rows = 6;
-        width = 16;
-    }
-#endif
-    for (size_t i = 0; i < m && n > 0; i++) {
+    if (m == 0 || n == 0)
+        return;
+    if (alpha == 0)
+        k = 0;
+    for (size_t i = 0; i < m; i++) {
         if (beta == 0 && k == 0)
             memset(c + i * ldc, 0, n * sizeof(float));
         else if (beta != 0 && beta != 1)
@@ -3265,11 +3325,9 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
         for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
             size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
-            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, width, alpha, pack);
-            for (size_t i = 0; i < m; i += rows)
-                for (size_t j = 0; j < nc; j += width)
-                    kernel(kc, a + i * a_row + pc * a_column, a_row, a_column, pack + j * kc, c + i * ldc + jc + j, ldc,
-                           m - i < rows ? m - i : rows, nc - j < width ? nc - j : width, beta != 0 || pc > 0);
+            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
+            dtrain__gemm_block(&shape, a + pc * (transpose_a ? lda : 1), lda, transpose_a, m, nc, kc, pack, c + jc, ldc,
+                               beta != 0 || pc > 0);
         }
     }
 }

@@ -43,7 +43,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
             *dtype = (dtrain_dtype)i;
             return DTRAIN_OK;
         }
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" is not the name of a dtype; see R13 of the format",
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
                         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 

@@ -49,29 +49,29 @@ static int dtrain__fold_left(int n)
 DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
-#define DTRAIN__PAIR(name, type, expression)                                             \
-    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)         \
-    {                                                                                    \
-        type *a = (type *)left;                                                          \
-        const type *b = (const type *)right;                                             \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;        \
-    }                                                                                    \
+#define DTRAIN__PAIR(name, type, expression)                                      \
+    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)  \
+    {                                                                             \
+        type *a = (type *)left;                                                   \
+        const type *b = (const type *)right;                                      \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression; \
+    }                                                                             \
     DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
-#define DTRAIN__PAIR_INT(name, type, expression)                                         \
-    static void name(void *left, const void *right, size_t count)                        \
-    {                                                                                    \
-        type *a = (type *)left;                                                          \
-        const type *b = (const type *)right;                                             \
+#define DTRAIN__PAIR_INT(name, type, expression)                                          \
+    static void name(void *left, const void *right, size_t count)                         \
+    {                                                                                     \
+        type *a = (type *)left;                                                           \
+        const type *b = (const type *)right;                                              \
         DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression); \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
 #define DTRAIN__BITS_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__BITS_PICK(type, top, infinity, relation)                                                   \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i]                                         \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i]                                         \
+#define DTRAIN__BITS_PICK(type, top, infinity, relation)           \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i] \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i] \
      : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i] : b[i])
 
 DTRAIN__PAIR(dtrain__sum_f32, dtrain__f32, a[i] + b[i])
@@ -102,82 +102,83 @@ DTRAIN__PAIR_INT(dtrain__max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 /* x[i] = x[i] / divisor */
-#define DTRAIN__DIVIDE(name, type)                                                          \
-    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)               \
-    {                                                                                       \
-        type *x = (type *)data;                                                             \
-        type by = (type)divisor;                                                            \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;            \
-    }                                                                                       \
+#define DTRAIN__DIVIDE(name, type)                                               \
+    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)    \
+    {                                                                            \
+        type *x = (type *)data;                                                  \
+        type by = (type)divisor;                                                 \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by; \
+    }                                                                            \
     DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
 
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
 DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
-#define DTRAIN__DIRECT(name, type)                                                                            \
-    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t count,      \
-                                    double divisor, int mean)                                                 \
-    {                                                                                                         \
-        const type *x0 = (const type *)in[0], *x1 = (const type *)in[n > 1 ? 1 : 0];                          \
-        const type *x2 = (const type *)in[n > 2 ? 2 : 0], *x3 = (const type *)in[n > 2 ? 3 : 0];              \
-        const type *x4 = (const type *)in[n > 4 ? 4 : 0], *x5 = (const type *)in[n > 4 ? 5 : 0];              \
-        const type *x6 = (const type *)in[n > 4 ? 6 : 0], *x7 = (const type *)in[n > 4 ? 7 : 0];              \
-        type *y0 = (type *)out[0], *y1 = (type *)out[m > 1 ? 1 : 0];                                          \
-        type *y2 = (type *)out[m > 2 ? 2 : 0], *y3 = (type *)out[m > 2 ? 3 : 0];                              \
-        type *y4 = (type *)out[m > 4 ? 4 : 0], *y5 = (type *)out[m > 4 ? 5 : 0];                              \
-        type *y6 = (type *)out[m > 4 ? 6 : 0], *y7 = (type *)out[m > 4 ? 7 : 0];                              \
-        type by = (type)divisor;                                                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                \
-        {                                                                                                     \
-            type s = x0[i];                                                                                   \
-            if (n > 1)                                                                                        \
-                s = s + x1[i];                                                                                \
-            if (n > 2)                                                                                        \
-                s = s + (x2[i] + x3[i]);                                                                      \
-            if (n > 4)                                                                                        \
-                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                  \
-            if (mean)                                                                                         \
-                s = s / by;                                                                                   \
-            y0[i] = s;                                                                                        \
-            if (m > 1)                                                                                        \
-                y1[i] = s;                                                                                    \
-            if (m > 2) {                                                                                      \
-                y2[i] = s;                                                                                    \
-                y3[i] = s;                                                                                    \
-            }                                                                                                 \
-            if (m > 4) {                                                                                      \
-                y4[i] = s;                                                                                    \
-                y5[i] = s;                                                                                    \
-                y6[i] = s;                                                                                    \
-                y7[i] = s;                                                                                    \
-            }                                                                                                 \
-        }                                                                                                     \
-    }                                                                                                         \
-    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t count,      \
-                                    double divisor, int mean)                                                 \
-    {                                                                                                         \
-        int copies = m == n;                                                                                  \
-        if (n == 2 && copies && !mean)                                                                        \
-            name##_loop(in, 2, out, 2, count, divisor, 0);                                                    \
-        else if (n == 2 && copies)                                                                            \
-            name##_loop(in, 2, out, 2, count, divisor, 1);                                                    \
-        else if (n == 2)                                                                                      \
-            name##_loop(in, 2, out, 1, count, divisor, mean);                                                 \
-        else if (n == 4 && copies && !mean)                                                                   \
-            name##_loop(in, 4, out, 4, count, divisor, 0);                                                    \
-        else if (n == 4 && copies)                                                                            \
-            name##_loop(in, 4, out, 4, count, divisor, 1);                                                    \
-        else if (n == 4)                                                                                      \
-            name##_loop(in, 4, out, 1, count, divisor, mean);                                                 \
-        else if (copies)                                                                                      \
-            name##_loop(in, 8, out, 8, count, divisor, mean);                                                 \
-        else                                                                                                  \
-            name##_loop(in, 8, out, 1, count, divisor, mean);                                                 \
-    }                                                                                                         \
-    DTRAIN__KERNEL(name,                                                                                      \
-                   (const void *const *in, int n, void *const *out, int m, size_t count, double divisor, int mean), \
-                   (in, n, out, m, count, divisor, mean))
+#define DTRAIN__DIRECT(name, type)                                                                                     \
+    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin,               \
+                                    size_t count, double divisor, int mean)                                            \
+    {                                                                                                                  \
+        const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin;                   \
+        const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin;       \
+        const type *x4 = (const type *)in[n > 4 ? 4 : 0] + begin, *x5 = (const type *)in[n > 4 ? 5 : 0] + begin;       \
+        const type *x6 = (const type *)in[n > 4 ? 6 : 0] + begin, *x7 = (const type *)in[n > 4 ? 7 : 0] + begin;       \
+        type *y0 = (type *)out[0] + begin, *y1 = (type *)out[m > 1 ? 1 : 0] + begin;                                   \
+        type *y2 = (type *)out[m > 2 ? 2 : 0] + begin, *y3 = (type *)out[m > 2 ? 3 : 0] + begin;                       \
+        type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
+        type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
+        type by = (type)divisor;                                                                                       \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
+        {                                                                                                              \
+            type s = x0[i];                                                                                            \
+            if (n > 1)                                                                                                 \
+                s = s + x1[i];                                                                                         \
+            if (n > 2)                                                                                                 \
+                s = s + (x2[i] + x3[i]);                                                                               \
+            if (n > 4)                                                                                                 \
+                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                           \
+            if (mean)                                                                                                  \
+                s = s / by;                                                                                            \
+            y0[i] = s;                                                                                                 \
+            if (m > 1)                                                                                                 \
+                y1[i] = s;                                                                                             \
+            if (m > 2) {                                                                                               \
+                y2[i] = s;                                                                                             \
+                y3[i] = s;                                                                                             \
+            }                                                                                                          \
+            if (m > 4) {                                                                                               \
+                y4[i] = s;                                                                                             \
+                y5[i] = s;                                                                                             \
+                y6[i] = s;                                                                                             \
+                y7[i] = s;                                                                                             \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin,               \
+                                    size_t count, double divisor, int mean)                                            \
+    {                                                                                                                  \
+        int copies = m == n;                                                                                           \
+        if (n == 2 && copies && !mean)                                                                                 \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 0);                                                      \
+        else if (n == 2 && copies)                                                                                     \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 1);                                                      \
+        else if (n == 2)                                                                                               \
+            name##_loop(in, 2, out, 1, begin, count, divisor, mean);                                                   \
+        else if (n == 4 && copies && !mean)                                                                            \
+            name##_loop(in, 4, out, 4, begin, count, divisor, 0);                                                      \
+        else if (n == 4 && copies)                                                                                     \
+            name##_loop(in, 4, out, 4, begin, count, divisor, 1);                                                      \
+        else if (n == 4)                                                                                               \
+            name##_loop(in, 4, out, 1, begin, count, divisor, mean);                                                   \
+        else if (copies)                                                                                               \
+            name##_loop(in, 8, out, 8, begin, count, divisor, mean);                                                   \
+        else                                                                                                           \
+            name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name,                                                                                               \
+                   (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, \
+                    int mean),                                                                                         \
+                   (in, n, out, m, begin, count, divisor, mean))
 
 DTRAIN__DIRECT(dtrain__direct_f32, dtrain__f32)
 DTRAIN__DIRECT(dtrain__direct_f64, dtrain__f64)
@@ -299,11 +300,11 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
 {
     uint64_t mode = dtrain__fpmode_enter();
     int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
-    direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN) && begin == 0;
+    direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
     if (direct && dtype == DTRAIN_F32)
-        dtrain__direct_f32(in, n, out, m, count, divisor, mean);
+        dtrain__direct_f32(in, n, out, m, begin, count, divisor, mean);
     else if (direct && dtype == DTRAIN_F64)
-        dtrain__direct_f64(in, n, out, m, count, divisor, mean);
+        dtrain__direct_f64(in, n, out, m, begin, count, divisor, mean);
     else
         dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
     dtrain__fpmode_restore(mode);

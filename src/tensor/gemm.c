@@ -1,7 +1,7 @@
 /* ---- >>gemm ----
  * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
- * set multiplies a few rows of op(a), read where they lie, by a packed panel in registers. Each element of c
- * is a sum over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction
+ * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
+ * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction
  * set alone. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
@@ -11,10 +11,17 @@
 
 #define DTRAIN__GEMM_KC 256
 #define DTRAIN__GEMM_NC 256
+#define DTRAIN__GEMM_MC 16 /* rows of a transposed a packed together: those of one cache line */
 
 /* c[rows][columns] (+)= a[rows][k] x panel[k][width]: rows and columns up to the kernel's own tile. */
 typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
                                     float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
+
+/* A kernel and the tile of c that it makes; width divides DTRAIN__GEMM_NC, rows are at most DTRAIN__GEMM_MC. */
+typedef struct dtrain__gemm_shape {
+    dtrain__gemm_kernel kernel;
+    size_t rows, width;
+} dtrain__gemm_shape;
 
 #define DTRAIN__GEMM_PARAMETERS                                                                                 \
     size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
@@ -76,7 +83,6 @@ DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m2
 
 /* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
 typedef float dtrain__f32x4 __attribute__((vector_size(16)));
-typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__f32x4 dtrain__x4_zero(void)
 {
@@ -107,22 +113,28 @@ DTRAIN__INLINE dtrain__f32x4 dtrain__x4_add(dtrain__f32x4 a, dtrain__f32x4 b)
     return a + b;
 }
 
-/* Two roundings: this kernel's bits are those of processors without a fused product. */
+/* Two roundings, as on processors without a fused product; NEON always has one. */
 DTRAIN__INLINE dtrain__f32x4 dtrain__x4_fma(dtrain__f32x4 a, dtrain__f32x4 b, dtrain__f32x4 c)
 {
+#if defined(__aarch64__)
+    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    return c;
+#else
     dtrain__f32x4 product = a * b;
-#if defined(__clang__) && defined(__FAST_MATH__)
-    dtrain__u32x4 bits;
-    uint32_t zero = dtrain__opaque_zero;
-    memcpy(&bits, &product, sizeof bits);
-    dtrain__u32x4 zeros = {zero, zero, zero, zero};
-    bits ^= zeros;
-    memcpy(&product, &bits, sizeof bits);
+#if defined(__clang__) && defined(DTRAIN__X86)
+    __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
 #endif
     return product + c;
+#endif
 }
 
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, 4, 2, dtrain__x4_zero, dtrain__x4_set, dtrain__x4_load,
+/* 8 accumulators and their operands fill the 16 registers of SSE2, 16 half the 32 of NEON. */
+#if defined(__aarch64__)
+#define DTRAIN__GEMM_BASE_ROWS 8
+#else
+#define DTRAIN__GEMM_BASE_ROWS 4
+#endif
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4_zero, dtrain__x4_set, dtrain__x4_load,
                     dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
 
 DTRAIN__EXACT_END
@@ -149,27 +161,71 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
     }
 }
 
+/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a, whose rows lie a page or so apart: row i of column p to
+ * pack[p * DTRAIN__GEMM_MC + i]. */
+static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t k, float *pack)
+{
+    if (rows == DTRAIN__GEMM_MC) /* a constant size is two or four moves, not a call */
+        for (size_t p = 0; p < k; p++)
+            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, DTRAIN__GEMM_MC * sizeof(float));
+    else
+        for (size_t p = 0; p < k; p++)
+            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
+}
+
+/* c (+)= op(a) x the packed nc columns of op(b). */
+static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
+                               size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
+{
+    float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
+    int packs = transpose_a && nc > 2 * shape->width; /* fewer panels than that read a too seldom to repay it */
+    size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
+    size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
+    for (size_t low = 0; low < m; low += group) {
+        size_t high = m - low < group ? m : low + group;
+        const float *rows = a + low * (transpose_a ? 1 : lda);
+        if (packs) {
+            dtrain__gemm_pack_a(rows, lda, high - low, kc, pack_a);
+            rows = pack_a;
+        }
+        for (size_t i = low; i < high; i += shape->rows)
+            for (size_t j = 0; j < nc; j += shape->width)
+                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc,
+                              high - i < shape->rows ? high - i : shape->rows,
+                              nc - j < shape->width ? nc - j : shape->width, accumulate);
+    }
+}
+
+static dtrain__gemm_shape dtrain__gemm_choose(void)
+{
+    dtrain__gemm_shape shape = {dtrain__gemm_base, DTRAIN__GEMM_BASE_ROWS, 8};
+#if defined(DTRAIN__X86)
+    int isa = dtrain__isa();
+    if (isa == DTRAIN__ISA_AVX512) {
+        shape.kernel = dtrain__gemm_avx512;
+        shape.rows = 8;
+        shape.width = 32;
+    } else if (isa == DTRAIN__ISA_AVX2) {
+        shape.kernel = dtrain__gemm_avx2;
+        shape.rows = 6;
+        shape.width = 16;
+    }
+#endif
+    return shape;
+}
+
 static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
                                  const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c,
                                  size_t ldc)
 {
     float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
-    dtrain__gemm_kernel kernel = dtrain__gemm_base;
-    size_t rows = 4, width = 8, a_row = transpose_a ? 1 : lda, a_column = transpose_a ? lda : 1;
+    dtrain__gemm_shape shape = dtrain__gemm_choose();
     size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
-#if defined(DTRAIN__X86)
-    int isa = dtrain__isa();
-    if (isa == DTRAIN__ISA_AVX512) {
-        kernel = dtrain__gemm_avx512;
-        rows = 8;
-        width = 32;
-    } else if (isa == DTRAIN__ISA_AVX2) {
-        kernel = dtrain__gemm_avx2;
-        rows = 6;
-        width = 16;
-    }
-#endif
-    for (size_t i = 0; i < m && n > 0; i++) {
+    if (m == 0 || n == 0)
+        return;
+    if (alpha == 0)
+        k = 0;
+    for (size_t i = 0; i < m; i++) {
         if (beta == 0 && k == 0)
             memset(c + i * ldc, 0, n * sizeof(float));
         else if (beta != 0 && beta != 1)
@@ -179,11 +235,9 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
         for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
             size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
-            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, width, alpha, pack);
-            for (size_t i = 0; i < m; i += rows)
-                for (size_t j = 0; j < nc; j += width)
-                    kernel(kc, a + i * a_row + pc * a_column, a_row, a_column, pack + j * kc, c + i * ldc + jc + j, ldc,
-                           m - i < rows ? m - i : rows, nc - j < width ? nc - j : width, beta != 0 || pc > 0);
+            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
+            dtrain__gemm_block(&shape, a + pc * (transpose_a ? lda : 1), lda, transpose_a, m, nc, kc, pack, c + jc, ldc,
+                               beta != 0 || pc > 0);
         }
     }
 }

@@ -18,6 +18,7 @@ enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_A
 static int dtrain__isa_widest(void)
 {
 #if defined(DTRAIN__X86)
+    __builtin_cpu_init(); /* the first call may come from a program's constructor */
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return DTRAIN__ISA_AVX512;
@@ -103,6 +104,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 /* Says that iterations do not depend on each other, though the buffers may be the same. */
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and need no warning each */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
@@ -146,7 +148,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
  * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
  * `zero` is 0, read from dtrain__opaque_zero once a kernel. */
-static volatile uint32_t dtrain__opaque_zero;
+static volatile uint32_t dtrain__opaque_zero __attribute__((unused));
 
 DTRAIN__INLINE float dtrain__rounded_f32(float x, uint32_t zero)
 {

@@ -188,6 +188,7 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
  *
  *   m, n, k      op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
  *   lda, ldb, ldc   elements from one row to the next, as stored
+ *   alpha        0 leaves a and b unread
  *   beta         0 overwrites c without reading it
  *   override     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), defined
  *                before the implementation, takes the place of the built-in product
