@@ -98,25 +98,30 @@ static void dtrain__vector_wide(dtrain__vector_op op, dtrain_dtype dtype, void *
         (wide ? dtrain__axpy_f64 : dtrain__axpy_f32)(y, factor, x, count);
 }
 
-/* y op= x for any of the four float dtypes; x is NULL for a scale. */
+/* y op= x for 16-bit floats, a tile at a time; x is NULL for a scale. */
+static void dtrain__vector_narrow(dtrain__vector_op op, dtrain_dtype dtype, unsigned char *y, double factor,
+                                  const unsigned char *x, size_t count)
+{
+    float a[512], b[512] = {0};
+    for (size_t at = 0; at < count; at += 512) {
+        size_t n = count - at < 512 ? count - at : 512;
+        dtrain__convert(y + 2 * at, dtype, a, DTRAIN_F32, n);
+        if (x != NULL)
+            dtrain__convert(x + 2 * at, dtype, b, DTRAIN_F32, n);
+        dtrain__vector_wide(op, DTRAIN_F32, a, factor, b, n);
+        dtrain__convert(a, DTRAIN_F32, y + 2 * at, dtype, n);
+    }
+}
+
+/* y op= x for any of the four float dtypes. */
 static void dtrain__vector(dtrain__vector_op op, dtrain_dtype dtype, void *y, double factor, const void *x,
                            size_t count)
 {
-    float a[512], b[512];
     uint64_t mode = dtrain__fpmode_enter();
-    if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32) {
+    if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32)
         dtrain__vector_wide(op, dtype, y, factor, x, count);
-    } else {
-        for (size_t at = 0; at < count; at += 512) {
-            size_t n = count - at < 512 ? count - at : 512;
-            unsigned char *to = (unsigned char *)y + 2 * at;
-            dtrain__convert(to, dtype, a, DTRAIN_F32, n);
-            if (x != NULL)
-                dtrain__convert((const unsigned char *)x + 2 * at, dtype, b, DTRAIN_F32, n);
-            dtrain__vector_wide(op, DTRAIN_F32, a, factor, b, n);
-            dtrain__convert(a, DTRAIN_F32, to, dtype, n);
-        }
-    }
+    else
+        dtrain__vector_narrow(op, dtype, (unsigned char *)y, factor, (const unsigned char *)x, count);
     dtrain__fpmode_restore(mode);
 }
 

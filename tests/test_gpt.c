@@ -1,0 +1,322 @@
+/* The main job: the GPT's gradients against a float64 twin and finite differences, and its weights on any number of
+ * ranks. Text is generated from a seed. */
+#define main train_gpt_main
+#include "../examples/train_gpt.c"
+#undef main
+#include "test.h"
+
+/* ---- the twin: one sequence, plain loops in double, written from the equations ---- */
+
+typedef struct twin {
+    size_t L, H, C, T;
+    const double *p[GPT_PARAMS];
+} twin;
+
+static void twin_norm(double *out, const double *in, const double *w, const double *b, size_t C)
+{
+    double mean = 0, variance = 0;
+    for (size_t c = 0; c < C; c++)
+        mean += in[c] / (double)C;
+    for (size_t c = 0; c < C; c++)
+        variance += (in[c] - mean) * (in[c] - mean) / (double)C;
+    for (size_t c = 0; c < C; c++)
+        out[c] = (in[c] - mean) / sqrt(variance + 1e-5) * w[c] + b[c];
+}
+
+static void twin_linear(double *out, const double *in, const double *w, const double *b, size_t C, size_t OC)
+{
+    for (size_t o = 0; o < OC; o++) {
+        out[o] = b != NULL ? b[o] : 0;
+        for (size_t c = 0; c < C; c++)
+            out[o] += w[o * C + c] * in[c];
+    }
+}
+
+static double twin_gelu(double x)
+{
+    return 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
+}
+
+static void twin_attention(double *out, const double *qkv, size_t t, const twin *m)
+{
+    size_t C = m->C, D = C / m->H;
+    for (size_t h = 0; h < m->H; h++) {
+        double total = 0, weight;
+        for (size_t c = 0; c < D; c++)
+            out[h * D + c] = 0;
+        for (size_t j = 0; j <= t; j++) {
+            double score = 0;
+            for (size_t c = 0; c < D; c++)
+                score += qkv[t * 3 * C + h * D + c] * qkv[j * 3 * C + C + h * D + c];
+            weight = exp(score / sqrt((double)D));
+            total += weight;
+            for (size_t c = 0; c < D; c++)
+                out[h * D + c] += weight * qkv[j * 3 * C + 2 * C + h * D + c];
+        }
+        for (size_t c = 0; c < D; c++)
+            out[h * D + c] /= total;
+    }
+}
+
+static void twin_layer(const twin *m, size_t l, double *x, double *qkv)
+{
+    size_t C = m->C;
+    double norm[64], branch[64], wide[256];
+    for (size_t t = 0; t < m->T; t++) {
+        twin_norm(norm, x + t * C, m->p[LN1W] + l * C, m->p[LN1B] + l * C, C);
+        twin_linear(qkv + t * 3 * C, norm, m->p[QKVW] + l * 3 * C * C, m->p[QKVB] + l * 3 * C, C, 3 * C);
+    }
+    for (size_t t = 0; t < m->T; t++) {
+        twin_attention(norm, qkv, t, m);
+        twin_linear(branch, norm, m->p[PROJW] + l * C * C, m->p[PROJB] + l * C, C, C);
+        for (size_t c = 0; c < C; c++)
+            x[t * C + c] += branch[c];
+        twin_norm(norm, x + t * C, m->p[LN2W] + l * C, m->p[LN2B] + l * C, C);
+        twin_linear(wide, norm, m->p[FCW] + l * 4 * C * C, m->p[FCB] + l * 4 * C, C, 4 * C);
+        for (size_t c = 0; c < 4 * C; c++)
+            wide[c] = twin_gelu(wide[c]);
+        twin_linear(branch, wide, m->p[FCPW] + l * 4 * C * C, m->p[FCPB] + l * C, 4 * C, C);
+        for (size_t c = 0; c < C; c++)
+            x[t * C + c] += branch[c];
+    }
+}
+
+/* The sum of losses of one sequence. */
+static double twin_loss(const twin *m, const unsigned char *tokens, const unsigned char *targets)
+{
+    static double x[32 * 64], qkv[32 * 3 * 64];
+    double loss = 0, norm[64], logits[GPT_VOCAB];
+    size_t C = m->C;
+    for (size_t t = 0; t < m->T; t++)
+        for (size_t c = 0; c < C; c++)
+            x[t * C + c] = m->p[WTE][tokens[t] * C + c] + m->p[WPE][t * C + c];
+    for (size_t l = 0; l < m->L; l++)
+        twin_layer(m, l, x, qkv);
+    for (size_t t = 0; t < m->T; t++) {
+        double total = 0;
+        twin_norm(norm, x + t * C, m->p[LNFW], m->p[LNFB], C);
+        twin_linear(logits, norm, m->p[HEADW], NULL, C, GPT_VOCAB);
+        for (size_t v = 0; v < GPT_VOCAB; v++)
+            total += exp(logits[v]);
+        loss += log(total) - logits[targets[t]];
+    }
+    return loss;
+}
+
+/* ---- jobs ---- */
+
+static unsigned char text[20000];
+
+static gpt_job small_job(long ranks, long steps)
+{
+    gpt_job job;
+    for (size_t i = 0; i < sizeof text; i++) /* words of a small alphabet, so that there is something to learn */
+        text[i] = (unsigned char)(i % 6 == 5 ? ' ' : 'a' + (int)(dtrain_random_u64(5, i / 6 * 8 + i % 3) % 4));
+    memset(&job, 0, sizeof job);
+    job.flags = gpt_defaults();
+    job.flags.layers = job.flags.heads = 2;
+    job.flags.width = 16;
+    job.flags.context = 12;
+    job.flags.batch = 2;
+    job.flags.micro = 8;
+    job.flags.steps = steps;
+    job.flags.ranks = ranks;
+    job.flags.quiet = 1;
+    job.text = text;
+    job.text_bytes = sizeof text;
+    job.train_bytes = sizeof text / 10 * 9;
+    return job;
+}
+
+static double *widened(const gpt *model, twin *m)
+{
+    double *all = (double *)malloc(model->count * sizeof(double));
+    const float *from = (const float *)model->params.data;
+    memset(m, 0, sizeof *m);
+    m->L = model->L;
+    m->H = model->H;
+    m->C = model->C;
+    m->T = model->T;
+    for (size_t i = 0; all != NULL && i < model->count; i++)
+        all[i] = (double)from[i];
+    for (int i = 0; i < GPT_PARAMS; i++)
+        m->p[i] = all + ((const float *)model->table[i].data - from);
+    return all;
+}
+
+/* Makes the weights large enough that every path carries gradient. */
+static void stir(gpt *model)
+{
+    float *p = (float *)model->params.data;
+    for (size_t i = 0; i < model->count; i++)
+        p[i] += 0.2f * dtrain_random_normal(77, i);
+}
+
+static double twin_batch(const twin *m, const gpt_job *job, const unsigned char *tokens)
+{
+    size_t T = m->T, B = (size_t)job->flags.batch;
+    double loss = 0;
+    for (size_t b = 0; b < B; b++)
+        loss += twin_loss(m, tokens + b * T, tokens + (B + b) * T);
+    return loss;
+}
+
+TEST(every_backward_agrees_with_finite_differences_of_a_float64_twin)
+{
+    gpt_job job = small_job(1, 1);
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    gpt model;
+    twin m;
+    unsigned char tokens[2 * 2 * 12];
+    double loss, *all;
+    CHECK_EQ(gpt_create(&model, &job.flags, &allocator), DTRAIN_OK);
+    stir(&model);
+    all = widened(&model, &m);
+    gpt_draw(&job, 0, 0, tokens, tokens + 24);
+    CHECK_EQ(gpt_micro_batch(&model, NULL, tokens, tokens + 24, &loss), DTRAIN_OK);
+    CHECK(fabs(loss - twin_batch(&m, &job, tokens)) < 1e-4 * loss);
+    for (int i = 0; i < GPT_PARAMS; i++) {
+        size_t n = dtrain_param_elements(&model.table[i]), base = (size_t)((float *)model.table[i].data - (float *)model.params.data);
+        for (int k = 0; k < 24; k++) {
+            size_t at = base + dtrain_random_u64(9, (uint64_t)(100 * i + k)) % n;
+            double kept = all[at], up, down, slope, got = (double)((float *)model.grads.data)[at];
+            all[at] = kept + 1e-5;
+            up = twin_batch(&m, &job, tokens);
+            all[at] = kept - 1e-5;
+            down = twin_batch(&m, &job, tokens);
+            all[at] = kept;
+            slope = (up - down) / 2e-5;
+            if (!(fabs(slope - got) <= 1e-3 * fabs(slope) + 2e-4))
+                TEST_FAIL("%s: element %zu has gradient %g, the twin %g", model.table[i].name, at - base, got, slope);
+        }
+    }
+    free(all);
+    gpt_destroy(&model);
+    CHECK_EQ(allocator.bytes, 0);
+}
+
+typedef struct outcome {
+    gpt_job *job;
+    unsigned char digest[32];
+    double *losses; /* [steps], by rank 0 */
+    double validation;
+} outcome;
+
+/* The training loop of train_gpt without its reports. */
+static dtrain_status train_small(dtrain_comm *world, void *user)
+{
+    outcome *o = (outcome *)user;
+    gpt_job *job = o->job;
+    gpt model;
+    dtrain_ddp *ddp = NULL;
+    dtrain_optimizer *optimizer = NULL;
+    unsigned char tokens[2 * 2 * 12];
+    double losses[64], loss, validation, norm;
+    dtrain_status status = gpt_create(&model, &job->flags, dtrain_comm_allocator(world));
+    if (status == DTRAIN_OK)
+        status = dtrain_ddp_create(&ddp, world, model.table, GPT_PARAMS, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain_optimizer_create(&optimizer, model.table, GPT_PARAMS, NULL, dtrain_comm_allocator(world));
+    for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
+        status = gpt_step(job, &model, world, ddp, step, tokens, losses, &loss);
+        if (status == DTRAIN_OK)
+            status = dtrain_clip_grad_norm(model.table, GPT_PARAMS, 1.0f, &norm);
+        if (status == DTRAIN_OK)
+            status = dtrain_optimizer_step(optimizer, (float)job->flags.lr);
+        if (dtrain_comm_rank(world) == 0)
+            o->losses[step] = loss;
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_comm_check_equal(world, model.params.data, model.count, DTRAIN_F32);
+    if (status == DTRAIN_OK)
+        status = gpt_validate(job, &model, world, &validation);
+    if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
+        dtrain_sha256(model.params.data, model.params.bytes, o->digest);
+        o->validation = validation;
+    }
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_ddp_destroy(ddp);
+    gpt_destroy(&model);
+    return status;
+}
+
+static outcome run_small(gpt_job *job, double *losses)
+{
+    outcome o;
+    memset(&o, 0, sizeof o);
+    o.job = job;
+    o.losses = losses;
+    if (dtrain_run_threads((int)job->flags.ranks, train_small, &o, NULL) != DTRAIN_OK)
+        TEST_FAIL("%ld ranks: %s", job->flags.ranks, dtrain_last_error());
+    return o;
+}
+
+TEST(ranks_1_2_4_and_8_end_100_steps_with_the_same_bits)
+{
+    double one[100], other[100];
+    gpt_job job = small_job(1, 100);
+    outcome first = run_small(&job, one), again = run_small(&job, other);
+    CHECK(memcmp(first.digest, again.digest, 32) == 0);
+    CHECK(one[99] < 0.75 * one[0]);
+    for (long ranks = 2; ranks <= 8; ranks *= 2) {
+        job.flags.ranks = ranks;
+        outcome o = run_small(&job, other);
+        CHECK(memcmp(first.digest, o.digest, 32) == 0);
+        CHECK(memcmp(one, other, sizeof one) == 0);
+        CHECK(first.validation == o.validation);
+    }
+}
+
+TEST(ranks_3_5_and_6_follow_the_same_loss_within_1e_5)
+{
+    static const long ranks[] = {3, 5, 6};
+    double one[100], other[100];
+    gpt_job job = small_job(1, 100);
+    run_small(&job, one);
+    for (int k = 0; k < 3; k++) {
+        job.flags.ranks = ranks[k];
+        run_small(&job, other);
+        for (int i = 0; i < 100; i++)
+            if (!(fabs(one[i] - other[i]) <= 1e-5 * one[i]))
+                TEST_FAIL("%ld ranks, step %d: loss %.9g, on one rank %.9g", ranks[k], i, other[i], one[i]);
+    }
+}
+
+TEST(ranks_without_a_micro_batch_are_right)
+{
+    double one[20], other[20];
+    gpt_job job = small_job(1, 20);
+    job.flags.micro = 3;
+    outcome first = run_small(&job, one);
+    job.flags.ranks = 5;
+    outcome o = run_small(&job, other);
+    for (int i = 0; i < 20; i++)
+        CHECK(fabs(one[i] - other[i]) <= 1e-5 * one[i]);
+    job.flags.micro = 1;
+    job.flags.ranks = 1;
+    first = run_small(&job, one);
+    job.flags.ranks = 4;
+    o = run_small(&job, other);
+    CHECK(memcmp(first.digest, o.digest, 32) == 0);
+}
+
+TEST(the_first_losses_agree_with_the_twin)
+{
+    double losses[1];
+    gpt_job job = small_job(2, 1);
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    unsigned char tokens[2 * 2 * 12];
+    gpt model;
+    twin m;
+    double expected = 0, *all;
+    run_small(&job, losses);
+    CHECK_EQ(gpt_create(&model, &job.flags, &allocator), DTRAIN_OK);
+    all = widened(&model, &m);
+    for (long i = 0; i < job.flags.micro; i++) {
+        gpt_draw(&job, 0, i, tokens, tokens + 24);
+        expected += twin_batch(&m, &job, tokens) / (double)(job.flags.micro * job.flags.batch * job.flags.context);
+    }
+    CHECK(fabs(losses[0] - expected) < 1e-4);
+    free(all);
+    gpt_destroy(&model);
+}
