@@ -1,11 +1,12 @@
 /* Times one operation against its limit in the same process, run by run in turn.
  *
- * cc -O2 -I. tools/bench.c -o build/bench -lpthread -lm
+ * cc -O2 -fno-math-errno -I. tools/bench.c -o build/bench -lpthread -lm
  * build/bench OP key=value ...
  *
  *   OP           all_reduce, reduce_scatter, all_gather, broadcast, barrier, gemm, adamw
  *   ranks=2      threads that take part
- *   bytes=N      of the whole buffer of a rank; for adamw of the parameters
+ *   bytes=N      of the whole buffer of a rank, 1 MiB
+ *   count=N      the same in float32 elements; adamw has 25,000,000
  *   transport=threads
  *   algorithm=auto | fused | recursive_doubling | tree | ring
  *   huge=0       1: asks for huge pages
@@ -15,7 +16,8 @@
  * Prints op transport ranks bytes us algbw_GBps limit_GBps of_limit; algbw is bytes / us, of_limit the median of
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
  * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
- * through one mailbox a rank, guarded by a number that is spun on, then yielded for. adamw's is a bare loop over the same arrays. */
+ * through one mailbox a rank, guarded by a number that is spun on, then yielded for. adamw's is a bare loop over
+ * arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -32,7 +34,7 @@
 #define BENCH_RUN_NS 20000000 /* a run repeats until it takes as long */
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("O3", "no-math-errno") /* a square root that may set errno keeps a loop scalar */
+#pragma GCC optimize("O3")
 #define BENCH_AVX512 __attribute__((target("avx512f,prefer-vector-width=512")))
 #else
 #define BENCH_AVX512 __attribute__((target("avx512f")))
@@ -363,7 +365,7 @@ static int bench_gemm(bench *b)
             b->us[run] = (double)(bench_now_ns() - begin) * 1e-3;
     }
     us = bench_median(b->us, b->runs);
-    printf("op=gemm transport=none ranks=1 bytes=%zu huge=%d us=%.1f size=%zu isa=%s gflops=%.1f\n", 3 * bytes, b->huge,
+    printf("op=gemm transport=none ranks=1 bytes=%zu huge=%d us=%.1f size=%zu isa=%s GFLOPs=%.1f\n", 3 * bytes, b->huge,
            us, n, dtrain_isa_name(), 2.0 * (double)n * (double)n * (double)n * 1e-3 / us);
     free(a);
     free(x);
@@ -443,8 +445,9 @@ static int bench_key(bench *b, const char *argument)
 {
     const char *value = strchr(argument, '=');
     size_t length = value != NULL ? (size_t)(value - argument) : 0, number = 0, k;
-    static const char *const keys[] = {"ranks", "runs", "huge", "bytes", "size"};
-    static const size_t least[] = {1, 7, 0, 0, 1}, most[] = {BENCH_RANKS, BENCH_RUNS, 1, (size_t)1 << 40, 32768};
+    static const char *const keys[] = {"ranks", "runs", "huge", "bytes", "size", "count"};
+    static const size_t least[] = {1, 7, 0, 0, 1, 0};
+    static const size_t most[] = {BENCH_RANKS, BENCH_RUNS, 1, (size_t)1 << 40, 32768, (size_t)1 << 38};
     if (value == NULL)
         return 0;
     value++;
@@ -452,17 +455,18 @@ static int bench_key(bench *b, const char *argument)
         return strcmp(value, "threads") == 0;
     if (strncmp(argument, "algorithm=", 10) == 0)
         return bench_algorithm(value, &b->algorithm);
-    for (k = 0; k < 5; k++)
+    for (k = 0; k < 6; k++)
         if (strlen(keys[k]) == length && strncmp(argument, keys[k], length) == 0)
             break;
-    if (k == 5 || !bench_number(value, least[k], most[k], &number))
+    if (k == 6 || !bench_number(value, least[k], most[k], &number))
         return 0;
     switch (k) {
     case 0: b->ranks = (int)number; break;
     case 1: b->runs = (int)number; break;
     case 2: b->huge = (int)number; break;
     case 3: b->bytes = number; break;
-    default: b->size = number; break;
+    case 4: b->size = number; break;
+    default: b->bytes = number * sizeof(float); break;
     }
     return 1;
 }
