@@ -410,7 +410,7 @@ static char *read_text(const char *dir, const char *name, char *into, size_t roo
     into[0] = 0;
     if (file != NULL)
         slurp(file, into, room);
-    return text;
+    return into;
 }
 
 /* A run that would succeed but for what is added to it. */
