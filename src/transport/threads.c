@@ -24,7 +24,7 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
-    unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs travel here */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
@@ -34,7 +34,7 @@ typedef struct dtrain__slot {
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
     dtrain__error why; /* it left; readable once left is set */
-    dtrain__post posts[2]; /* by parity: a peer may still read number s while s + 1 is posted */
+    dtrain__post posts[2] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
@@ -273,7 +273,7 @@ static dtrain_status dtrain__board_create(dtrain__board **out, int size, dtrain_
     board->allocator = allocator != NULL ? allocator : &board->own;
     board->size = size;
     board->ends = (uint32_t)size;
-    board->bell.spins = size <= dtrain__os_processors() ? 2000 : 0;
+    board->bell.spins = size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
     pthread_mutex_init(&board->mutex, NULL);
     board->slots = (dtrain__slot *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__slot));
     board->rings = (dtrain__ring **)dtrain__alloc(board->allocator, ranks * ranks * sizeof(dtrain__ring *));

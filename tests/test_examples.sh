@@ -1,0 +1,100 @@
+#!/bin/sh
+# Builds each example by the build line in its own top comment, runs it, and checks what it prints; the README's
+# program and the manual's snippets as well. Ends with "N passed, N failed".
+cd "$(dirname "$0")/.." || exit 1
+mkdir -p build
+dir=$(mktemp -d build/test_examples.XXXXXX) || exit 1
+trap 'rm -rf "$dir"' EXIT
+trap 'exit 1' HUP INT TERM
+warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
+passed=0
+failed=0
+
+check() { # status name
+    if [ "$1" -eq 0 ]; then
+        passed=$((passed + 1))
+        echo "ok $2"
+    else
+        failed=$((failed + 1))
+        echo "FAIL $2"
+        [ ! -s "$dir/log" ] || head -30 "$dir/log"
+    fi
+}
+
+# The command after " * cc" or "/* cc" in the file's first comment, up to "&&" or the comment's end.
+build_line() {
+    sed -n '1,/\*\//p' "$1" | sed -n 's|^[/ ]\* \(cc .*\)|\1|p' | head -1 | sed 's| *\*/$||; s| *&& .*||'
+}
+
+build_example() { # name; builds into $dir, with warnings as errors
+    line=$(build_line "examples/$1.c")
+    case $line in
+    *"examples/$1.c -o build/$1"*) ;;
+    *)
+        echo "examples/$1.c has no build line in its top comment" >"$dir/log"
+        return 1
+        ;;
+    esac
+    printf '%s\n' "$line" | sed "s|^cc |${CC:-cc} $warnings |; s|-o build/|-o $dir/|" >"$dir/build.sh"
+    sh "$dir/build.sh" >"$dir/log" 2>&1
+}
+
+# The comment that ends the file, without its marks.
+bottom_comment() {
+    awk '/^\/\*/ { text = "" } { text = text $0 "\n" } END { printf "%s", text }' "$1" |
+        sed 's|^/\* *||; s| *\*/$||; s|^ \* ||' | sed '/^$/d'
+}
+
+run() { # name arguments; its output is in $dir/out
+    timeout 60 "$dir/$@" >"$dir/out" 2>"$dir/log" || return 1
+    cat "$dir/out" >>"$dir/log"
+}
+
+prints_its_comment() {
+    bottom_comment "examples/$1.c" | cmp -s - "$dir/out"
+}
+
+try() { # what command...; a fact about the last run
+    what=$1
+    shift
+    "$@" >/dev/null
+    check $? "$what"
+}
+
+for example in quickstart train_mlp frame_loop custom_transport train_gpt; do
+    build_example $example
+    check $? "$example builds by its own line without a warning"
+done
+
+try "quickstart runs" run quickstart
+try "quickstart prints what its last comment says" prints_its_comment quickstart
+try "custom_transport runs" run custom_transport
+try "custom_transport prints what its last comment says" prints_its_comment custom_transport
+try "train_mlp runs on 1 rank" run train_mlp 1
+cp "$dir/out" "$dir/one"
+try "train_mlp learns on 1 rank" awk '/^step/ { last = $4 } END { exit !(NR >= 4 && last < 0.2) }' "$dir/one"
+try "train_mlp runs on 3 ranks" run train_mlp 3
+try "train_mlp learns on 3 ranks" awk '/^step/ { last = $4 } END { exit !(NR >= 4 && last < 0.2) }' "$dir/out"
+try "frame_loop runs" run frame_loop
+try "frame_loop completes all-reduces on both ranks" awk '{ for (i = 2; i <= NF; i++) if ($i ~ /^all-reduces/ && $(i - 1) >= 10) good++ } END { exit good != 2 }' "$dir/out"
+try "train_gpt runs" run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 4 --steps 3 \
+    --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg"
+try "train_gpt prints its result" grep -q '^result weights_sha256=[0-9a-f]\{64\} loss=' "$dir/out"
+try "train_gpt writes one CSV line a step" awk 'END { exit NR != 4 }' "$dir/gpt.csv"
+
+sed -n '/^```c$/,/^```$/p' README.md | sed '1d;/^```$/,$d' >"$dir/readme.c"
+awk '/^#define DTRAIN_IMPLEMENTATION/ { on = 1 } on && /^\/\*/ { on = 0 } on' examples/quickstart.c | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' >"$dir/quick.c"
+[ -s "$dir/readme.c" ] && cmp "$dir/readme.c" "$dir/quick.c" >"$dir/log" 2>&1
+check $? "the README's program is examples/quickstart.c"
+
+for compiler in gcc clang; do
+    command -v $compiler >/dev/null 2>&1 || continue
+    for language in "-std=c99" "-x c++ -std=c++11"; do
+        $compiler $language -O1 $warnings -I. tests/snippets.c -x none -o "$dir/snippets" -lpthread -lm >"$dir/log" 2>&1 &&
+            run snippets && tail -1 "$dir/out" | grep -q '^[1-9][0-9]* passed, 0 failed$'
+        check $? "the manual's snippets compile and run: $compiler $language"
+    done
+done
+
+echo "$passed passed, $failed failed"
+[ $failed -eq 0 ]
