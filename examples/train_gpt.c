@@ -809,10 +809,9 @@ int main(int argc, char **argv)
 }
 #endif
 
-/* The end of what train_gpt --ranks 4 --steps 300 --batch 4 prints on two cores:
+/* The end of what train_gpt --ranks 4 --steps 200 --batch 4 prints on two busy cores, less its sample of text:
  *
- * step 285/300 loss 1.7406 lr 1.08e-04 norm 1.001 21103 tokens/s comm 10.5% left 3 s
- * step 300/300 loss 2.0441 lr 1.00e-04 norm 1.210 21537 tokens/s comm 10.4% left 0 s
- * result weights_sha256=6ef2118b6373c7cc79fdcfb266d65de35980dc7bbd29a6159f8d4cc41786166e loss=2.044128
- * val_loss=2.048316 tokens_per_s=21537 comm_share=0.1035 peak_bytes=165943128
+ * step 190/200 loss 2.0479 lr 1.08e-04 norm 0.751 12727 tokens/s comm 7.2% left 3 s
+ * step 200/200 loss 2.0548 lr 1.00e-04 norm 0.772 12620 tokens/s comm 7.0% left 0 s
+ * result weights_sha256=4ecc593d6d9900fcf6c32e07705b982029f42247bdff26fea87ec9c00896a72f loss=2.054758 val_loss=2.256497 tokens_per_s=12620 comm_share=0.0696 peak_bytes=165938104
  */

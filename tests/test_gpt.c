@@ -255,6 +255,7 @@ TEST(ranks_1_2_4_and_8_end_100_steps_with_the_same_bits)
 {
     double one[100], other[100];
     gpt_job job = small_job(1, 100);
+    job.flags.batch = 1;
     outcome first = run_small(&job, one), again = run_small(&job, other);
     CHECK(memcmp(first.digest, again.digest, 32) == 0);
     CHECK(one[99] < 0.75 * one[0]);
@@ -272,6 +273,7 @@ TEST(ranks_3_5_and_6_follow_the_same_loss_within_1e_5)
     static const long ranks[] = {3, 5, 6};
     double one[100], other[100];
     gpt_job job = small_job(1, 100);
+    job.flags.batch = 1;
     run_small(&job, one);
     for (int k = 0; k < 3; k++) {
         job.flags.ranks = ranks[k];
@@ -302,15 +304,17 @@ TEST(ranks_without_a_micro_batch_are_right)
 
 TEST(micro_batches_that_the_ranks_do_not_divide_are_right)
 {
-    double one[20], other[20];
-    gpt_job job = small_job(1, 20);
+    static const long ranks[] = {2, 3, 4, 6, 9};
+    double one[10], other[10];
+    gpt_job job = small_job(1, 10);
     job.flags.micro = 7;
     run_small(&job, one);
-    for (job.flags.ranks = 2; job.flags.ranks <= 9; job.flags.ranks++) {
+    for (int k = 0; k < 5; k++) {
+        job.flags.ranks = ranks[k];
         run_small(&job, other);
-        for (int i = 0; i < 20; i++)
+        for (int i = 0; i < 10; i++)
             if (!(fabs(one[i] - other[i]) <= 1e-5 * one[i]))
-                TEST_FAIL("%ld ranks, step %d: loss %.9g, on one rank %.9g", job.flags.ranks, i, other[i], one[i]);
+                TEST_FAIL("%ld ranks, step %d: loss %.9g, on one rank %.9g", ranks[k], i, other[i], one[i]);
     }
 }
 
