@@ -1,6 +1,58 @@
-/* dtrain.h - distributed training in one C header
+/* dtrain.h - distributed training in one C header. Public domain or MIT, at your choice: see LICENSE.
  *
- * Public domain or MIT, at your choice; see the end of LICENSE.
+ * A C program that already trains something copies this file, writes
+ *
+ *     #define DTRAIN_IMPLEMENTATION
+ *     #include "dtrain.h"          (first, before any system header)
+ *
+ * in one source file, includes it without the define in others, links -lpthread -lm, and trains data-parallel on
+ * threads, or on processes over a transport of its own.
+ *
+ * CONTENTS (search for the mark)
+ *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
+ *     >>tensor       element types, conversions, tensors, the matrix product
+ *     >>transport    the table to fill for a transport of your own
+ *     >>comm         groups, collectives, asynchronous work
+ *     >>order        the order in which a reduction adds
+ *     >>train        parameter table, sampler, optimizers, schedules, DDP
+ *
+ * DATA-PARALLEL IN AN EXISTING TRAINER
+ *
+ *     dtrain_comm *world;
+ *     DTRAIN_CHECK(dtrain_comm_create(&world, NULL));
+ *     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN));
+ *     ...
+ *     dtrain_comm_destroy(world);
+ *
+ * The same as n threads: put it into a function dtrain_status train(dtrain_comm *world, void *user) and call
+ * dtrain_run_threads(n, train, user, NULL); or get n connected ends from dtrain_threads_create.
+ *
+ * OPTIMIZER STATE SHARDED: reduce_scatter gradients, update my slice (dtrain_shard), all_gather parameters.
+ *
+ * CONVENTIONS
+ *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's
+ *               text: what was expected, what came, which rank, which operation and its number. The library never
+ *               exits, aborts or raises a signal. DTRAIN_CHECK prints and exits, in your code only.
+ *     Desc      Create calls take a desc struct: zero it, set what differs; zero means the default.
+ *     Counts    Elements, and always the total, whatever the number of ranks divides; shards differ by at most one
+ *               element, earlier ranks longer. In place means that a rank's part stays at its offset.
+ *     Order     A reduction adds by one tree over ranks, the same bits on every rank, transport and algorithm (but
+ *               the ring's, which must be asked for).
+ *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and
+ *               instruction set; matrix products those of the instruction set, which the environment variable
+ *               DTRAIN_ISA (scalar, sse2, avx2, avx512) can narrow.
+ *     Threads   One line on each function: any thread; one thread per object; collective. Library threads block all
+ *               signals.
+ *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
+ *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
+ *               before anything moved can be made again; after that the group is broken and says why.
+ *
+ * MACROS, before the implementation
+ *     DTRAIN_API static                  nothing of dtrain is visible outside the file
+ *     DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)   another allocator behind everything
+ *     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)   your BLAS
  */
 
 /* ---- >>platform ----
@@ -3645,7 +3697,7 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
-    unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs travel here */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
@@ -3655,7 +3707,7 @@ typedef struct dtrain__slot {
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
     dtrain__error why; /* it left; readable once left is set */
-    dtrain__post posts[2]; /* by parity: a peer may still read number s while s + 1 is posted */
+    dtrain__post posts[2] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {

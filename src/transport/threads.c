@@ -24,7 +24,7 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
-    unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs travel here */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
@@ -34,7 +34,7 @@ typedef struct dtrain__slot {
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
     dtrain__error why; /* it left; readable once left is set */
-    dtrain__post posts[2]; /* by parity: a peer may still read number s while s + 1 is posted */
+    dtrain__post posts[2] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
