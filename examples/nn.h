@@ -12,24 +12,33 @@
 
 #define NN_LANES 16
 
-/* exp(x) within 2 ulp for |x| < 87, by 2^n times a polynomial; branch-free, so that loops of it vectorise. */
+typedef union nn_word {
+    unsigned bits;
+    float value;
+} nn_word;
+
+/* exp(x) within 2 ulp, |x| cut to 87 and NaN kept, by 2^n times a polynomial; branch-free, so that loops of it
+ * vectorise: the cut is an integer minimum, for compilers turn one of floats with constants into branches. */
 static inline float nn_exp(float x)
 {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    float bounded = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = (bounded * 1.44269504f + magic) - magic;
-    float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    union {
-        int bits;
-        float value;
-    } power;
+    float bounded, n, r, p = 1.9875691500e-4f;
+    nn_word word, rounded, power;
+    unsigned size;
+    word.value = x;
+    size = word.bits & 0x7FFFFFFFu;
+    size = size < 0x42AE0000u ? size : 0x42AE0000u; /* 87 */
+    word.bits = (word.bits & 0x80000000u) | size;
+    bounded = word.value + (x - x);
+    rounded.value = bounded * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits hold the nearest integer */
+    rounded.bits -= 0x4B400000u;
+    n = (float)(int)rounded.bits;
+    r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    power.bits = ((int)n + 127) * (1 << 23);
+    power.bits = (rounded.bits + 127u) << 23;
     return (p * r * r + r + 1.0f) * power.value;
 }
 

