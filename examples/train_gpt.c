@@ -12,6 +12,7 @@
 #include <ctype.h>
 #include <errno.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -51,6 +52,7 @@ typedef struct gpt_job {
     unsigned char *text;
     size_t text_bytes, train_bytes;
     double *losses;  /* [steps], written by rank 0 */
+    long diverged;   /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
     FILE *csv, *svg; /* the new files, beside their targets */
 } gpt_job;
 
@@ -347,7 +349,7 @@ static void gpt_sample(const gpt_job *job, gpt *m)
 }
 
 typedef struct gpt_progress {
-    int64_t started_ns, validation_ns;
+    int64_t started_ns, blocked_ns; /* when training began, and what had been blocked by then */
     int terminal;
 } gpt_progress;
 
@@ -356,7 +358,7 @@ static void gpt_show(const gpt_job *job, const gpt_progress *progress, dtrain_co
 {
     long steps = job->flags.steps, every = steps / 20 > 0 ? steps / 20 : 1;
     double seconds = (double)(gpt_now_ns() - progress->started_ns) * 1e-9, tokens;
-    double share = (double)dtrain_comm_blocked_ns(world) * 1e-9 / (seconds > 0 ? seconds : 1);
+    double share = (double)(dtrain_comm_blocked_ns(world) - progress->blocked_ns) * 1e-9 / (seconds > 0 ? seconds : 1);
     char bar[21];
     if (job->flags.quiet || (!progress->terminal && (step + 1) % every != 0 && step + 1 != steps))
         return;
@@ -415,6 +417,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_d
     dtrain_schedule schedule;
     gpt_progress progress;
     double loss = 0, norm = 0, validation = 0, seconds;
+    int64_t blocked;
     dtrain_status status = DTRAIN_OK;
     memset(&schedule, 0, sizeof schedule);
     schedule.kind = DTRAIN_SCHEDULE_COSINE;
@@ -424,10 +427,14 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_d
     schedule.warmup_steps = (uint64_t)job->flags.steps / 10;
     progress.terminal = isatty(1);
     progress.started_ns = gpt_now_ns();
-    int64_t blocked = dtrain_comm_blocked_ns(world);
+    progress.blocked_ns = dtrain_comm_blocked_ns(world);
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
         status = gpt_step(job, m, world, ddp, step, tokens, losses, &loss);
+        if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
+            job->diverged = root ? step + 1 : job->diverged;
+            return DTRAIN_OK;
+        }
         if (status == DTRAIN_OK)
             status = dtrain_clip_grad_norm(m->table, GPT_PARAMS, 1.0f, &norm);
         if (status == DTRAIN_OK)
@@ -440,7 +447,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_d
         gpt_show(job, &progress, world, step, loss, (double)lr, norm);
     }
     seconds = (double)(gpt_now_ns() - progress.started_ns) * 1e-9;
-    blocked = dtrain_comm_blocked_ns(world) - blocked;
+    blocked = dtrain_comm_blocked_ns(world) - progress.blocked_ns;
     if (status == DTRAIN_OK)
         status = dtrain_comm_check_equal(world, m->params.data, m->count, DTRAIN_F32);
     if (status == DTRAIN_OK)
@@ -524,27 +531,45 @@ static int gpt_read_text(gpt_job *job)
     return 0;
 }
 
-/* Output goes to PATH.new and takes PATH's place when it is whole. */
-static FILE *gpt_open(const char *path)
+/* Where a report is written: PATH.new takes PATH's place when it is whole; a device or pipe is written to itself. */
+static int gpt_output_name(char *name, size_t room, const char *path)
+{
+    struct stat found;
+    int direct = stat(path, &found) == 0 && !S_ISREG(found.st_mode);
+    return snprintf(name, room, "%s%s", path, direct ? "" : ".new") < (int)room ? direct : -1;
+}
+
+static int gpt_check_outputs(const gpt_flags *f)
+{
+    char name[4096];
+    if (strcmp(f->csv, f->svg) == 0 && gpt_output_name(name, sizeof name, f->csv) == 0)
+        return gpt_complain("flag", "--svg", "must be another file than --csv");
+    return 0;
+}
+
+/* Opens a report and writes its head, so that what cannot be written is known before training. */
+static FILE *gpt_open(const char *path, const char *head)
 {
     char name[4096];
     FILE *file;
-    if (snprintf(name, sizeof name, "%s.new", path) >= (int)sizeof name) {
+    if (gpt_output_name(name, sizeof name, path) < 0) {
         gpt_complain("output", path, "has too long a name");
         return NULL;
     }
     file = fopen(name, "w");
-    if (file == NULL)
-        gpt_complain("output", name, strerror(errno));
-    return file;
+    if (file != NULL && fputs(head, file) >= 0 && fflush(file) == 0)
+        return file;
+    gpt_complain("output", path, strerror(errno));
+    if (file != NULL)
+        fclose(file);
+    return NULL;
 }
 
 static int gpt_close(FILE *file, const char *path)
 {
     char name[4096];
-    int bad = ferror(file);
-    snprintf(name, sizeof name, "%s.new", path);
-    if (fclose(file) != 0 || bad || rename(name, path) != 0)
+    int direct = gpt_output_name(name, sizeof name, path), bad = ferror(file);
+    if (fclose(file) != 0 || bad || (!direct && rename(name, path) != 0))
         return gpt_complain("output", path, "could not be written; is the disk full?");
     return 0;
 }
@@ -555,17 +580,19 @@ static void gpt_discard(FILE *file, const char *path)
     if (file == NULL)
         return;
     fclose(file);
-    snprintf(name, sizeof name, "%s.new", path);
-    remove(name);
+    if (gpt_output_name(name, sizeof name, path) == 0)
+        remove(name);
 }
+
+static const char gpt_svg_head[] = "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"640\" height=\"360\" "
+                                   "font-family=\"sans-serif\" font-size=\"12\">\n";
 
 static void gpt_draw_curve(FILE *svg, const double *losses, long steps)
 {
     double high = losses[0];
     for (long i = 0; i < steps; i++)
         high = losses[i] > high ? losses[i] : high;
-    fprintf(svg, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"640\" height=\"360\" font-family=\"sans-serif\" "
-                 "font-size=\"12\">\n<rect width=\"640\" height=\"360\" fill=\"white\"/>\n"
+    fprintf(svg, "<rect width=\"640\" height=\"360\" fill=\"white\"/>\n"
                  "<path d=\"M50 20V320H620\" fill=\"none\" stroke=\"#888\"/>\n");
     for (int i = 0; i <= 4; i++)
         fprintf(svg, "<text x=\"44\" y=\"%d\" text-anchor=\"end\">%.2f</text>\n", 324 - i * 75, high * i / 4);
@@ -641,6 +668,20 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
     return 0;
 }
 
+/* Compares what all ranks will need with the machine's memory, in floating point, where nothing overflows. */
+static int gpt_check_size(const gpt_flags *f)
+{
+    double L = (double)f->layers, C = (double)f->width, T = (double)f->context, B = (double)f->batch, BT = B * T;
+    double params = L * 12 * C * C + (2 * GPT_VOCAB + T) * C;
+    double floats = 6 * params + BT * C * (16 * L + 8) + L * B * (double)f->heads * T * T + BT * GPT_VOCAB;
+    double needed = 4 * floats * (double)f->ranks, memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    if (needed <= memory)
+        return 0;
+    fprintf(stderr, "train_gpt: %ld ranks of this model need about %.3g GB of memory, this machine has %.3g GB\n",
+            f->ranks, needed * 1e-9, memory * 1e-9);
+    return 1;
+}
+
 static gpt_flags gpt_defaults(void)
 {
     gpt_flags f;
@@ -661,8 +702,11 @@ static gpt_flags gpt_defaults(void)
 static int gpt_run(gpt_job *job)
 {
     dtrain_status status = dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
+    if (status == DTRAIN_OK && job->diverged > 0)
+        fprintf(stderr, "train_gpt: the loss of step %ld is not finite: a lower --lr than %g may help\n", job->diverged,
+                job->flags.lr);
     if (status == DTRAIN_OK)
-        return 0;
+        return job->diverged > 0;
     fprintf(stderr, "train_gpt: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
     return 1;
 }
@@ -673,15 +717,15 @@ int main(int argc, char **argv)
     int bad;
     memset(&job, 0, sizeof job);
     job.flags = gpt_defaults();
-    if (gpt_parse(&job.flags, argc, argv) != 0 || gpt_read_text(&job) != 0)
+    if (gpt_parse(&job.flags, argc, argv) != 0 || gpt_check_size(&job.flags) != 0 ||
+        gpt_check_outputs(&job.flags) != 0 || gpt_read_text(&job) != 0)
         return 1;
     job.losses = (double *)calloc((size_t)job.flags.steps, sizeof(double));
-    job.csv = job.losses != NULL ? gpt_open(job.flags.csv) : NULL;
-    job.svg = job.csv != NULL ? gpt_open(job.flags.svg) : NULL;
-    bad = job.svg == NULL;
-    if (job.csv != NULL)
-        fprintf(job.csv, "step,loss,lr,norm\n");
-    bad = bad || gpt_run(&job) != 0;
+    if (job.losses == NULL)
+        gpt_complain("flag", "--steps", "so many losses do not fit into memory");
+    job.csv = job.losses != NULL ? gpt_open(job.flags.csv, "step,loss,lr,norm\n") : NULL;
+    job.svg = job.csv != NULL ? gpt_open(job.flags.svg, gpt_svg_head) : NULL;
+    bad = job.svg == NULL || gpt_run(&job) != 0;
     if (!bad) {
         gpt_draw_curve(job.svg, job.losses, job.flags.steps);
         bad = gpt_close(job.csv, job.flags.csv) | gpt_close(job.svg, job.flags.svg);
