@@ -30,6 +30,8 @@ build/train_%: examples/train_%.c dtrain.h $(wildcard examples/*.h) | build
 build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
+build/bench: CFLAGS += -fno-math-errno
+
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 

@@ -29,31 +29,56 @@ typedef struct gpt_flags {
     int quiet;
 } gpt_flags;
 
-enum { WTE, WPE, LN1W, LN1B, QKVW, QKVB, PROJW, PROJB, LN2W, LN2B, FCW, FCB, FCPW, FCPB, LNFW, LNFB, HEADW, GPT_PARAMS };
+enum {
+    WTE,
+    WPE,
+    LN1W,
+    LN1B,
+    QKVW,
+    QKVB,
+    PROJW,
+    PROJB,
+    LN2W,
+    LN2B,
+    FCW,
+    FCB,
+    FCPW,
+    FCPB,
+    LNFW,
+    LNFB,
+    HEADW,
+    GPT_PARAMS
+};
 
 /* One model and the activations of one micro-batch. L layers, rows BT = B * T. */
 typedef struct gpt {
     size_t L, H, C, T, B, count;
     dtrain_param table[GPT_PARAMS];
     dtrain_tensor params, grads, memory;
-    float *x;                            /* [L + 1, BT, C] the residual stream, before each block and after the last */
-    float *mid;                          /* [L, BT, C] after attention */
-    float *ln1, *ln2, *lnf;              /* [L, BT, C], [L, BT, C], [BT, C] */
+    float *x;                             /* [L + 1, BT, C] the residual stream, before each block and after the last */
+    float *mid;                           /* [L, BT, C] after attention */
+    float *ln1, *ln2, *lnf;               /* [L, BT, C], [L, BT, C], [BT, C] */
     float *mean1, *rstd1, *mean2, *rstd2; /* [L, BT] */
-    float *meanf, *rstdf;                /* [BT] */
-    float *qkv, *att, *atty;             /* [L, BT, 3 C], [L, B, H, T, T], [L, BT, C] */
-    float *fch, *fcg;                    /* [L, BT, 4 C] before and after GELU */
-    float *logits;                       /* [BT, V], then their gradient */
+    float *meanf, *rstdf;                 /* [BT] */
+    float *qkv, *att, *atty;              /* [L, BT, 3 C], [L, B, H, T, T], [L, BT, C] */
+    float *fch, *fcg;                     /* [L, BT, 4 C] before and after GELU */
+    float *logits;                        /* [BT, V], then their gradient */
     float *dx, *dbranch, *dwide, *scratch; /* [BT, C], [BT, C], [BT, 4 C], [T, T] and [2 C] */
 } gpt;
+
+/* A file that is being written beside its target, whose place it takes when it is whole. */
+typedef struct gpt_output {
+    FILE *file;
+    const char *path;
+    char aside[4096]; /* empty: written in place, as a device or a pipe must be */
+} gpt_output;
 
 typedef struct gpt_job {
     gpt_flags flags;
     unsigned char *text;
     size_t text_bytes, train_bytes;
-    double *losses;  /* [steps], written by rank 0 */
-    long diverged;   /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
-    FILE *csv, *svg; /* the new files, beside their targets */
+    double *losses; /* [steps], written by rank 0 */
+    gpt_output csv, svg;
 } gpt_job;
 
 static int64_t gpt_now_ns(void)
@@ -118,47 +143,48 @@ static void gpt_initialise(gpt *model, uint64_t seed)
     }
 }
 
-static float *gpt_take(float **next, size_t count)
+static float *gpt_take(float *memory, size_t *at, size_t count)
 {
-    float *taken = *next;
-    *next += (count + 15) / 16 * 16;
+    float *taken = memory != NULL ? memory + *at : NULL;
+    *at += (count + 15) / 16 * 16;
     return taken;
 }
 
-/* Lays the activations out from next; called with NULL first, to measure. */
-static float *gpt_lay_out(gpt *m, float *next)
+/* Lays the activations out in memory and returns how many floats they take; NULL memory only measures. */
+static size_t gpt_lay_out(gpt *m, float *memory)
 {
-    size_t L = m->L, C = m->C, T = m->T, BT = m->B * T;
-    m->x = gpt_take(&next, (L + 1) * BT * C);
-    m->mid = gpt_take(&next, L * BT * C);
-    m->ln1 = gpt_take(&next, L * BT * C);
-    m->ln2 = gpt_take(&next, L * BT * C);
-    m->lnf = gpt_take(&next, BT * C);
-    m->mean1 = gpt_take(&next, L * BT);
-    m->rstd1 = gpt_take(&next, L * BT);
-    m->mean2 = gpt_take(&next, L * BT);
-    m->rstd2 = gpt_take(&next, L * BT);
-    m->meanf = gpt_take(&next, BT);
-    m->rstdf = gpt_take(&next, BT);
-    m->qkv = gpt_take(&next, L * BT * 3 * C);
-    m->att = gpt_take(&next, L * m->B * m->H * T * T);
-    m->atty = gpt_take(&next, L * BT * C);
-    m->fch = gpt_take(&next, L * BT * 4 * C);
-    m->fcg = gpt_take(&next, L * BT * 4 * C);
-    m->logits = gpt_take(&next, BT * GPT_VOCAB);
-    m->dx = gpt_take(&next, BT * C);
-    m->dbranch = gpt_take(&next, BT * C);
-    m->dwide = gpt_take(&next, BT * 4 * C);
-    m->scratch = gpt_take(&next, T * T + 2 * C);
-    return next;
+    size_t L = m->L, C = m->C, T = m->T, BT = m->B * T, at = 0;
+    m->x = gpt_take(memory, &at, (L + 1) * BT * C);
+    m->mid = gpt_take(memory, &at, L * BT * C);
+    m->ln1 = gpt_take(memory, &at, L * BT * C);
+    m->ln2 = gpt_take(memory, &at, L * BT * C);
+    m->lnf = gpt_take(memory, &at, BT * C);
+    m->mean1 = gpt_take(memory, &at, L * BT);
+    m->rstd1 = gpt_take(memory, &at, L * BT);
+    m->mean2 = gpt_take(memory, &at, L * BT);
+    m->rstd2 = gpt_take(memory, &at, L * BT);
+    m->meanf = gpt_take(memory, &at, BT);
+    m->rstdf = gpt_take(memory, &at, BT);
+    m->qkv = gpt_take(memory, &at, L * BT * 3 * C);
+    m->att = gpt_take(memory, &at, L * m->B * m->H * T * T);
+    m->atty = gpt_take(memory, &at, L * BT * C);
+    m->fch = gpt_take(memory, &at, L * BT * 4 * C);
+    m->fcg = gpt_take(memory, &at, L * BT * 4 * C);
+    m->logits = gpt_take(memory, &at, BT * GPT_VOCAB);
+    m->dx = gpt_take(memory, &at, BT * C);
+    m->dbranch = gpt_take(memory, &at, BT * C);
+    m->dwide = gpt_take(memory, &at, BT * 4 * C);
+    m->scratch = gpt_take(memory, &at, T * T + 2 * C);
+    return at;
 }
 
-static size_t gpt_activations(const gpt *m)
+/* About how many bytes one rank needs; in floating point, so that no flags can overflow it. */
+static double gpt_bytes(const gpt_flags *f)
 {
-    size_t L = m->L, C = m->C, T = m->T, BT = m->B * T;
-    size_t floats = (L + 1) * BT * C + 4 * L * BT * C + BT * C + 4 * L * BT + 2 * BT + 3 * L * BT * C;
-    floats += L * m->B * m->H * T * T + 8 * L * BT * C + BT * GPT_VOCAB + 6 * BT * C + T * T + 2 * C;
-    return floats + 22 * 16;
+    double L = (double)f->layers, C = (double)f->width, T = (double)f->context, B = (double)f->batch;
+    double weights = 12 * L * C * C + 13 * L * C + (2 * GPT_VOCAB + T) * C;
+    double activations = (18 * L + 8) * B * T * C + (L * B * (double)f->heads + 1) * T * T + GPT_VOCAB * B * T;
+    return 4 * (5 * weights + activations);
 }
 
 static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_allocator *allocator)
@@ -172,7 +198,7 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_alloc
     model->T = (size_t)flags->context;
     model->B = (size_t)flags->batch;
     gpt_describe(model);
-    floats = gpt_activations(model);
+    floats = gpt_lay_out(model, NULL);
     status = dtrain_tensor_create(&model->params, DTRAIN_F32, 1, &model->count, allocator);
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&model->grads, DTRAIN_F32, 1, &model->count, allocator);
@@ -216,7 +242,8 @@ static void gpt_layer_forward(gpt *m, size_t l, size_t B)
     float *x = m->x + at * C, *next = x + m->B * T * C, *mid = m->mid + at * C, *wide = m->fcg + at * 4 * C;
     nn_layernorm_forward(m->ln1 + at * C, m->mean1 + at, m->rstd1 + at, x, gpt_weight(m, LN1W, l),
                          gpt_weight(m, LN1B, l), BT, C);
-    nn_linear_forward(m->qkv + at * 3 * C, m->ln1 + at * C, gpt_weight(m, QKVW, l), gpt_weight(m, QKVB, l), BT, C, 3 * C);
+    nn_linear_forward(m->qkv + at * 3 * C, m->ln1 + at * C, gpt_weight(m, QKVW, l), gpt_weight(m, QKVB, l), BT, C,
+                      3 * C);
     nn_attention_forward(m->atty + at * C, m->att + l * m->B * m->H * T * T, m->qkv + at * 3 * C, B, T, C, m->H);
     nn_linear_forward(mid, m->atty + at * C, gpt_weight(m, PROJW, l), gpt_weight(m, PROJB, l), BT, C, C);
     for (size_t i = 0; i < BT * C; i++)
@@ -349,28 +376,45 @@ static void gpt_sample(const gpt_job *job, gpt *m)
 }
 
 typedef struct gpt_progress {
-    int64_t started_ns, blocked_ns; /* when training began, and what had been blocked by then */
-    int terminal;
+    int64_t started_ns, blocked_ns; /* the clock and the time blocked when training began */
+    int columns;                    /* of the terminal; 0: lines for a pipe */
 } gpt_progress;
+
+static gpt_progress gpt_begin(const dtrain_comm *world)
+{
+    gpt_progress progress;
+    const char *columns = getenv("COLUMNS");
+    progress.started_ns = gpt_now_ns();
+    progress.blocked_ns = dtrain_comm_blocked_ns(world);
+    progress.columns = !isatty(1) ? 0 : columns != NULL && atoi(columns) > 20 ? atoi(columns) : 80;
+    return progress;
+}
 
 static void gpt_show(const gpt_job *job, const gpt_progress *progress, dtrain_comm *world, long step, double loss,
                      double lr, double norm)
 {
-    long steps = job->flags.steps, every = steps / 20 > 0 ? steps / 20 : 1;
-    double seconds = (double)(gpt_now_ns() - progress->started_ns) * 1e-9, tokens;
-    double share = (double)(dtrain_comm_blocked_ns(world) - progress->blocked_ns) * 1e-9 / (seconds > 0 ? seconds : 1);
-    char bar[21];
-    if (job->flags.quiet || (!progress->terminal && (step + 1) % every != 0 && step + 1 != steps))
+    long steps = job->flags.steps, done = step + 1, every = steps / 20 > 0 ? steps / 20 : 1;
+    double seconds = (double)(gpt_now_ns() - progress->started_ns) * 1e-9 + 1e-9, tokens;
+    double blocked = (double)(dtrain_comm_blocked_ns(world) - progress->blocked_ns) * 1e-9;
+    char text[256], bar[21];
+    int room;
+    if (job->flags.quiet || (progress->columns == 0 && done % every != 0 && done != steps))
         return;
-    tokens = (double)(step + 1) * (double)(job->flags.micro * job->flags.batch * job->flags.context);
-    for (int i = 0; i < 20; i++)
-        bar[i] = i < 20 * (step + 1) / steps ? '#' : '.';
-    bar[20] = 0;
-    if (progress->terminal)
-        printf("\r[%s] ", bar);
-    printf("step %ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s comm %.1f%% left %.0f s%s", step + 1, steps, loss, lr,
-           norm, tokens / seconds, 100 * share, seconds / (double)(step + 1) * (double)(steps - step - 1),
-           progress->terminal && step + 1 < steps ? "   " : "\n");
+    tokens = (double)done * (double)(job->flags.micro * job->flags.batch * job->flags.context);
+    snprintf(text, sizeof text, "%ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s comm %.1f%% left %.0f s", done,
+             steps, loss, lr, norm, tokens / seconds, 100 * blocked / seconds,
+             seconds / (double)done * (double)(steps - done));
+    if (progress->columns == 0)
+        printf("step %s\n", text);
+    else {
+        room = progress->columns - 4 - (int)strlen(text); /* the bar takes what the text leaves */
+        room = room > 20 ? 20 : room < 0 ? 0 : room;
+        for (int i = 0; i < room; i++)
+            bar[i] = (long)i < (long)room * done / steps ? '#' : '.';
+        bar[room] = 0;
+        printf("\r%s%s%s%.*s   %s", room > 0 ? "[" : "", bar, room > 0 ? "] " : "", progress->columns - 1, text,
+               done == steps ? "\n" : "");
+    }
     fflush(stdout);
 }
 
@@ -425,16 +469,10 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_d
     schedule.min_lr = schedule.lr / 10;
     schedule.total_steps = (uint64_t)job->flags.steps;
     schedule.warmup_steps = (uint64_t)job->flags.steps / 10;
-    progress.terminal = isatty(1);
-    progress.started_ns = gpt_now_ns();
-    progress.blocked_ns = dtrain_comm_blocked_ns(world);
+    progress = gpt_begin(world);
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
         status = gpt_step(job, m, world, ddp, step, tokens, losses, &loss);
-        if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
-            job->diverged = root ? step + 1 : job->diverged;
-            return DTRAIN_OK;
-        }
         if (status == DTRAIN_OK)
             status = dtrain_clip_grad_norm(m->table, GPT_PARAMS, 1.0f, &norm);
         if (status == DTRAIN_OK)
@@ -442,8 +480,8 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_d
         if (status != DTRAIN_OK || !root)
             continue;
         job->losses[step] = loss;
-        if (job->csv != NULL)
-            fprintf(job->csv, "%ld,%.9g,%.9g,%.9g\n", step + 1, loss, (double)lr, norm);
+        if (job->csv.file != NULL)
+            fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g\n", step + 1, loss, (double)lr, norm);
         gpt_show(job, &progress, world, step, loss, (double)lr, norm);
     }
     seconds = (double)(gpt_now_ns() - progress.started_ns) * 1e-9;
@@ -525,82 +563,102 @@ static int gpt_read_text(gpt_job *job)
     if (job->text == NULL || failed)
         return gpt_complain("text", job->flags.text, failed ? "cannot be read" : "does not fit into memory");
     job->train_bytes = job->text_bytes / 10 * 9;
-    if (job->text_bytes - job->train_bytes < (size_t)job->flags.context + 2 || job->train_bytes < (size_t)job->flags.context + 2)
-        return gpt_complain("text", job->flags.text, job->text_bytes == 0 ? "is empty"
-                                : "is too short: a tenth of it must be longer than the context");
+    if (job->text_bytes - job->train_bytes < (size_t)job->flags.context + 2 ||
+        job->train_bytes < (size_t)job->flags.context + 2)
+        return gpt_complain("text", job->flags.text,
+                            job->text_bytes == 0 ? "is empty"
+                                                 : "is too short: a tenth of it must be longer than the context");
     return 0;
 }
 
-/* Where a report is written: PATH.new takes PATH's place when it is whole; a device or pipe is written to itself. */
-static int gpt_output_name(char *name, size_t room, const char *path)
+/* A plain file is written as PATH.new; anything else that exists, a device or a pipe, is written itself. */
+static int gpt_open(gpt_output *out, const char *path)
 {
-    struct stat found;
-    int direct = stat(path, &found) == 0 && !S_ISREG(found.st_mode);
-    return snprintf(name, room, "%s%s", path, direct ? "" : ".new") < (int)room ? direct : -1;
+    struct stat info;
+    int there = stat(path, &info) == 0;
+    out->path = path;
+    if (there && S_ISDIR(info.st_mode))
+        return gpt_complain("output", path, "is a directory");
+    if (there && access(path, W_OK) != 0)
+        return gpt_complain("output", path, strerror(errno));
+    if (*path == 0 || strlen(path) + 5 > sizeof out->aside)
+        return gpt_complain("output", path, *path == 0 ? "the name is empty" : "the name is too long");
+    if (!there || S_ISREG(info.st_mode))
+        snprintf(out->aside, sizeof out->aside, "%s.new", path);
+    out->file = fopen(out->aside[0] != 0 ? out->aside : path, "w");
+    return out->file != NULL ? 0 : gpt_complain("output", path, strerror(errno));
 }
 
-static int gpt_check_outputs(const gpt_flags *f)
+static int gpt_same_file(const gpt_output *a, const gpt_output *b)
 {
-    char name[4096];
-    if (strcmp(f->csv, f->svg) == 0 && gpt_output_name(name, sizeof name, f->csv) == 0)
-        return gpt_complain("flag", "--svg", "must be another file than --csv");
+    struct stat x, y;
+    return fstat(fileno(a->file), &x) == 0 && fstat(fileno(b->file), &y) == 0 && S_ISREG(x.st_mode) &&
+           x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
+static int gpt_close(gpt_output *out)
+{
+    int bad = ferror(out->file);
+    bad |= fclose(out->file) != 0;
+    out->file = NULL;
+    if (bad || (out->aside[0] != 0 && rename(out->aside, out->path) != 0))
+        return gpt_complain("output", out->path, "could not be written; is the disk full?");
     return 0;
 }
 
-/* Opens a report and writes its head, so that what cannot be written is known before training. */
-static FILE *gpt_open(const char *path, const char *head)
+static void gpt_discard(gpt_output *out)
 {
-    char name[4096];
-    FILE *file;
-    if (gpt_output_name(name, sizeof name, path) < 0) {
-        gpt_complain("output", path, "has too long a name");
-        return NULL;
-    }
-    file = fopen(name, "w");
-    if (file != NULL && fputs(head, file) >= 0 && fflush(file) == 0)
-        return file;
-    gpt_complain("output", path, strerror(errno));
-    if (file != NULL)
-        fclose(file);
-    return NULL;
-}
-
-static int gpt_close(FILE *file, const char *path)
-{
-    char name[4096];
-    int direct = gpt_output_name(name, sizeof name, path), bad = ferror(file);
-    if (fclose(file) != 0 || bad || (!direct && rename(name, path) != 0))
-        return gpt_complain("output", path, "could not be written; is the disk full?");
-    return 0;
-}
-
-static void gpt_discard(FILE *file, const char *path)
-{
-    char name[4096];
-    if (file == NULL)
+    if (out->file == NULL)
         return;
-    fclose(file);
-    if (gpt_output_name(name, sizeof name, path) == 0)
-        remove(name);
+    fclose(out->file);
+    out->file = NULL;
+    if (out->aside[0] != 0)
+        remove(out->aside);
 }
 
-static const char gpt_svg_head[] = "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"640\" height=\"360\" "
-                                   "font-family=\"sans-serif\" font-size=\"12\">\n";
+/* The smallest of 1, 2 and 5 times a power of ten that cuts `whole` into at most `parts`. */
+static double gpt_tick(double whole, int parts)
+{
+    static const double factors[] = {1, 2, 5};
+    double unit = 1e-9;
+    for (;; unit *= 10)
+        for (int i = 0; i < 3; i++)
+            if (whole / (factors[i] * unit) <= parts || unit > 1e30)
+                return factors[i] * unit;
+}
 
+/* The loss of each step as a line over a grid; values that are no numbers leave it out. */
 static void gpt_draw_curve(FILE *svg, const double *losses, long steps)
 {
-    double high = losses[0];
+    double high = 0, tick, across = steps > 1 ? 560.0 / (double)(steps - 1) : 0;
+    long stride = 1 + steps / 2000;
     for (long i = 0; i < steps; i++)
-        high = losses[i] > high ? losses[i] : high;
-    fprintf(svg, "<rect width=\"640\" height=\"360\" fill=\"white\"/>\n"
-                 "<path d=\"M50 20V320H620\" fill=\"none\" stroke=\"#888\"/>\n");
-    for (int i = 0; i <= 4; i++)
-        fprintf(svg, "<text x=\"44\" y=\"%d\" text-anchor=\"end\">%.2f</text>\n", 324 - i * 75, high * i / 4);
-    fprintf(svg, "<text x=\"620\" y=\"340\" text-anchor=\"end\">%ld steps</text>\n<text x=\"54\" y=\"16\">loss</text>\n"
-                 "<polyline fill=\"none\" stroke=\"#06c\" stroke-width=\"1.5\" points=\"", steps);
-    for (long i = 0; i < steps; i++)
-        fprintf(svg, "%.1f,%.1f ", 50 + 570.0 * (double)i / (double)(steps > 1 ? steps - 1 : 1),
-                320 - 300 * losses[i] / (high > 0 ? high : 1));
+        high = losses[i] > high && losses[i] < 1e9 ? losses[i] : high;
+    high = high > 0 ? high * 1.05 : 1;
+    fprintf(svg, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 640 360\" width=\"640\" height=\"360\" "
+                 "font-family=\"sans-serif\" font-size=\"12\">\n<title>Training loss</title>\n"
+                 "<rect width=\"640\" height=\"360\" fill=\"white\"/>\n");
+    tick = gpt_tick(high, 6);
+    for (int i = 0; tick * i <= high; i++)
+        fprintf(svg,
+                "<path d=\"M60 %.1fH620\" stroke=\"#ddd\"/><text x=\"54\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
+                310 - 290 * tick * i / high, 314 - 290 * tick * i / high, tick * i);
+    tick = gpt_tick((double)steps, 6);
+    tick = tick < 1 ? 1 : tick;
+    for (int i = 1; tick * i <= (double)steps; i++)
+        fprintf(
+            svg,
+            "<path d=\"M%.1f 310v5\" stroke=\"#888\"/><text x=\"%.1f\" y=\"328\" text-anchor=\"middle\">%.0f</text>\n",
+            60 + across * (tick * i - 1), 60 + across * (tick * i - 1), tick * i);
+    fprintf(
+        svg,
+        "<path d=\"M60 20V310H620\" fill=\"none\" stroke=\"#888\"/>\n"
+        "<text x=\"340\" y=\"348\" text-anchor=\"middle\">step</text>\n"
+        "<text x=\"18\" y=\"165\" text-anchor=\"middle\" transform=\"rotate(-90 18 165)\">loss, nats a byte</text>\n"
+        "<polyline fill=\"none\" stroke=\"#06c\" stroke-width=\"1.5\" points=\"");
+    for (long i = 0; i < steps; i += stride)
+        if (losses[i] >= 0 && losses[i] <= high)
+            fprintf(svg, "%.1f,%.1f ", 60 + across * (double)i, 310 - 290 * losses[i] / high);
     fprintf(svg, "\"/>\n</svg>\n");
 }
 
@@ -623,11 +681,10 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
         const char *name;
         long *value;
         double least, most;
-    } numbers[] = {{"--layers", &f->layers, 1, 1000},   {"--heads", &f->heads, 1, 1000},
-                   {"--width", &f->width, 1, 65536},    {"--context", &f->context, 1, 65536},
-                   {"--batch", &f->batch, 1, 65536},    {"--micro", &f->micro, 1, 65536},
-                   {"--steps", &f->steps, 1, 1e9},      {"--seed", &f->seed, 0, 4e9},
-                   {"--ranks", &f->ranks, 1, 1024}};
+    } numbers[] = {
+        {"--layers", &f->layers, 1, 1000},    {"--heads", &f->heads, 1, 1000},  {"--width", &f->width, 1, 65536},
+        {"--context", &f->context, 1, 65536}, {"--batch", &f->batch, 1, 65536}, {"--micro", &f->micro, 1, 65536},
+        {"--steps", &f->steps, 1, 1e9},       {"--seed", &f->seed, 0, 4e9},     {"--ranks", &f->ranks, 1, 1024}};
     struct {
         const char *name;
         const char **value;
@@ -659,27 +716,15 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
         } else if (strcmp(argv[i], "--quiet") == 0)
             f->quiet = 1;
         else
-            return gpt_complain("flag", argv[i], "is unknown; see the top of examples/train_gpt.c");
+            return gpt_complain("flag", argv[i], "is unknown; --help lists them");
     }
     if (f->width % f->heads != 0)
         return gpt_complain("flag", "--width", "must be a multiple of --heads");
     if (strcmp(f->optimizer, "adamw") != 0 && strcmp(f->optimizer, "sgd") != 0)
         return gpt_complain("optimizer", f->optimizer, "is unknown; adamw and sgd are possible");
+    if (gpt_bytes(f) > (double)(SIZE_MAX / 64))
+        return gpt_complain("flag", "--width", "makes a model too large to address with these layers and sizes");
     return 0;
-}
-
-/* Compares what all ranks will need with the machine's memory, in floating point, where nothing overflows. */
-static int gpt_check_size(const gpt_flags *f)
-{
-    double L = (double)f->layers, C = (double)f->width, T = (double)f->context, B = (double)f->batch, BT = B * T;
-    double params = L * 12 * C * C + (2 * GPT_VOCAB + T) * C;
-    double floats = 6 * params + BT * C * (16 * L + 8) + L * B * (double)f->heads * T * T + BT * GPT_VOCAB;
-    double needed = 4 * floats * (double)f->ranks, memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
-    if (needed <= memory)
-        return 0;
-    fprintf(stderr, "train_gpt: %ld ranks of this model need about %.3g GB of memory, this machine has %.3g GB\n",
-            f->ranks, needed * 1e-9, memory * 1e-9);
-    return 1;
 }
 
 static gpt_flags gpt_defaults(void)
@@ -702,45 +747,72 @@ static gpt_flags gpt_defaults(void)
 static int gpt_run(gpt_job *job)
 {
     dtrain_status status = dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
-    if (status == DTRAIN_OK && job->diverged > 0)
-        fprintf(stderr, "train_gpt: the loss of step %ld is not finite: a lower --lr than %g may help\n", job->diverged,
-                job->flags.lr);
     if (status == DTRAIN_OK)
-        return job->diverged > 0;
+        return 0;
     fprintf(stderr, "train_gpt: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
     return 1;
 }
 
-int main(int argc, char **argv)
+static int gpt_help(void)
+{
+    puts("train_gpt trains a byte-level GPT on the threads of this process. Flags, with their defaults:\n"
+         "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
+         "  --batch 8        sequences a micro-batch\n"
+         "  --micro 8        micro-batches a step, over all ranks together\n"
+         "  --steps 100 --lr 1e-3 --optimizer adamw|sgd --seed 1\n"
+         "  --ranks 1        threads that share the work\n"
+         "  --text dtrain.h  what to learn; its last tenth is held out\n"
+         "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
+         "  --quiet          only the result");
+    return 0;
+}
+
+static int gpt_open_outputs(gpt_job *job)
+{
+    if (gpt_open(&job->csv, job->flags.csv) != 0 || gpt_open(&job->svg, job->flags.svg) != 0)
+        return 1;
+    if (gpt_same_file(&job->csv, &job->svg))
+        return gpt_complain("output", job->flags.svg, "is the file of --csv too");
+    job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
+    if (job->losses == NULL)
+        return gpt_complain("flag", "--steps", "needs more memory than there is");
+    fprintf(job->csv.file, "step,loss,lr,norm\n");
+    return 0;
+}
+
+static int gpt_main(int argc, char **argv)
 {
     gpt_job job;
     int bad;
     memset(&job, 0, sizeof job);
     job.flags = gpt_defaults();
-    if (gpt_parse(&job.flags, argc, argv) != 0 || gpt_check_size(&job.flags) != 0 ||
-        gpt_check_outputs(&job.flags) != 0 || gpt_read_text(&job) != 0)
-        return 1;
-    job.losses = (double *)calloc((size_t)job.flags.steps, sizeof(double));
-    if (job.losses == NULL)
-        gpt_complain("flag", "--steps", "so many losses do not fit into memory");
-    job.csv = job.losses != NULL ? gpt_open(job.flags.csv, "step,loss,lr,norm\n") : NULL;
-    job.svg = job.csv != NULL ? gpt_open(job.flags.svg, gpt_svg_head) : NULL;
-    bad = job.svg == NULL || gpt_run(&job) != 0;
+    if (argc == 2 && strcmp(argv[1], "--help") == 0)
+        return gpt_help();
+    bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_open_outputs(&job) || gpt_run(&job);
     if (!bad) {
-        gpt_draw_curve(job.svg, job.losses, job.flags.steps);
-        bad = gpt_close(job.csv, job.flags.csv) | gpt_close(job.svg, job.flags.svg);
-    } else {
-        gpt_discard(job.csv, job.flags.csv);
-        gpt_discard(job.svg, job.flags.svg);
+        gpt_draw_curve(job.svg.file, job.losses, job.flags.steps);
+        bad = gpt_close(&job.csv) | gpt_close(&job.svg);
+        if (fflush(stdout) != 0 || ferror(stdout))
+            bad = gpt_complain("output", "of the result", "could not be written");
     }
+    gpt_discard(&job.csv);
+    gpt_discard(&job.svg);
     free(job.losses);
     free(job.text);
     return bad;
 }
 
+#ifndef TRAIN_GPT_NO_MAIN
+int main(int argc, char **argv)
+{
+    return gpt_main(argc, argv);
+}
+#endif
+
 /* The end of what train_gpt --ranks 4 --steps 300 --batch 4 prints on two cores:
  *
  * step 285/300 loss 1.7406 lr 1.08e-04 norm 1.001 21103 tokens/s comm 10.5% left 3 s
  * step 300/300 loss 2.0441 lr 1.00e-04 norm 1.210 21537 tokens/s comm 10.4% left 0 s
- * result weights_sha256=6ef2118b6373c7cc79fdcfb266d65de35980dc7bbd29a6159f8d4cc41786166e loss=2.044128 val_loss=2.048316 tokens_per_s=21537 comm_share=0.1035 peak_bytes=165943128
+ * result weights_sha256=6ef2118b6373c7cc79fdcfb266d65de35980dc7bbd29a6159f8d4cc41786166e loss=2.044128
+ * val_loss=2.048316 tokens_per_s=21537 comm_share=0.1035 peak_bytes=165943128
  */

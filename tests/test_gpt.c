@@ -1,8 +1,7 @@
 /* The main job: the GPT's gradients against a float64 twin and finite differences, and its weights on any number of
- * ranks. Text is generated from a seed. */
-#define main train_gpt_main
+ * ranks; the program, its flags and files. Text is generated from a seed. */
+#define TRAIN_GPT_NO_MAIN
 #include "../examples/train_gpt.c"
-#undef main
 #include "test.h"
 
 /* ---- the twin: one sequence, plain loops in double, written from the equations ---- */
@@ -176,7 +175,8 @@ TEST(every_backward_agrees_with_finite_differences_of_a_float64_twin)
     CHECK_EQ(gpt_micro_batch(&model, NULL, tokens, tokens + 24, &loss), DTRAIN_OK);
     CHECK(fabs(loss - twin_batch(&m, &job, tokens)) < 1e-4 * loss);
     for (int i = 0; i < GPT_PARAMS; i++) {
-        size_t n = dtrain_param_elements(&model.table[i]), base = (size_t)((float *)model.table[i].data - (float *)model.params.data);
+        size_t n = dtrain_param_elements(&model.table[i]),
+               base = (size_t)((float *)model.table[i].data - (float *)model.params.data);
         for (int k = 0; k < 24; k++) {
             size_t at = base + dtrain_random_u64(9, (uint64_t)(100 * i + k)) % n;
             double kept = all[at], up, down, slope, got = (double)((float *)model.grads.data)[at];
@@ -300,6 +300,20 @@ TEST(ranks_without_a_micro_batch_are_right)
     CHECK(memcmp(first.digest, o.digest, 32) == 0);
 }
 
+TEST(micro_batches_that_the_ranks_do_not_divide_are_right)
+{
+    double one[20], other[20];
+    gpt_job job = small_job(1, 20);
+    job.flags.micro = 7;
+    run_small(&job, one);
+    for (job.flags.ranks = 2; job.flags.ranks <= 9; job.flags.ranks++) {
+        run_small(&job, other);
+        for (int i = 0; i < 20; i++)
+            if (!(fabs(one[i] - other[i]) <= 1e-5 * one[i]))
+                TEST_FAIL("%ld ranks, step %d: loss %.9g, on one rank %.9g", job.flags.ranks, i, other[i], one[i]);
+    }
+}
+
 TEST(the_first_losses_agree_with_the_twin)
 {
     double losses[1];
@@ -319,4 +333,184 @@ TEST(the_first_losses_agree_with_the_twin)
     CHECK(fabs(losses[0] - expected) < 1e-4);
     free(all);
     gpt_destroy(&model);
+}
+
+/* ---- the program: its flags, its files, what it prints ---- */
+
+typedef struct program {
+    int status;
+    char out[4096], err[4096];
+} program;
+
+static void slurp(FILE *file, char *into, size_t room)
+{
+    rewind(file);
+    into[fread(into, 1, room - 1, file)] = 0;
+    fclose(file);
+}
+
+/* Runs the program on a space-separated command line; "%" in it is the directory dir. */
+static program run_program(const char *line, const char *dir)
+{
+    program run;
+    char words[2048], *argv[40];
+    int argc = 0, kept_out = dup(1), kept_err = dup(2);
+    size_t n = 0;
+    FILE *out = tmpfile(), *err = tmpfile();
+    static char name[] = "train_gpt";
+    argv[argc++] = name;
+    for (; *line != 0 && n < sizeof words / 2; line++)
+        n += (size_t)sprintf(words + n, *line == '%' ? "%s" : "%.1s", *line == '%' ? dir : line);
+    words[n] = 0;
+    for (char *word = strtok(words, " "); word != NULL && argc < 39; word = strtok(NULL, " "))
+        argv[argc++] = word;
+    argv[argc] = NULL;
+    memset(&run, 0, sizeof run);
+    if (out == NULL || err == NULL || kept_out < 0 || kept_err < 0)
+        abort();
+    fflush(stdout);
+    dup2(fileno(out), 1);
+    dup2(fileno(err), 2);
+    run.status = gpt_main(argc, argv);
+    fflush(stdout);
+    dup2(kept_out, 1);
+    dup2(kept_err, 2);
+    close(kept_out);
+    close(kept_err);
+    slurp(out, run.out, sizeof run.out);
+    slurp(err, run.err, sizeof run.err);
+    return run;
+}
+
+static char *make_directory(char *dir)
+{
+    strcpy(dir, "/tmp/test_gpt-XXXXXX");
+    if (mkdtemp(dir) == NULL)
+        abort();
+    return dir;
+}
+
+static char *path_in(const char *dir, const char *name)
+{
+    static char path[256];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    return path;
+}
+
+static void write_text(const char *dir, const char *name, const void *data, size_t bytes)
+{
+    FILE *file = fopen(path_in(dir, name), "w");
+    if (file == NULL || fwrite(data, 1, bytes, file) != bytes || fclose(file) != 0)
+        abort();
+}
+
+static char *read_text(const char *dir, const char *name, char *into, size_t room)
+{
+    FILE *file = fopen(path_in(dir, name), "r");
+    into[0] = 0;
+    if (file != NULL)
+        slurp(file, into, room);
+    return into;
+}
+
+/* A run that would succeed but for what is added to it. */
+#define SMALL                                                                                                          \
+    "--layers 1 --heads 2 --width 16 --context 12 --batch 1 --micro 4 --steps 40 --text %/text --csv %/csv --svg "     \
+    "%/svg "
+
+static const char *const bad_lines[][2] = {
+    {"--bogus 3", "--bogus"},
+    {"extra", "extra"},
+    {"--steps", "--steps"},
+    {"--text", "--text"},
+    {"--lr", "--lr"},
+    {"--steps ten", "--steps ten"},
+    {"--steps 10x", "--steps 10x"},
+    {"--steps 1.5", "whole number"},
+    {"--steps 0", "--steps 0"},
+    {"--layers 0", "--layers 0"},
+    {"--heads 0", "--heads 0"},
+    {"--width 0", "--width 0"},
+    {"--context 0", "--context 0"},
+    {"--batch 0", "--batch 0"},
+    {"--micro 0", "--micro 0"},
+    {"--ranks 0", "--ranks 0"},
+    {"--ranks -1", "--ranks -1"},
+    {"--lr nan", "--lr nan"},
+    {"--lr -1", "--lr -1"},
+    {"--heads 3", "multiple of --heads"},
+    {"--optimizer lion", "lion"},
+    {"--layers 1000 --heads 1 --width 65536 --context 65536 --batch 65536", "too large"},
+    {"--text %/none", "/none: No such file"},
+    {"--text %/empty", "is empty"},
+    {"--text %/short", "is too short"},
+    {"--text %", "cannot be read"},
+    {"--csv %/none/csv", "/none/csv: No such file"},
+    {"--svg %/none/svg", "/none/svg: No such file"},
+    {"--svg %", "is a directory"},
+    {"--svg %/csv", "is the file of --csv"},
+};
+
+TEST(bad_flags_texts_and_outputs_end_with_one_line_before_training)
+{
+    char dir[64], line[512], none[8];
+    small_job(1, 1); /* fills text */
+    make_directory(dir);
+    write_text(dir, "text", text, sizeof text);
+    write_text(dir, "empty", text, 0);
+    write_text(dir, "short", text, 100);
+    for (size_t i = 0; i < sizeof bad_lines / sizeof bad_lines[0]; i++) {
+        program run;
+        snprintf(line, sizeof line, "%s%s", SMALL, bad_lines[i][0]);
+        run = run_program(line, dir);
+        const char *end = strchr(run.err, '\n');
+        if (run.status != 1 || strstr(run.err, bad_lines[i][1]) == NULL || strncmp(run.err, "train_gpt: ", 11) != 0 ||
+            end == NULL || end[1] != 0 || run.out[0] != 0)
+            TEST_FAIL("%s: status %d, output \"%s\", error \"%s\"", bad_lines[i][0], run.status, run.out, run.err);
+    }
+    CHECK(read_text(dir, "csv", none, sizeof none)[0] == 0);
+    CHECK_EQ(unlink(path_in(dir, "text")) | unlink(path_in(dir, "empty")) | unlink(path_in(dir, "short")), 0);
+    CHECK_EQ(rmdir(dir), 0); /* nothing else was left in it */
+}
+
+static long count_of(const char *in, const char *part)
+{
+    long n = 0;
+    for (; (in = strstr(in, part)) != NULL; in++)
+        n++;
+    return n;
+}
+
+TEST(the_program_reports_its_steps_and_writes_its_files)
+{
+    static char csv[8192], again[8192], svg[8192];
+    char dir[64];
+    program one, two;
+    small_job(1, 1);
+    make_directory(dir);
+    write_text(dir, "text", text, sizeof text);
+    one = run_program(SMALL, dir);
+    CHECK_EQ(one.status, 0);
+    CHECK(one.err[0] == 0);
+    CHECK_EQ(count_of(one.out, "\nstep ") + (strncmp(one.out, "step ", 5) == 0), 20);
+    CHECK_CONTAINS(one.out, "step 40/40 loss ");
+    CHECK_CONTAINS(one.out, "\nresult weights_sha256=");
+    for (int i = 0; i < 5; i++) {
+        static const char *const fields[] = {" loss=", " val_loss=", " tokens_per_s=", " comm_share=", " peak_bytes="};
+        CHECK_EQ(count_of(one.out, fields[i]), 1);
+    }
+    read_text(dir, "csv", csv, sizeof csv);
+    CHECK_EQ(count_of(csv, "\n"), 41);
+    CHECK(strncmp(csv, "step,loss,lr,norm\n1,", 20) == 0);
+    read_text(dir, "svg", svg, sizeof svg);
+    CHECK(strncmp(svg, "<svg ", 5) == 0 && strcmp(svg + strlen(svg) - 7, "</svg>\n") == 0);
+    CHECK_EQ(count_of(svg, "<polyline"), 1);
+    two = run_program(SMALL "--ranks 2 --quiet", dir);
+    CHECK_EQ(two.status, 0);
+    CHECK(strncmp(two.out, "result weights_sha256=", 22) == 0 &&
+          strncmp(strstr(one.out, "result "), two.out, 22 + 64) == 0);
+    CHECK(strcmp(csv, read_text(dir, "csv", again, sizeof again)) == 0);
+    CHECK_EQ(run_program(SMALL "--csv /dev/null --svg /dev/null --steps 1", dir).status, 0);
+    CHECK_EQ(unlink(path_in(dir, "text")) | unlink(path_in(dir, "csv")) | unlink(path_in(dir, "svg")), 0);
+    CHECK_EQ(rmdir(dir), 0);
 }

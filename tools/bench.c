@@ -1,310 +1,498 @@
-/* Measures one operation against its limit in the same process, alternating, and prints one line of key=value pairs.
+/* Times one operation against its limit in the same process, run by run in turn.
  *
- *   build/bench OP key=value ...
- *   OP    all_reduce, reduce_scatter, all_gather, broadcast, barrier, gemm, adamw
- *   keys  ranks=2 bytes=1048576 runs=11 transport=threads algorithm=auto|fused|recursive_doubling|tree|ring
- *         size=1024 (gemm) count=25000000 (adamw)
+ * cc -O2 -fno-math-errno -I. tools/bench.c -o build/bench -lpthread -lm
+ * build/bench OP key=value ...
  *
- * The limit of all_reduce is the bare loop that adds all ranks' buffers and stores to all of them, each thread its
- * part and no word between them, on as many threads as there are ranks, at most one a processor. Times are medians;
- * bytes are those of one rank's buffer. */
+ *   OP           all_reduce, reduce_scatter, all_gather, broadcast, barrier, gemm, adamw
+ *   ranks=2      threads that take part
+ *   bytes=N      of the whole buffer of a rank, 1 MiB
+ *   count=N      the same in float32 elements; adamw has 25,000,000
+ *   transport=threads
+ *   algorithm=auto | fused | recursive_doubling | tree | ring
+ *   huge=0       1: asks for huge pages
+ *   runs=11      at least 7; medians are printed
+ *   size=1024    gemm: all three sizes
+ *
+ * Prints op transport ranks bytes us algbw_GBps limit_GBps of_limit; algbw is bytes / us, of_limit the median of
+ * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
+ * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
+ * through one mailbox a rank, guarded by a number that is spun on, then yielded for. adamw's is a bare loop over
+ * arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <pthread.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
-#define MAX_RUNS 1001
-#define MAX_BENCH_RANKS 64
+#define BENCH_RANKS 64
+#define BENCH_RUNS 1001
+#define BENCH_MAILBOX 65536
+#define BENCH_RUN_NS 20000000 /* a run repeats until it takes as long */
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O3")
+#define BENCH_AVX512 __attribute__((target("avx512f,prefer-vector-width=512")))
+#else
+#define BENCH_AVX512 __attribute__((target("avx512f")))
+#endif
+#if defined(__x86_64__)
+#define BENCH_AVX2 __attribute__((target("avx2")))
+/* Compiles a loop for three instruction sets and calls the best that the processor has. */
+#define BENCH_LOOP(name, parameters, arguments)        \
+    BENCH_AVX512 static void name##_avx512 parameters  \
+    {                                                  \
+        name##_body arguments;                         \
+    }                                                  \
+    BENCH_AVX2 static void name##_avx2 parameters      \
+    {                                                  \
+        name##_body arguments;                         \
+    }                                                  \
+    static void name parameters                        \
+    {                                                  \
+        if (__builtin_cpu_supports("avx512f"))         \
+            name##_avx512 arguments;                   \
+        else if (__builtin_cpu_supports("avx2"))       \
+            name##_avx2 arguments;                     \
+        else                                           \
+            name##_body arguments;                     \
+    }
+#else
+#define BENCH_LOOP(name, parameters, arguments) \
+    static void name parameters                 \
+    {                                           \
+        name##_body arguments;                  \
+    }
+#endif
+#define BENCH_INLINE static inline __attribute__((always_inline))
+
+typedef enum bench_op { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER, GEMM, ADAMW, BENCH_OPS } bench_op;
+static const char *const bench_names[BENCH_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                                   "barrier",    "gemm",           "adamw"};
+
+typedef struct bench_mailbox {
+    uint64_t number;
+    char pad[120];
+    float data[2][BENCH_MAILBOX / sizeof(float)];
+} bench_mailbox;
 
 typedef struct bench {
-    const char *op, *algorithm_name;
+    bench_op op;
+    int ranks, runs, huge, threads; /* threads: min(ranks, processors) */
+    size_t bytes, size, count;
     dtrain_algorithm algorithm;
-    int ranks, runs, threads;
-    size_t bytes, size, count, inner;
-    float *buffers[MAX_BENCH_RANKS];
-    double *times, *limits; /* [runs] seconds an operation */
+    float *buffers[BENCH_RANKS];
+    bench_mailbox *mailboxes;
+    uint64_t repeats[2];                      /* of the operation and of its limit */
+    int64_t begin_ns[BENCH_RANKS], end_ns[BENCH_RANKS];
+    double us[BENCH_RUNS], limit_us[BENCH_RUNS];
 } bench;
 
-static double seconds_now(void)
+static int64_t bench_now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static int by_size(const void *a, const void *b)
+/* The bare loops. Each y[i] becomes the sum of all y[i], or x[0][i] of all x[i]. */
+BENCH_INLINE void bench_sum2_body(float *restrict a, float *restrict b, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        a[i] = b[i] = a[i] + b[i];
+}
+BENCH_LOOP(bench_sum2, (float *restrict a, float *restrict b, size_t n), (a, b, n))
+
+BENCH_INLINE void bench_sum4_body(float *restrict a, float *restrict b, float *restrict c, float *restrict d, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        a[i] = b[i] = c[i] = d[i] = (a[i] + b[i]) + (c[i] + d[i]);
+}
+BENCH_LOOP(bench_sum4, (float *restrict a, float *restrict b, float *restrict c, float *restrict d, size_t n),
+           (a, b, c, d, n))
+
+BENCH_INLINE void bench_add_body(float *restrict a, const float *restrict b, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        a[i] += b[i];
+}
+BENCH_LOOP(bench_add, (float *restrict a, const float *restrict b, size_t n), (a, b, n))
+
+typedef struct bench_adam {
+    float beta1, beta2, rest1, rest2, root, eps, keep, rate;
+} bench_adam;
+
+BENCH_INLINE void bench_adamw_body(float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
+                                   size_t n, const bench_adam *k)
+{
+    bench_adam c = *k;
+    for (size_t i = 0; i < n; i++) {
+        m[i] = c.beta1 * m[i] + c.rest1 * g[i];
+        v[i] = c.beta2 * v[i] + c.rest2 * (g[i] * g[i]);
+        p[i] = c.keep * p[i] - c.rate * (m[i] / (__builtin_sqrtf(v[i]) * c.root + c.eps));
+    }
+}
+BENCH_LOOP(bench_adamw, (float *restrict p, const float *restrict g, float *restrict m, float *restrict v, size_t n,
+                         const bench_adam *k), (p, g, m, v, n, k))
+
+/* Folds elements [begin, begin + n) of every rank in place; tiles of 4 KiB where ranks are neither 2 nor 4. */
+static void bench_fold(bench *b, size_t begin, size_t n, int all)
+{
+    float **y = b->buffers, tile[1024];
+    if (all && b->ranks == 2) {
+        bench_sum2(y[0] + begin, y[1] + begin, n);
+        return;
+    }
+    if (all && b->ranks == 4) {
+        bench_sum4(y[0] + begin, y[1] + begin, y[2] + begin, y[3] + begin, n);
+        return;
+    }
+    for (size_t at = begin; at < begin + n; at += 1024) {
+        size_t step = begin + n - at < 1024 ? begin + n - at : 1024;
+        memcpy(tile, y[0] + at, step * sizeof(float));
+        for (int r = 1; r < b->ranks; r++)
+            bench_add(tile, y[r] + at, step);
+        for (int r = 0; r < b->ranks && all; r++)
+            memcpy(y[r] + at, tile, step * sizeof(float));
+        if (!all)
+            memcpy(y[0] + at, tile, step * sizeof(float));
+    }
+}
+
+/* What thread t of the limit must load and store, once, without waiting for anybody. */
+static void bench_limit_large(bench *b, int t)
+{
+    size_t begin, n = dtrain_split(b->count, b->threads, t, &begin);
+    for (int r = t; r < b->ranks && (b->op == BROADCAST || b->op == ALL_GATHER); r += b->threads)
+        for (int from = 0; from < b->ranks; from++) {
+            size_t low = 0, shard = b->op == BROADCAST ? b->count : dtrain_split(b->count, b->ranks, from, &low);
+            if (from != r && (b->op == ALL_GATHER || from == 0))
+                memcpy(b->buffers[r] + low, b->buffers[from] + low, shard * sizeof(float));
+        }
+    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER)
+        bench_fold(b, begin, n, b->op == ALL_REDUCE);
+}
+
+/* One exchange through the mailboxes; every rank adds all of them up. */
+static void bench_limit_small(bench *b, int rank, uint64_t number)
+{
+    bench_mailbox *boxes = b->mailboxes;
+    float *mine = b->buffers[rank];
+    size_t bytes = b->count * sizeof(float);
+    memcpy(boxes[rank].data[number & 1], mine, bytes);
+    __atomic_store_n(&boxes[rank].number, number, __ATOMIC_RELEASE);
+    for (int r = 0; r < b->ranks; r++)
+        for (int turn = 0; __atomic_load_n(&boxes[r].number, __ATOMIC_ACQUIRE) < number; turn++)
+            if (b->ranks > b->threads || turn > 2000)
+                sched_yield();
+    memcpy(mine, boxes[0].data[number & 1], bytes);
+    for (int r = 1; r < b->ranks; r++)
+        bench_add(mine, boxes[r].data[number & 1], b->count);
+}
+
+static dtrain_status bench_call(bench *b, dtrain_comm *world)
+{
+    int rank = dtrain_comm_rank(world);
+    float *data = b->buffers[rank];
+    size_t begin;
+    dtrain_shard(world, b->count, rank, &begin);
+    switch (b->op) {
+    case ALL_REDUCE: return dtrain_all_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM);
+    case REDUCE_SCATTER:
+        return dtrain_reduce_scatter(world, data, data + begin, b->count, DTRAIN_F32, DTRAIN_SUM);
+    case ALL_GATHER: return dtrain_all_gather(world, data + begin, data, b->count, DTRAIN_F32);
+    case BROADCAST: return dtrain_broadcast(world, data, b->count, DTRAIN_F32, 0);
+    default: return dtrain_barrier(world);
+    }
+}
+
+static int bench_is_small(const bench *b)
+{
+    return b->count * sizeof(float) <= BENCH_MAILBOX;
+}
+
+/* Repeats the operation or its limit on every rank; returns microseconds apiece, on rank 0. */
+static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
+{
+    int rank = dtrain_comm_rank(world), takes_part = !limit || bench_is_small(b) || rank < b->threads;
+    int64_t first = INT64_MAX, last = 0;
+    DTRAIN_CHECK(dtrain_barrier(world));
+    b->begin_ns[rank] = takes_part ? bench_now_ns() : INT64_MAX;
+    for (uint64_t k = 0; k < b->repeats[limit] && takes_part; k++)
+        if (!limit)
+            DTRAIN_CHECK(bench_call(b, world));
+        else if (bench_is_small(b))
+            bench_limit_small(b, rank, ++*number);
+        else
+            bench_limit_large(b, rank);
+    b->end_ns[rank] = takes_part ? bench_now_ns() : 0;
+    DTRAIN_CHECK(dtrain_barrier(world));
+    for (int r = 0; r < b->ranks; r++) {
+        first = b->begin_ns[r] < first ? b->begin_ns[r] : first;
+        last = b->end_ns[r] > last ? b->end_ns[r] : last;
+    }
+    return (double)(last - first) * 1e-3 / (double)b->repeats[limit];
+}
+
+/* Warms up and finds how often to repeat what a run times. */
+static void bench_calibrate(bench *b, dtrain_comm *world, int limit, uint64_t *number)
+{
+    for (;;) {
+        double us = bench_collective_run(b, world, limit, number), total = us * (double)b->repeats[limit];
+        uint64_t repeats = b->repeats[limit];
+        DTRAIN_CHECK(dtrain_barrier(world)); /* all have read the times */
+        DTRAIN_CHECK(dtrain_broadcast(world, &total, 1, DTRAIN_F64, 0));
+        if (total * 1e3 >= BENCH_RUN_NS / 2)
+            return;
+        if (dtrain_comm_rank(world) == 0)
+            b->repeats[limit] = repeats * (total * 1e4 < BENCH_RUN_NS ? 8 : 2);
+        DTRAIN_CHECK(dtrain_barrier(world));
+    }
+}
+
+/* Before anything is timed: the sum of 1, 2, 3, ... over the ranks is right at both ends and in the middle. */
+static void bench_verify(bench *b, dtrain_comm *world)
+{
+    float *data = b->buffers[dtrain_comm_rank(world)], expected = (float)(b->ranks * (b->ranks + 1) / 2);
+    if (b->op != ALL_REDUCE || b->count == 0)
+        return;
+    for (size_t i = 0; i < b->count; i++)
+        data[i] = (float)(dtrain_comm_rank(world) + 1);
+    DTRAIN_CHECK(bench_call(b, world));
+    if (data[0] != expected || data[b->count / 2] != expected || data[b->count - 1] != expected) {
+        fprintf(stderr, "bench: all_reduce gave a wrong sum\n");
+        exit(1);
+    }
+}
+
+static dtrain_status bench_rank(dtrain_comm *world, void *user)
+{
+    bench *b = (bench *)user;
+    int rank = dtrain_comm_rank(world);
+    uint64_t number = 0;
+    bench_verify(b, world);
+    memset(b->buffers[rank], 0, b->bytes); /* sums of zeros stay zeros however often they are repeated */
+    bench_calibrate(b, world, 0, &number);
+    bench_calibrate(b, world, 1, &number);
+    for (int run = 0; run < b->runs; run++) {
+        double us = bench_collective_run(b, world, 0, &number);
+        DTRAIN_CHECK(dtrain_barrier(world));
+        double limit_us = bench_collective_run(b, world, 1, &number);
+        DTRAIN_CHECK(dtrain_barrier(world));
+        if (rank == 0) {
+            b->us[run] = us;
+            b->limit_us[run] = limit_us;
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* bytes rounded up to 2 MiB, and touched; ends the program where there is no memory. */
+static float *bench_memory(size_t bytes, int huge)
+{
+    size_t align = (size_t)2 << 20, whole = (bytes + align - 1) / align * align;
+    void *memory = NULL;
+    if (posix_memalign(&memory, huge ? align : 4096, whole > 0 ? whole : align) != 0) {
+        fprintf(stderr, "bench: no memory for %zu bytes\n", bytes);
+        exit(1);
+    }
+#ifdef MADV_HUGEPAGE
+    if (huge)
+        madvise(memory, whole, MADV_HUGEPAGE);
+#endif
+    memset(memory, 0, whole);
+    return (float *)memory;
+}
+
+static int bench_compare(const void *a, const void *b)
 {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
-static double median(double *values, int n)
+static double bench_median(const double *values, int n)
 {
-    qsort(values, (size_t)n, sizeof *values, by_size);
-    return values[n / 2];
+    double sorted[BENCH_RUNS];
+    memcpy(sorted, values, (size_t)n * sizeof(double));
+    qsort(sorted, (size_t)n, sizeof(double), bench_compare);
+    return n % 2 ? sorted[n / 2] : (sorted[n / 2 - 1] + sorted[n / 2]) / 2;
 }
 
-static float *pages(size_t bytes)
+static void bench_print(const bench *b)
 {
-    void *block = NULL;
-    size_t whole = (bytes + ((size_t)2 << 20) - 1) >> 21 << 21;
-    if (posix_memalign(&block, (size_t)2 << 20, whole > 0 ? whole : (size_t)2 << 20) != 0)
-        exit(1);
-#ifdef MADV_HUGEPAGE
-    madvise(block, whole, MADV_HUGEPAGE);
-#endif
-    memset(block, 0, whole);
-    return (float *)block;
-}
-
-#if defined(__x86_64__)
-#define LIMIT_TARGETS __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"), noinline))
-#else
-#define LIMIT_TARGETS __attribute__((noinline))
-#endif
-#ifdef __clang__
-#undef LIMIT_TARGETS
-#define LIMIT_TARGETS __attribute__((noinline))
-#endif
-
-LIMIT_TARGETS static void limit_2(float *a, float *b, size_t n)
-{
-    DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++)
-    {
-        float s = a[i] + b[i];
-        a[i] = s;
-        b[i] = s;
-    }
-}
-
-LIMIT_TARGETS static void limit_4(float *a, float *b, float *c, float *d, size_t n)
-{
-    DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++)
-    {
-        float s = (a[i] + b[i]) + (c[i] + d[i]);
-        a[i] = s;
-        b[i] = s;
-        c[i] = s;
-        d[i] = s;
-    }
-}
-
-/* This thread's part of the bare loop. */
-static void limit_loop(bench *b, int thread)
-{
-    size_t at, n = dtrain_split(b->bytes / sizeof(float), b->threads, thread, &at);
-    if (b->ranks == 2)
-        limit_2(b->buffers[0] + at, b->buffers[1] + at, n);
-    else
-        limit_4(b->buffers[0] + at, b->buffers[1] + at, b->buffers[2] + at, b->buffers[3] + at, n);
-}
-
-static dtrain_status one_operation(bench *b, dtrain_comm *world, int rank)
-{
-    float *buffer = b->buffers[rank];
-    size_t count = b->bytes / sizeof(float), at;
-    dtrain_shard(world, count, rank, &at);
-    if (strcmp(b->op, "all_reduce") == 0)
-        return dtrain_all_reduce(world, buffer, buffer, count, DTRAIN_F32, DTRAIN_SUM);
-    if (strcmp(b->op, "reduce_scatter") == 0)
-        return dtrain_reduce_scatter(world, buffer, buffer + at, count, DTRAIN_F32, DTRAIN_SUM);
-    if (strcmp(b->op, "all_gather") == 0)
-        return dtrain_all_gather(world, buffer + at, buffer, count, DTRAIN_F32);
-    if (strcmp(b->op, "broadcast") == 0)
-        return dtrain_broadcast(world, buffer, count, DTRAIN_F32, 0);
-    return dtrain_barrier(world);
-}
-
-static int has_limit(const bench *b)
-{
-    return strcmp(b->op, "all_reduce") == 0 && (b->ranks == 2 || b->ranks == 4);
-}
-
-/* The limit's time is the mean over its threads: each runs by itself, with no end in common. */
-static void time_limit(bench *b, dtrain_comm *world, int rank, int run, double *parts)
-{
-    double started;
-    dtrain_barrier(world);
-    if (rank < b->threads) {
-        limit_loop(b, rank);
-        started = seconds_now();
-        for (size_t i = 0; i < b->inner; i++)
-            limit_loop(b, rank);
-        parts[rank] = (seconds_now() - started) / (double)b->inner;
-    }
-    dtrain_barrier(world);
-    if (rank == 0) {
-        b->limits[run] = 0;
-        for (int i = 0; i < b->threads; i++)
-            b->limits[run] += parts[i] / b->threads;
-    }
-}
-
-static double limit_parts[MAX_BENCH_RANKS];
-
-static dtrain_status collective_rank(dtrain_comm *world, void *user)
-{
-    bench *b = (bench *)user;
-    int rank = dtrain_comm_rank(world);
-    dtrain_status status = DTRAIN_OK;
-    for (int run = -1; run < b->runs && status == DTRAIN_OK; run++) { /* run -1 warms up */
-        status = dtrain_barrier(world);
-        double started = seconds_now();
-        for (size_t i = 0; i < b->inner && status == DTRAIN_OK; i++)
-            status = one_operation(b, world, rank);
-        if (rank == 0 && run >= 0)
-            b->times[run] = (seconds_now() - started) / (double)b->inner;
-        if (has_limit(b) && run >= 0)
-            time_limit(b, world, rank, run, limit_parts);
-    }
-    return status;
+    double us = bench_median(b->us, b->runs), limit_us = bench_median(b->limit_us, b->runs), ratios[BENCH_RUNS];
+    for (int i = 0; i < b->runs; i++)
+        ratios[i] = b->limit_us[i] / b->us[i];
+    printf("op=%s transport=%s ranks=%d bytes=%zu huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f limit_GBps=%.4f "
+           "of_limit=%.3f\n",
+           bench_names[b->op], b->op == ADAMW ? "none" : "threads", b->ranks, b->bytes, b->huge, us,
+           (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
+           bench_median(ratios, b->runs));
 }
 
 static int bench_collective(bench *b)
 {
-    dtrain_comm_desc desc = {0};
-    double us, algbw;
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
     desc.algorithm = b->algorithm;
-    b->threads = b->ranks < (int)sysconf(_SC_NPROCESSORS_ONLN) ? b->ranks : (int)sysconf(_SC_NPROCESSORS_ONLN);
-    b->inner = b->bytes < 65536 ? 2000 : b->bytes < ((size_t)4 << 20) ? 50 : 1;
-    for (int i = 0; i < b->ranks; i++)
-        b->buffers[i] = pages(b->bytes);
-    DTRAIN_CHECK(dtrain_run_threads(b->ranks, collective_rank, b, &desc));
-    us = median(b->times, b->runs) * 1e6;
-    algbw = (double)b->bytes / us * 1e-3;
-    printf("op=%s transport=threads ranks=%d bytes=%zu us=%.3f algbw_GBps=%.3f", b->op, b->ranks, b->bytes, us, algbw);
-    if (has_limit(b)) {
-        double limit = (double)b->bytes / (median(b->limits, b->runs) * 1e9);
-        printf(" limit_GBps=%.3f of_limit=%.3f", limit, algbw / limit);
-    } else {
-        printf(" limit_GBps=nan of_limit=nan");
-    }
-    printf(" algorithm=%s runs=%d\n", b->algorithm_name, b->runs);
+    for (int r = 0; r < b->ranks; r++)
+        b->buffers[r] = bench_memory(b->bytes, b->huge);
+    b->mailboxes = (bench_mailbox *)(void *)bench_memory((size_t)b->ranks * sizeof(bench_mailbox), 0);
+    DTRAIN_CHECK(dtrain_run_threads(b->ranks, bench_rank, b, &desc));
+    bench_print(b);
+    for (int r = 0; r < b->ranks; r++)
+        free(b->buffers[r]);
+    free(b->mailboxes);
     return 0;
 }
 
 static int bench_gemm(bench *b)
 {
-    size_t n = b->size;
-    float *a = pages(n * n * 4), *x = pages(n * n * 4), *y = pages(n * n * 4);
+    size_t n = b->size, bytes = n * n * sizeof(float);
+    float *a = bench_memory(bytes, b->huge), *x = bench_memory(bytes, b->huge), *c = bench_memory(bytes, b->huge);
+    double us;
     for (size_t i = 0; i < n * n; i++) {
-        a[i] = dtrain_random_uniform(1, i);
-        x[i] = dtrain_random_uniform(2, i);
+        a[i] = dtrain_random_uniform(1, i) - 0.5f;
+        x[i] = dtrain_random_uniform(2, i) - 0.5f;
     }
     for (int run = -1; run < b->runs; run++) {
-        double started = seconds_now();
-        dtrain_sgemm(0, 0, n, n, n, 1, a, n, x, n, 0, y, n);
+        int64_t begin = bench_now_ns();
+        dtrain_sgemm(0, 0, n, n, n, 1, a, n, x, n, 0, c, n);
         if (run >= 0)
-            b->times[run] = seconds_now() - started;
+            b->us[run] = (double)(bench_now_ns() - begin) * 1e-3;
     }
-    double us = median(b->times, b->runs) * 1e6;
-    printf("op=gemm isa=%s size=%zu us=%.1f GFLOPs=%.1f runs=%d\n", dtrain_isa_name(), n, us,
-           2e-3 * (double)n * (double)n * (double)n / us, b->runs);
+    us = bench_median(b->us, b->runs);
+    printf("op=gemm transport=none ranks=1 bytes=%zu huge=%d us=%.1f size=%zu isa=%s GFLOPs=%.1f\n", 3 * bytes, b->huge,
+           us, n, dtrain_isa_name(), 2.0 * (double)n * (double)n * (double)n * 1e-3 / us);
+    free(a);
+    free(x);
+    free(c);
     return 0;
 }
 
-/* What a C programmer writes; its compiler vectorises it as it can. */
-static void plain_adamw(float *p, const float *g, float *m, float *v, size_t n)
+/* Four arrays a side: params, grads, m, v. Both sides take the same steps from the same values. */
+static int bench_adam_run(bench *b)
 {
-    for (size_t i = 0; i < n; i++) {
-        m[i] = 0.9f * m[i] + 0.1f * g[i];
-        v[i] = 0.999f * v[i] + 0.001f * (g[i] * g[i]);
-        p[i] -= 1e-3f * (m[i] / (__builtin_sqrtf(v[i]) + 1e-8f) + 0.01f * p[i]);
+    float *mine[4], *bare[4];
+    for (int k = 0; k < 4; k++) {
+        mine[k] = bench_memory(b->bytes, b->huge);
+        bare[k] = bench_memory(b->bytes, b->huge);
     }
-}
-
-static int bench_adamw(bench *b)
-{
-    float *p = pages(b->count * 4), *g = pages(b->count * 4), *m = pages(b->count * 4), *v = pages(b->count * 4);
-    dtrain_optimizer_desc desc = {0};
-    desc.weight_decay = 0.01f;
     for (size_t i = 0; i < b->count; i++)
-        g[i] = (float)(i % 1001) * 1e-3f - 0.5f;
+        mine[0][i] = bare[0][i] = mine[1][i] = bare[1][i] = dtrain_random_uniform(3, i) - 0.5f;
     for (int run = -1; run < b->runs; run++) {
-        double started = seconds_now(), middle;
-        dtrain_adamw(p, g, m, v, b->count, &desc, 1e-3f, (uint64_t)(run + 2));
-        middle = seconds_now();
-        plain_adamw(p, g, m, v, b->count);
+        double step = run + 2, power1 = 1, power2 = 1;
+        for (int k = 0; k < run + 2; k++) {
+            power1 *= 0.9;
+            power2 *= 0.999;
+        }
+        bench_adam c = {0.9f, 0.999f, 0.1f, 0.001f, 0, 1e-8f, 1 - 1e-3f * 0.1f, 0};
+        dtrain_optimizer_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.weight_decay = 0.1f;
+        c.root = (float)(1 / __builtin_sqrt(1 - power2));
+        c.rate = (float)(1e-3 / (1 - power1));
+        int64_t begin = bench_now_ns();
+        dtrain_adamw(mine[0], mine[1], mine[2], mine[3], b->count, &desc, 1e-3f, (uint64_t)step);
+        int64_t middle = bench_now_ns();
+        bench_adamw(bare[0], bare[1], bare[2], bare[3], b->count, &c);
         if (run >= 0) {
-            b->times[run] = middle - started;
-            b->limits[run] = seconds_now() - middle;
+            b->us[run] = (double)(middle - begin) * 1e-3;
+            b->limit_us[run] = (double)(bench_now_ns() - middle) * 1e-3;
         }
     }
-    double us = median(b->times, b->runs) * 1e6, limit = median(b->limits, b->runs) * 1e6;
-    printf("op=adamw isa=%s count=%zu us=%.0f plain_loop_us=%.0f of_plain=%.3f runs=%d\n", dtrain_isa_name(), b->count,
-           us, limit, us / limit, b->runs);
+    bench_print(b);
+    for (int k = 0; k < 4; k++) {
+        free(mine[k]);
+        free(bare[k]);
+    }
     return 0;
 }
 
-static int complain(const char *what)
+static int bench_complain(const char *what, const char *why)
 {
-    fprintf(stderr, "bench: %s: not understood; see the top of tools/bench.c\n", what);
+    fprintf(stderr, "bench: %s: %s; see the top of tools/bench.c\n", what, why);
     return 1;
 }
 
-static int parse(bench *b, int argc, char **argv)
+static int bench_number(const char *text, size_t least, size_t most, size_t *value)
 {
-    static const char *const algorithms[] = {"fused", "recursive_doubling", "tree", "ring"};
-    for (int i = 2; i < argc; i++) {
-        char *value = strchr(argv[i], '='), *end;
-        unsigned long long number = value != NULL ? strtoull(value + 1, &end, 10) : 0;
-        if (value == NULL)
-            return complain(argv[i]);
-        if (strncmp(argv[i], "algorithm=", 10) == 0) {
-            for (int k = 0; k < 4; k++)
-                if (strcmp(value + 1, algorithms[k]) == 0)
-                    b->algorithm = (dtrain_algorithm)(DTRAIN_ALGORITHM_FUSED + k);
-            b->algorithm_name = value + 1;
-            if (b->algorithm == DTRAIN_ALGORITHM_AUTO && strcmp(value + 1, "auto") != 0)
-                return complain(argv[i]);
-        } else if (strncmp(argv[i], "transport=", 10) == 0) {
-            if (strcmp(value + 1, "threads") != 0)
-                return complain(argv[i]);
-        } else if (*end != 0 || end == value + 1) {
-            return complain(argv[i]);
-        } else if (strncmp(argv[i], "ranks=", 6) == 0 && number >= 1 && number <= MAX_BENCH_RANKS) {
-            b->ranks = (int)number;
-        } else if (strncmp(argv[i], "bytes=", 6) == 0 && number >= 4 && number <= (size_t)1 << 36) {
-            b->bytes = (size_t)number / 4 * 4;
-        } else if (strncmp(argv[i], "runs=", 5) == 0 && number >= 1 && number <= MAX_RUNS) {
-            b->runs = (int)number;
-        } else if (strncmp(argv[i], "size=", 5) == 0 && number >= 1 && number <= 16384) {
-            b->size = (size_t)number;
-        } else if (strncmp(argv[i], "count=", 6) == 0 && number >= 1 && number <= (size_t)1 << 32) {
-            b->count = (size_t)number;
-        } else {
-            return complain(argv[i]);
+    char *end;
+    unsigned long long number = strtoull(text, &end, 10);
+    *value = (size_t)number;
+    return end != text && *end == 0 && text[0] != '-' && number >= least && number <= most;
+}
+
+static int bench_algorithm(const char *name, dtrain_algorithm *algorithm)
+{
+    static const char *const names[] = {"auto", "fused", "recursive_doubling", "tree", "ring"};
+    static const dtrain_algorithm values[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_FUSED,
+                                              DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, DTRAIN_ALGORITHM_TREE,
+                                              DTRAIN_ALGORITHM_RING};
+    for (int i = 0; i < 5; i++)
+        if (strcmp(name, names[i]) == 0) {
+            *algorithm = values[i];
+            return 1;
         }
-    }
     return 0;
+}
+
+/* Reads one key=value; 0 when it is none that is known. */
+static int bench_key(bench *b, const char *argument)
+{
+    const char *value = strchr(argument, '=');
+    size_t length = value != NULL ? (size_t)(value - argument) : 0, number = 0, k;
+    static const char *const keys[] = {"ranks", "runs", "huge", "bytes", "size", "count"};
+    static const size_t least[] = {1, 7, 0, 0, 1, 0};
+    static const size_t most[] = {BENCH_RANKS, BENCH_RUNS, 1, (size_t)1 << 40, 32768, (size_t)1 << 38};
+    if (value == NULL)
+        return 0;
+    value++;
+    if (strncmp(argument, "transport=", 10) == 0)
+        return strcmp(value, "threads") == 0;
+    if (strncmp(argument, "algorithm=", 10) == 0)
+        return bench_algorithm(value, &b->algorithm);
+    for (k = 0; k < 6; k++)
+        if (strlen(keys[k]) == length && strncmp(argument, keys[k], length) == 0)
+            break;
+    if (k == 6 || !bench_number(value, least[k], most[k], &number))
+        return 0;
+    switch (k) {
+    case 0: b->ranks = (int)number; break;
+    case 1: b->runs = (int)number; break;
+    case 2: b->huge = (int)number; break;
+    case 3: b->bytes = number; break;
+    case 4: b->size = number; break;
+    default: b->bytes = number * sizeof(float); break;
+    }
+    return 1;
 }
 
 int main(int argc, char **argv)
 {
-    static const char *const collectives[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"};
-    static double times[MAX_RUNS], limits[MAX_RUNS];
-    bench b;
-    memset(&b, 0, sizeof b);
-    b.op = argc > 1 ? argv[1] : "";
-    b.algorithm_name = "auto";
-    b.ranks = 2;
+    static bench b;
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    int op = 0;
+    if (argc < 2)
+        return bench_complain("no operation", "usage: bench OP key=value ...");
+    while (op < BENCH_OPS && strcmp(argv[1], bench_names[op]) != 0)
+        op++;
+    if (op == BENCH_OPS)
+        return bench_complain(argv[1], "is no operation");
+    b.op = (bench_op)op;
+    b.ranks = op == ADAMW ? 1 : 2;
     b.runs = 11;
-    b.bytes = (size_t)1 << 20;
+    b.bytes = op == ADAMW ? 100000000 : (size_t)1 << 20;
     b.size = 1024;
-    b.count = 25000000;
-    b.times = times;
-    b.limits = limits;
-    if (parse(&b, argc, argv) != 0)
-        return 1;
-    if (strcmp(b.op, "gemm") == 0)
-        return bench_gemm(&b);
-    if (strcmp(b.op, "adamw") == 0)
-        return bench_adamw(&b);
-    for (int i = 0; i < 5; i++)
-        if (strcmp(b.op, collectives[i]) == 0)
-            return bench_collective(&b);
-    return complain(argc > 1 ? argv[1] : "no operation");
+    b.repeats[0] = b.repeats[1] = 1;
+    for (int i = 2; i < argc; i++)
+        if (!bench_key(&b, argv[i]))
+            return bench_complain(argv[i], "is unknown or out of range");
+    b.bytes = op == BARRIER ? 0 : b.bytes / sizeof(float) * sizeof(float);
+    b.count = b.bytes / sizeof(float);
+    b.threads = processors > 0 && processors < b.ranks ? (int)processors : b.ranks;
+    return op == GEMM ? bench_gemm(&b) : op == ADAMW ? bench_adam_run(&b) : bench_collective(&b);
 }

@@ -1,0 +1,224 @@
+/* ---- >>bits ----
+ * Prints two hashes: of the outputs of casts, folds, vector operations and random numbers, which must be one under any
+ * flags, compiler and instruction set; and of matrix products, which may differ between instruction sets only.
+ * Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that this file's own flags
+ * change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that casts give are hashed. */
+#define DTRAIN_API static /* what is not called costs no time to compile */
+#define DTRAIN_IMPLEMENTATION
+#include "../dtrain.h"
+
+#define ROOM 70000
+static unsigned char inputs[9][ROOM] __attribute__((aligned(64))), work[9][ROOM], output[9][ROOM];
+static uint64_t hash = UINT64_C(14695981039346656037), state = 1;
+
+static uint64_t draw(void)
+{
+    state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (state >> 33) ^ (state << 31);
+}
+
+static void add_bits(uint64_t bits)
+{
+    hash = (hash ^ bits) * UINT64_C(1099511628211);
+    hash ^= hash >> 29;
+}
+
+/* The NaN threshold of a dtype with its sign bit cleared; 0 for integers. */
+static uint64_t infinity_of(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F64    ? UINT64_C(0x7ff0000000000000)
+           : dtype == DTRAIN_F32  ? 0x7f800000u
+           : dtype == DTRAIN_F16  ? 0x7c00u
+           : dtype == DTRAIN_BF16 ? 0x7f80u
+                                  : 0;
+}
+
+static void add_values(const void *data, dtrain_dtype dtype, size_t count)
+{
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    uint64_t infinity = infinity_of(dtype), top = (uint64_t)1 << (8 * width - 1);
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bits = 0;
+        memcpy(&bits, (const unsigned char *)data + i * width, width);
+        add_bits(infinity != 0 && (bits & (top - 1)) > infinity ? infinity + 1 : bits);
+    }
+}
+
+static void add_memory(const void *data, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++)
+        add_bits(((const unsigned char *)data)[i]);
+}
+
+/* Mostly numbers near 1, so that sums round; one in eight any bits at all, one in eight a subnormal, then zeros,
+ * infinities and NaN. ordinary: the first kind and subnormals only. */
+static void fill(unsigned char *to, dtrain_dtype dtype, size_t count, int ordinary)
+{
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    uint64_t infinity = infinity_of(dtype), one = dtype == DTRAIN_F64    ? UINT64_C(0x3ff0000000000000)
+                                                  : dtype == DTRAIN_F32  ? 0x3f800000u
+                                                  : dtype == DTRAIN_F16  ? 0x3c00u
+                                                                         : 0x3f80u;
+    uint64_t top = (uint64_t)1 << (8 * width - 1), step = infinity & (~infinity + 1);
+    for (size_t i = 0; i < count; i++) {
+        uint64_t raw = draw() ^ draw() << 40, kind = draw() % 32, bits = raw;
+        if (infinity != 0 && (kind >= 8 || (ordinary && kind >= 4)))
+            bits = (raw & top) | (one - 3 * step + (raw >> 1) % (6 * step));
+        else if (infinity != 0 && (kind >= 4 || ordinary))
+            bits = raw & (top | (step - 1));
+        else if (infinity != 0 && kind < 3)
+            bits = (raw & top) | (kind == 0 ? 0 : kind == 1 ? infinity : infinity | step >> 1);
+        memcpy(to + i * width, &bits, width);
+    }
+}
+
+static const size_t counts[] = {0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 64, 65, 130, 500, 1025, 2063};
+enum { COUNTS = sizeof counts / sizeof counts[0] };
+
+static void casts(void)
+{
+    static const dtrain_dtype dtypes[] = {DTRAIN_F64,  DTRAIN_F32,     DTRAIN_F16,
+                                          DTRAIN_BF16, DTRAIN_F8_E4M3, DTRAIN_F8_E5M2};
+    for (int from = 0; from < 6; from++)
+        for (int to = 0; to < 6; to++)
+            for (int c = 0; c < COUNTS; c++) {
+                size_t shift = (size_t)(draw() % 9);
+                fill(inputs[0] + shift, dtypes[from], counts[c], 0);
+                dtrain_convert(inputs[0] + shift, dtypes[from], output[0] + shift % 5, dtypes[to], counts[c]);
+                add_memory(output[0] + shift % 5, counts[c] * (dtrain_dtype_bits(dtypes[to]) / 8));
+            }
+}
+
+static void fold_once(dtrain_dtype dtype, dtrain_op op, int n, int m, size_t count)
+{
+    const void *in[9];
+    void *out[9];
+    size_t shift = (size_t)(draw() % 9), begin = (size_t)(draw() % 4), width = dtrain_dtype_bits(dtype) / 8;
+    int alias = (int)(draw() & 1);
+    for (int k = 0; k < n; k++) {
+        fill(inputs[k] + shift, dtype, begin + count, 0);
+        memcpy(work[k] + shift, inputs[k] + shift, (begin + count) * width);
+        in[k] = work[k] + shift;
+        out[k] = alias ? work[k] + shift : output[k] + shift / 2;
+    }
+    dtrain__fold(dtype, op, op == DTRAIN_MEAN && draw() % 2 ? 2.6 : n, in, n, out, m, begin, count);
+    for (int k = 0; k < m; k++)
+        add_values((unsigned char *)out[k] + begin * width, dtype, count);
+}
+
+static void folds(void)
+{
+    static const dtrain_dtype dtypes[] = {DTRAIN_F64, DTRAIN_F32, DTRAIN_F16, DTRAIN_BF16, DTRAIN_I8,
+                                          DTRAIN_U8,  DTRAIN_I32, DTRAIN_U32, DTRAIN_I64,  DTRAIN_U64};
+    for (int t = 0; t < 10; t++)
+        for (int op = DTRAIN_SUM; op <= DTRAIN_MAX; op++)
+            for (int n = 1; n <= 9 && dtrain__fold_supported(dtypes[t], (dtrain_op)op); n++)
+                for (int c = n % 2; c < COUNTS; c += 2)
+                    fold_once(dtypes[t], (dtrain_op)op, n, draw() % 2 ? n : 1, counts[c]);
+}
+
+static void partial_folds(void)
+{
+    static const dtrain_dtype dtypes[] = {DTRAIN_F64, DTRAIN_F32, DTRAIN_F16, DTRAIN_BF16};
+    for (int t = 0; t < 4; t++)
+        for (int op = DTRAIN_SUM; op <= DTRAIN_MAX; op++)
+            for (int c = 0; c < COUNTS; c++) {
+                dtrain_dtype wide = dtrain__fold_partial(dtypes[t]);
+                fill(inputs[0], wide, counts[c], 0);
+                fill(inputs[1] + 1, wide, counts[c], 0);
+                dtrain__fold_pair(wide, (dtrain_op)op, inputs[0], inputs[1] + 1, counts[c]);
+                add_values(inputs[0], wide, counts[c]);
+                dtrain__fold_finish(dtypes[t], (dtrain_op)op, 3, inputs[0], output[0] + 1, counts[c]);
+                add_values(output[0] + 1, dtypes[t], counts[c]);
+            }
+}
+
+static void tensors(void)
+{
+    static const dtrain_dtype dtypes[] = {DTRAIN_F64, DTRAIN_F32, DTRAIN_F16, DTRAIN_BF16};
+    for (int t = 0; t < 4; t++)
+        for (int c = 0; c < COUNTS; c++)
+            for (size_t shift = 0; shift < 3; shift++) {
+                dtrain_tensor x, y, z;
+                double squares = 0;
+                fill(inputs[0] + shift, dtypes[t], counts[c], shift == 2);
+                fill(inputs[1], dtypes[t], counts[c], shift == 2);
+                dtrain_tensor_view(&x, dtypes[t], 1, &counts[c], inputs[0] + shift);
+                dtrain_tensor_view(&y, dtypes[t], 1, &counts[c], inputs[1]);
+                dtrain_tensor_view(&z, dtypes[t], 1, &counts[c], output[0]);
+                dtrain_tensor_add(&z, &x, &y);
+                add_values(z.data, dtypes[t], z.count);
+                dtrain_tensor_axpy(&y, 0.3, &x);
+                add_values(y.data, dtypes[t], y.count);
+                dtrain_tensor_scale(&x, -1.7);
+                add_values(x.data, dtypes[t], x.count);
+                dtrain_tensor_sum_squares(&squares, &y);
+                add_values(&squares, DTRAIN_F64, 1);
+            }
+}
+
+static void biases(void)
+{
+    for (size_t columns = 1; columns < 70; columns++) {
+        size_t shape[2] = {3, 0};
+        dtrain_tensor x, bias;
+        shape[1] = columns;
+        fill(inputs[0], DTRAIN_F32, 3 * columns, 0);
+        fill(inputs[1], DTRAIN_F32, columns, 0);
+        dtrain_tensor_view(&x, DTRAIN_F32, 2, shape, inputs[0]);
+        dtrain_tensor_view(&bias, DTRAIN_F32, 1, &columns, inputs[1]);
+        dtrain_tensor_add_bias(&x, &bias);
+        add_values(x.data, DTRAIN_F32, x.count);
+    }
+}
+
+static void randoms(void)
+{
+    for (uint64_t i = 0; i < 5000; i++) {
+        uint32_t words[4];
+        float uniform = dtrain_random_uniform(i % 7, i), normal = dtrain_random_normal(i % 5, i);
+        dtrain_random_u32x4(i * 77, i, words);
+        add_memory(words, sizeof words);
+        add_bits(dtrain_random_u64(i, i * i));
+        add_memory(&uniform, sizeof uniform);
+        add_memory(&normal, sizeof normal);
+    }
+}
+
+static void products(void)
+{
+    static const size_t shapes[][3] = {{1, 1, 1},   {3, 5, 7},    {8, 32, 16},  {9, 33, 17},
+                                       {13, 47, 64}, {17, 129, 31}, {37, 70, 120}, {5, 20, 300}};
+    for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++)
+        for (int form = 0; form < 16; form++) {
+            size_t m = shapes[s][0], n = shapes[s][1], k = shapes[s][2], pad = form & 4 ? 3 : 0;
+            int ta = form & 1, tb = form >> 1 & 1;
+            static float c[ROOM / 4];
+            fill((unsigned char *)work[0], DTRAIN_F32, m * (n + pad), 1);
+            memcpy(c, work[0], m * (n + pad) * sizeof c[0]);
+            fill(inputs[0], DTRAIN_F32, (m + 3) * (k + 3), 1);
+            fill(inputs[1], DTRAIN_F32, (n + 3) * (k + 3), 1);
+            dtrain_sgemm(ta, tb, m, n, k, form & 8 ? 0.7f : 1.0f, (const float *)(void *)inputs[0], (ta ? m : k) + pad,
+                         (const float *)(void *)inputs[1], (tb ? k : n) + pad, form & 8 ? -0.3f : 0.0f, c, n + pad);
+            add_values(c, DTRAIN_F32, m * (n + pad));
+        }
+}
+
+int main(int argc, char **argv)
+{
+    int flush = argc > 1 && strcmp(argv[1], "ftz") == 0;
+#if defined(__x86_64__)
+    _mm_setcsr(flush ? 0x9fc0 : 0x1f80); /* -Ofast starts programs with subnormals flushed */
+#endif
+    (void)flush;
+    casts();
+    folds();
+    partial_folds();
+    tensors();
+    biases();
+    randoms();
+    printf("%s %016llx", dtrain_isa_name(), (unsigned long long)hash);
+    products();
+    printf(" %016llx\n", (unsigned long long)hash);
+    return 0;
+}

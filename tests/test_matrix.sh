@@ -1,0 +1,105 @@
+#!/bin/sh
+# The compile matrix and the amalgamation: what a user's compiler sees, and what an author's mistake meets.
+set -u
+cd "$(dirname "$0")/.."
+root=$PWD
+work=$(mktemp -d "${TMPDIR:-/tmp}/matrix.XXXXXX")
+top=$work
+trap 'rm -rf "$top"' EXIT
+passed=0
+failed=0
+warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
+
+good() { passed=$((passed + 1)); }
+bad() {
+    failed=$((failed + 1))
+    echo "FAIL $1"
+    [ -z "${2:-}" ] || head -8 "$2"
+}
+holds() { # name, command...
+    name=$1
+    shift
+    if "$@" >"$work/log" 2>&1; then good; else bad "$name" "$work/log"; fi
+}
+fails_with() { # name, text, command...
+    name=$1
+    text=$2
+    shift 2
+    if "$@" >"$work/log" 2>&1; then bad "$name: succeeded"; elif grep -q "$text" "$work/log"; then good; else bad "$name: other text" "$work/log"; fi
+}
+
+# Everything that one compiler says; in a directory of its own, so that two compilers run at once.
+compiler() {
+    cc=$1
+    command -v $cc >/dev/null 2>&1 || { echo "$cc is not here: its part is skipped"; return; }
+    for std in c99 c11 c17 c++11 c++17; do
+        case $std in c++*) lang="-x c++" ;; *) lang= ;; esac
+        holds "$cc $std -O2" $cc $lang -std=$std -O2 $warn -I. -c "$work/impl.c" -o "$work/impl.o"
+        holds "$cc $std plain" $cc $lang -std=$std -O2 $warn -I. -c "$work/plain.c" -o "$work/plain.o"
+    done
+    holds "$cc -Ofast -march=native" $cc -Ofast -march=native $warn -I. -c "$work/impl.c" -o "$work/impl.o"
+    holds "$cc -O3 -march=native" $cc -O3 -march=native $warn -I. -c "$work/impl.c" -o "$work/impl.o"
+    nm -g --defined-only "$work/impl.o" | awk '{ print $NF }' | grep -v '^dtrain_' >"$work/foreign"
+    [ -s "$work/foreign" ] && bad "$cc: symbols that are not dtrain's" "$work/foreign" || good
+    holds "$cc static" $cc -O2 $warn -I. -c "$work/static.c" -o "$work/static.o"
+    nm -g --defined-only "$work/static.o" | awk '{ print $NF }' | grep -v '^main$' >"$work/foreign"
+    [ -s "$work/foreign" ] && bad "$cc: symbols of a static API" "$work/foreign" || good
+    holds "$cc two units" sh -c "$cc -O2 -I. -c '$work/plain.c' -o '$work/p.o' && $cc -O2 -I. '$work/main.c' '$work/p.o' -o '$work/two' -lpthread -lm && '$work/two'"
+    fails_with "$cc included late" 'include it before any system header' $cc -std=c99 -I. -c "$work/late.c" -o "$work/late.o"
+}
+
+for cc in gcc clang; do
+    mkdir "$work/$cc"
+    (
+        work=$work/$cc
+        printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/impl.c"
+        printf '#include "dtrain.h"\nint dtrain_other(void);\nint dtrain_other(void) { return dtrain_comm_size(NULL); }\n' >"$work/plain.c"
+        printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n#ifdef __cplusplus\nextern "C"\n#endif\nint dtrain_other(void);\nint main(void) { return dtrain_other() != 1; }\n' >"$work/main.c"
+        printf '#define DTRAIN_API static\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\nint main(void) { return dtrain_comm_size(NULL) != 1; }\n' >"$work/static.c"
+        printf '#include <stdio.h>\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/late.c"
+        compiler $cc >"$work/out"
+        echo "$passed $failed" >"$work/counts"
+    ) &
+done
+wait
+for cc in gcc clang; do
+    cat "$work/$cc/out"
+    read -r good_ones bad_ones <"$work/$cc/counts"
+    passed=$((passed + good_ones))
+    failed=$((failed + bad_ones))
+done
+
+for file in $(grep -v '\[' src/order.txt); do
+    holds "src/$file alone" ${CC:-cc} -x c -std=gnu99 -Wall -Wextra -Wno-unused-function -Wno-unused-variable \
+        -Wno-unused-const-variable -fsyntax-only "src/$file"
+done
+
+holds "amalgamate --check" tools/amalgamate --check
+mkdir "$work/tree"
+cp -R src tools dtrain.h "$work/tree/"
+cd "$work/tree"
+tool=tools/amalgamate
+holds "a second run changes nothing" sh -c "$tool && cmp dtrain.h '$root/dtrain.h'"
+sed 's/Returns the number of ranks; 1 for NULL/Returns how many ranks there are; 1 for NULL/' dtrain.h >edited && mv edited dtrain.h
+fails_with "--check names the line" 'comm/comm.h:' $tool --check
+holds "--absorb" $tool --absorb
+holds "absorbed" grep -q 'how many ranks there are' src/comm/comm.h
+holds "--check after --absorb" $tool --check
+holds "only that file" sh -c "[ \"\$(diff -rq src '$root/src' | wc -l)\" -eq 1 ]"
+cp "$root/dtrain.h" . && cp -R "$root/src" .
+awk '{ print } /^#define DTRAIN__STATUS$/ { print "#include \"../comm/comm.c\"" }' src/base/status.c >edited && mv edited src/base/status.c
+fails_with "a later include" 'includes comm/comm.c, which stands later' $tool
+holds "nothing written" cmp dtrain.h "$root/dtrain.h"
+cp "$root/src/base/status.c" src/base/status.c
+echo 'int x;' >src/base/stray.c
+fails_with "an unlisted file" 'src/base/stray.c is not listed' $tool
+rm src/base/stray.c
+echo 'base/nowhere.c' >>src/order.txt
+fails_with "a missing file" 'base/nowhere.c, which does not exist' $tool
+cp "$root/src/order.txt" src/order.txt
+if command -v busybox >/dev/null 2>&1; then
+    holds "busybox" busybox sh $tool --check
+fi
+
+echo "$passed passed, $failed failed"
+[ $failed -eq 0 ]
