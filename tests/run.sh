@@ -5,7 +5,7 @@ dir=$1
 passed=0
 failed=0
 log=$dir/log
-for test in "$dir"/test_* tests/test_*.sh; do
+for test in "$dir"/test_* "$dir"/soak tests/test_*.sh; do
     [ -f "$test" ] || continue
     case $test in
     *.sh) [ "$dir" = build/tests ] || continue; command="sh $test" ;;

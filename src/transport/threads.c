@@ -273,7 +273,7 @@ static dtrain_status dtrain__board_create(dtrain__board **out, int size, dtrain_
     board->allocator = allocator != NULL ? allocator : &board->own;
     board->size = size;
     board->ends = (uint32_t)size;
-    board->bell.spins = size <= dtrain__os_processors() ? 2000 : 0;
+    board->bell.spins = size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
     pthread_mutex_init(&board->mutex, NULL);
     board->slots = (dtrain__slot *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__slot));
     board->rings = (dtrain__ring **)dtrain__alloc(board->allocator, ranks * ranks * sizeof(dtrain__ring *));

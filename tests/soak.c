@@ -1,0 +1,137 @@
+/* Random collectives on random groups for MINUTES, some with a rank that comes late, leaves or calls something else:
+ * every call ends by its deadline with the right result or an error.
+ *
+ *   soak [MINUTES [SEED]]   repeatable from the seed that it prints; "soak 0" does twenty rounds */
+#define DTRAIN_IMPLEMENTATION
+#include "../dtrain.h"
+
+#include <time.h>
+
+typedef struct episode {
+    uint64_t seed, number;
+    int ranks, operations, trouble; /* the trouble: 0 none, 1 late, 2 leaves, 3 calls something else */
+    int culprit, when;
+} episode;
+
+static int failures;
+
+static uint64_t draw(const episode *e, uint64_t what)
+{
+    return dtrain_random_u64(e->seed, e->number * 4096 + what);
+}
+
+static float value(int rank, size_t i, uint64_t salt)
+{
+    return (float)((int)((size_t)rank * 7919 + i * 31 + salt % 977) % 1000) * 0.37f - 100.0f;
+}
+
+static float tree(int first, int n, size_t i, uint64_t salt)
+{
+    int left = 1;
+    if (n == 1)
+        return value(first, i, salt);
+    while (2 * left < n)
+        left *= 2;
+    return tree(first, left, i, salt) + tree(first + left, n - left, i, salt);
+}
+
+static void report(const episode *e, int rank, int op, const char *what)
+{
+    __atomic_add_fetch(&failures, 1, __ATOMIC_SEQ_CST);
+    fprintf(stderr, "round %llu, %d ranks, operation %d, rank %d: %s: %s\n", (unsigned long long)e->number, e->ranks, op,
+            rank, what, dtrain_last_error());
+}
+
+/* One operation; what it must give is computed apart from it. */
+static dtrain_status operate(const episode *e, dtrain_comm *world, int op, float *x, float *out, size_t count)
+{
+    int rank = dtrain_comm_rank(world), kind = (int)(draw(e, 100 + 2 * (uint64_t)op) % 4);
+    uint64_t salt = draw(e, 101 + 2 * (uint64_t)op);
+    size_t low, n = dtrain_shard(world, count, rank, &low), step = count / 7 + 1;
+    dtrain_work *work;
+    dtrain_status status;
+    for (size_t i = 0; i < count; i++)
+        x[i] = value(rank, i, salt);
+    if (kind == 0) {
+        status = dtrain_all_reduce(world, x, out, count, DTRAIN_F32, DTRAIN_SUM);
+    } else if (kind == 1) {
+        status = dtrain_all_reduce_async(world, x, out, count, DTRAIN_F32, DTRAIN_SUM, &work);
+        if (status == DTRAIN_OK)
+            status = dtrain_work_wait(work);
+    } else {
+        status = dtrain_reduce_scatter(world, x, out + low, count, DTRAIN_F32, DTRAIN_SUM);
+        if (status == DTRAIN_OK)
+            status = dtrain_all_gather(world, out + low, out, count, DTRAIN_F32);
+    }
+    (void)n;
+    for (size_t i = salt % step; status == DTRAIN_OK && i < count; i += step)
+        if (out[i] != tree(0, e->ranks, i, salt)) {
+            report(e, rank, op, "wrong result");
+            return DTRAIN_ERR_CORRUPT;
+        }
+    return status;
+}
+
+static dtrain_status body(dtrain_comm *world, void *user)
+{
+    const episode *e = (const episode *)user;
+    int rank = dtrain_comm_rank(world);
+    size_t most = (size_t)1 << 16;
+    float *x = (float *)malloc((most + 1) * sizeof(float)), *out = (float *)malloc((most + 1) * sizeof(float));
+    dtrain_status status = x != NULL && out != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+    for (int op = 0; op < e->operations && status == DTRAIN_OK; op++) {
+        size_t count = (size_t)(draw(e, 2000 + (uint64_t)op) >> (op % 17)) % most;
+        if (e->trouble != 0 && rank == e->culprit && op == e->when) {
+            struct timespec nap = {0, 120000000};
+            if (e->trouble == 1)
+                nanosleep(&nap, NULL);
+            if (e->trouble == 2)
+                break;
+            if (e->trouble == 3)
+                count++;
+        }
+        status = operate(e, world, op, x, out, count);
+    }
+    free(x);
+    free(out);
+    if (e->trouble == 0 && status != DTRAIN_OK)
+        report(e, rank, -1, "failed without trouble");
+    return e->trouble == 0 ? status : DTRAIN_OK;
+}
+
+static void round_of(episode *e)
+{
+    static const dtrain_algorithm algorithms[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_TREE,
+                                                  DTRAIN_ALGORITHM_RECURSIVE_DOUBLING};
+    dtrain_comm_desc desc;
+    int64_t started = dtrain__os_now_ns();
+    memset(&desc, 0, sizeof desc);
+    e->ranks = 1 + (int)(draw(e, 0) % 9);
+    e->operations = 1 + (int)(draw(e, 1) % 40);
+    e->trouble = draw(e, 2) % 3 == 0 ? 1 + (int)(draw(e, 3) % 3) : 0;
+    e->culprit = (int)(draw(e, 4) % (uint64_t)e->ranks);
+    e->when = (int)(draw(e, 5) % (uint64_t)e->operations);
+    desc.algorithm = algorithms[draw(e, 6) % 4];
+    desc.progress = draw(e, 7) % 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+    desc.timeout_ms = e->trouble == 1 ? 50 : 20000;
+    if (dtrain_run_threads(e->ranks, body, e, &desc) != DTRAIN_OK && e->trouble == 0)
+        report(e, -1, -1, "the group failed");
+    if (dtrain__os_now_ns() - started > (int64_t)60 * 1000000000)
+        report(e, -1, -1, "took more than a minute");
+}
+
+int main(int argc, char **argv)
+{
+    double minutes = argc > 1 ? atof(argv[1]) : 0;
+    episode e;
+    int64_t end = dtrain__os_now_ns() + (int64_t)(minutes * 60e9);
+    memset(&e, 0, sizeof e);
+    e.seed = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)dtrain__os_now_ns();
+    printf("seed %llu\n", (unsigned long long)e.seed);
+    dtrain_set_log(NULL, NULL);
+    do
+        round_of(&e);
+    while (failures == 0 && (++e.number < 20 || dtrain__os_now_ns() < end));
+    printf("%llu rounds\n%d passed, %d failed\n", (unsigned long long)e.number, failures == 0, failures);
+    return failures != 0;
+}
