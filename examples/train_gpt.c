@@ -78,6 +78,7 @@ typedef struct gpt_job {
     unsigned char *text;
     size_t text_bytes, train_bytes;
     double *losses; /* [steps], written by rank 0 */
+    long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
     gpt_output csv, svg;
 } gpt_job;
 
@@ -473,6 +474,11 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_d
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
         status = gpt_step(job, m, world, ddp, step, tokens, losses, &loss);
+        if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
+            if (root)
+                job->diverged = step + 1;
+            return DTRAIN_OK;
+        }
         if (status == DTRAIN_OK)
             status = dtrain_clip_grad_norm(m->table, GPT_PARAMS, 1.0f, &norm);
         if (status == DTRAIN_OK)
@@ -675,6 +681,18 @@ static int gpt_number(const char *flag, const char *text, double least, double m
     return 0;
 }
 
+static int gpt_check_size(const gpt_flags *f)
+{
+    double needed = gpt_bytes(f) * (double)f->ranks, memory = (double)sysconf(_SC_PHYS_PAGES);
+    memory *= (double)sysconf(_SC_PAGESIZE);
+    memory = memory > 0 ? memory : (double)(SIZE_MAX / 64); /* not told: what can be addressed */
+    if (needed <= memory)
+        return 0;
+    fprintf(stderr, "train_gpt: this model is too large: %ld ranks need about %.3g GB of memory, this machine has %.3g\n",
+            f->ranks, needed * 1e-9, memory * 1e-9);
+    return 1;
+}
+
 static int gpt_parse(gpt_flags *f, int argc, char **argv)
 {
     struct {
@@ -722,9 +740,7 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
         return gpt_complain("flag", "--width", "must be a multiple of --heads");
     if (strcmp(f->optimizer, "adamw") != 0 && strcmp(f->optimizer, "sgd") != 0)
         return gpt_complain("optimizer", f->optimizer, "is unknown; adamw and sgd are possible");
-    if (gpt_bytes(f) > (double)(SIZE_MAX / 64))
-        return gpt_complain("flag", "--width", "makes a model too large to address with these layers and sizes");
-    return 0;
+    return gpt_check_size(f);
 }
 
 static gpt_flags gpt_defaults(void)
@@ -747,8 +763,11 @@ static gpt_flags gpt_defaults(void)
 static int gpt_run(gpt_job *job)
 {
     dtrain_status status = dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
+    if (status == DTRAIN_OK && job->diverged > 0)
+        fprintf(stderr, "train_gpt: the loss of step %ld is not finite: a lower --lr than %g may help\n", job->diverged,
+                job->flags.lr);
     if (status == DTRAIN_OK)
-        return 0;
+        return job->diverged > 0;
     fprintf(stderr, "train_gpt: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
     return 1;
 }
@@ -776,7 +795,8 @@ static int gpt_open_outputs(gpt_job *job)
     job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
     if (job->losses == NULL)
         return gpt_complain("flag", "--steps", "needs more memory than there is");
-    fprintf(job->csv.file, "step,loss,lr,norm\n");
+    if (fprintf(job->csv.file, "step,loss,lr,norm\n") < 0 || fflush(job->csv.file) != 0)
+        return gpt_complain("output", job->flags.csv, strerror(errno));
     return 0;
 }
 

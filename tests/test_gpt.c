@@ -485,6 +485,22 @@ static long count_of(const char *in, const char *part)
     return n;
 }
 
+TEST(a_run_that_diverges_says_at_which_step_and_fails)
+{
+    char dir[64], none[8];
+    program run;
+    small_job(1, 1);
+    make_directory(dir);
+    write_text(dir, "text", text, sizeof text);
+    run = run_program(SMALL "--quiet --ranks 3 --optimizer sgd --lr 1000", dir);
+    CHECK_EQ(run.status, 1);
+    CHECK_CONTAINS(run.err, "is not finite: a lower --lr");
+    CHECK(run.out[0] == 0);
+    CHECK(read_text(dir, "csv", none, sizeof none)[0] == 0);
+    CHECK_EQ(unlink(path_in(dir, "text")), 0);
+    CHECK_EQ(rmdir(dir), 0);
+}
+
 TEST(the_program_reports_its_steps_and_writes_its_files)
 {
     static char csv[8192], again[8192], svg[8192];
