@@ -3689,7 +3689,7 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
 #define DTRAIN__THREADS
 
 #define DTRAIN__POST_WORDS 8
-#define DTRAIN__POST_INLINE_BYTES 4096
+#define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
 /* What a rank posts for one collective; read by peers between its post and theirs two operations later. */
