@@ -33,15 +33,43 @@ typedef enum dtrain_progress {
     DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives async work */
 } dtrain_progress;
 
-/* How to make a group. Zero means the default; zero the whole struct, then set what differs. */
+/* How to make a group. Zero means the default; zero the whole struct, then set what differs.
+ *
+ * A nonzero world_size means that rank and root are taken from here and the environment is not read. Else they
+ * come from the first of these that the environment holds:
+ *
+ *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
+ *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS
+ *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
+ *   PMI         PMI_RANK, PMI_SIZE
+ *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
+ *
+ * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT, give the root to all of them. DTRAIN_TOKEN or the file named by
+ * DTRAIN_TOKEN_FILE, DTRAIN_INTERFACE, DTRAIN_INSECURE=1 and DTRAIN_TIMEOUT_MS stand for the fields of those names
+ * where these are 0.
+ *
+ * Ranks prove to each other that they hold the token before anything else is read from a connection. Without a
+ * token only the loopback device and unix sockets are used. Traffic itself is neither encrypted nor signed: across
+ * a network that others share, put the ranks into a tunnel (WireGuard, IPsec, ssh). */
 typedef struct dtrain_comm_desc {
     int rank;                   /* used when world_size is not 0 */
     int world_size;             /* 0: from the environment */
+    const char *root;           /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
+    const char *token;          /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
+    const char *fingerprint;    /* of model and program, compared when ranks meet; NULL: not compared */
+    const char *listen_on;      /* interface or address of this rank; NULL: the one that routes to the root */
+    int insecure;               /* 1: without a token listen and connect beyond this host all the same */
+    int connections;            /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
     int64_t timeout_ms;         /* deadline of every blocking or async call; 0: 60,000; negative: none */
+    int64_t heartbeat_ms;       /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
+    int64_t reconnect_ms;       /* a reset connection may be made again within; 0: it ends the group */
     dtrain_algorithm algorithm; /* all_reduce and reduce_scatter; 0: chosen by size and transport */
     dtrain_progress progress;   /* 0: a service thread */
     size_t stack_bytes;         /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
+    void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
+    void *on_address_user;
 } dtrain_comm_desc;
 
 /* Makes the group that the environment or desc describes; a world of one where they describe none.
