@@ -451,6 +451,14 @@ extern "C" {
 /* The ranks of one address space; made by the threads transport only. */
 typedef struct dtrain__board dtrain__board;
 
+/* A run of bytes on its way to or from one peer. */
+typedef struct dtrain_transfer {
+    int peer;
+    unsigned char *data; /* read when it is sent, written when it is received */
+    size_t bytes;
+    size_t moved; /* of bytes; the transport adds to it */
+} dtrain_transfer;
+
 /* One rank's end of a transport.
  *
  * send and recv move up to `bytes` bytes of the stream to or from `peer` and set *moved, on every return,
@@ -463,7 +471,14 @@ typedef struct dtrain__board dtrain__board;
  *   another status        the transport is of no more use
  *
  * The core orders blocking calls so that sends that wait for their receivers never form a cycle. It calls from
- * one thread at a time; in poll mode only with past deadlines. */
+ * one thread at a time; in poll mode only with past deadlines. The rest is optional, and NULL where it is missing:
+ *
+ *   exchange   sends and receives at once (either may be NULL) until one of the two is complete; returns as send does
+ *   poll       looks after connections until deadline_ns or until woken; called by the service thread, which then
+ *              starts with the group, or by dtrain_comm_poll
+ *   wake       cuts a blocked poll short; any thread
+ *   fail       tells the peers that the group is broken, and why; any thread
+ *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy */
 typedef struct dtrain_transport {
     void *self; /* given to every function */
     int rank;
@@ -471,7 +486,12 @@ typedef struct dtrain_transport {
     dtrain_status (*send)(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
     dtrain_status (*recv)(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
     void (*destroy)(void *self); /* may be NULL; called once, by dtrain_comm_destroy */
-    dtrain__board *board;        /* NULL in transports of your own */
+    dtrain_status (*exchange)(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
+    void (*poll)(void *self, int64_t deadline_ns);
+    void (*wake)(void *self);
+    void (*fail)(void *self, dtrain_status why, const char *text);
+    void (*leave)(void *self, const char *why);
+    dtrain__board *board; /* NULL in transports of your own */
 } dtrain_transport;
 
 #ifdef __cplusplus
@@ -504,7 +524,8 @@ typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
     DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
-    DTRAIN_ALGORITHM_RING                /* messages; adds around the ring, not in the tree order */
+    DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING    /* messages, tree order: all_reduce in pieces of which each rank folds a part */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -551,15 +572,36 @@ typedef struct dtrain_comm_desc {
     void *on_address_user;
 } dtrain_comm_desc;
 
-/* Makes the group that the environment or desc describes; a world of one where they describe none.
+/* Makes the group of processes that the environment or desc describes; a world of one where they describe none.
+ *
+ * Rank 0 listens at the root address, the others reach it there, in any order, within timeout_ms. Between processes
+ * connections are made when first needed; one service thread a group looks after them, unless progress is
+ * DTRAIN_PROGRESS_POLL. A forked child cannot use its parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_UNSUPPORTED  a world of several processes: this version connects threads, and
- *                                    processes through dtrain_comm_from_transport
+ *   errors   DTRAIN_ERR_INVALID   a variable or field is missing or malformed; the text names it
+ *            DTRAIN_ERR_DENIED    no token where one is needed, or not the same
+ *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice
+ *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were believed
+ *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a name
+ *
+ * any thread; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
+/* Starts what dtrain_comm_create does; dtrain_comm_ready says how it went. Numeric addresses never block; a host
+ * name is looked up by the system's resolver, which may. Errors in arguments at once.
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
+DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
+/* Says whether a group from dtrain_comm_create_async has formed; with DTRAIN_PROGRESS_POLL, dtrain_comm_poll forms it.
+ *
+ *   ready     out: 1 when the group can be used
+ *   returns   DTRAIN_OK while it may still form; else as dtrain_comm_create, and it can only be destroyed
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready);
 
 /* Makes `ranks` connected ends for a program that brings its own threads: comms[r] is rank r's.
  *
@@ -746,6 +788,36 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us);
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count,
                                                  dtrain_dtype dtype);
+
+/* What dtrain_store_get says of a key that nobody has set. */
+#define DTRAIN_STORE_ABSENT ((size_t)-1)
+
+/* Sets key to a string of bytes that every rank can get; for a program's own set-up, not for tensors.
+ *
+ *   key      1 to 255 characters
+ *   value    up to 65,536 bytes; rank 0 keeps 64 MiB of them
+ *   errors   DTRAIN_ERR_MEMORY       the store is full
+ *            DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes);
+
+/* Gets what key was last set to.
+ *
+ *   value    out: capacity bytes at most
+ *   bytes    out: the value's whole size, also when it is larger than capacity; DTRAIN_STORE_ABSENT: not set
+ *   errors   as dtrain_store_set
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                          size_t *bytes);
+
+/* Gets what key is set to, and waits until it is; otherwise as dtrain_store_get.
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                           size_t *bytes);
 
 #ifdef __cplusplus
 }
@@ -1133,6 +1205,7 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
 #define DTRAIN__OS
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <sched.h>
@@ -1249,6 +1322,47 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);
+}
+
+/* Fills out with bytes that nobody can guess. Returns 0 or an errno. */
+static int dtrain__os_random(void *out, size_t bytes)
+{
+    unsigned char *at = (unsigned char *)out;
+    ssize_t n = 0;
+    int fd, error = 0;
+#if defined(__linux__) && defined(__NR_getrandom)
+    while (bytes > 0 && ((n = syscall(__NR_getrandom, at, bytes, 0)) > 0 || errno == EINTR)) {
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+#endif
+    if (bytes == 0)
+        return 0;
+    fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return errno;
+    while (bytes > 0 && ((n = read(fd, at, bytes)) > 0 || (n < 0 && errno == EINTR))) {
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+    if (bytes > 0)
+        error = n < 0 ? errno : EIO;
+    close(fd);
+    return error;
+}
+
+/* What tells this host, since its last start, from others: processes of one host get the same. */
+static void dtrain__os_host_id(unsigned char id[128])
+{
+    int fd;
+    memset(id, 0, 128);
+    gethostname((char *)id, 63);
+    fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC); /* only on Linux */
+    if (fd < 0)
+        return;
+    ssize_t ignored = read(fd, id + 64, 63);
+    (void)ignored;
+    close(fd);
 }
 
 #endif
@@ -1701,6 +1815,53 @@ DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char dige
     dtrain__sha256_start(&sha);
     dtrain__sha256_add(&sha, data, bytes);
     dtrain__sha256_finish(&sha, digest);
+}
+
+/* Keyed hash of a message. Source: RFC 2104, FIPS 198-1. */
+typedef struct dtrain__hmac {
+    dtrain__sha256 inner;
+    unsigned char outer_key[DTRAIN__SHA256_BLOCK];
+} dtrain__hmac;
+
+static void dtrain__hmac_start(dtrain__hmac *hmac, const void *key, size_t key_bytes)
+{
+    unsigned char inner_key[DTRAIN__SHA256_BLOCK];
+    memset(hmac->outer_key, 0, sizeof hmac->outer_key);
+    if (key_bytes > sizeof hmac->outer_key)
+        dtrain_sha256(key, key_bytes, hmac->outer_key);
+    else if (key_bytes > 0)
+        memcpy(hmac->outer_key, key, key_bytes);
+    for (size_t i = 0; i < sizeof inner_key; i++) {
+        inner_key[i] = hmac->outer_key[i] ^ 0x36;
+        hmac->outer_key[i] ^= 0x5c;
+    }
+    dtrain__sha256_start(&hmac->inner);
+    dtrain__sha256_add(&hmac->inner, inner_key, sizeof inner_key);
+}
+
+static void dtrain__hmac_add(dtrain__hmac *hmac, const void *data, size_t bytes)
+{
+    dtrain__sha256_add(&hmac->inner, data, bytes);
+}
+
+static void dtrain__hmac_finish(dtrain__hmac *hmac, unsigned char mac[32])
+{
+    unsigned char digest[32];
+    dtrain__sha256_finish(&hmac->inner, digest);
+    dtrain__sha256_start(&hmac->inner);
+    dtrain__sha256_add(&hmac->inner, hmac->outer_key, sizeof hmac->outer_key);
+    dtrain__sha256_add(&hmac->inner, digest, sizeof digest);
+    dtrain__sha256_finish(&hmac->inner, mac);
+}
+
+/* Compares in a time that does not depend on where the two differ. */
+static int dtrain__equal_secret(const void *a, const void *b, size_t bytes)
+{
+    const volatile unsigned char *x = (const volatile unsigned char *)a, *y = (const volatile unsigned char *)b;
+    unsigned char differ = 0;
+    for (size_t i = 0; i < bytes; i++)
+        differ = (unsigned char)(differ | (x[i] ^ y[i]));
+    return differ == 0;
 }
 
 #endif
@@ -3705,6 +3866,81 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
 
 #endif
 
+/* ---- >>store ----
+ * Byte strings by name, for a program's own set-up: one store a group, kept by rank 0, or by the board of ranks
+ * that share an address space. A list: it is small, and asked seldom. The owner guards it. */
+#ifndef DTRAIN__STORE
+#define DTRAIN__STORE
+
+#define DTRAIN__STORE_KEY_BYTES 256
+#define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
+#define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
+
+typedef struct dtrain__entry {
+    struct dtrain__entry *next;
+    size_t key_bytes, bytes;
+    /* key_bytes of key and bytes of value follow */
+} dtrain__entry;
+
+typedef struct dtrain__store {
+    dtrain__entry *first;
+    size_t total;
+} dtrain__store;
+
+static unsigned char *dtrain__entry_value(dtrain__entry *entry)
+{
+    return (unsigned char *)(entry + 1) + entry->key_bytes;
+}
+
+static dtrain__entry **dtrain__store_place(dtrain__store *store, const void *key, size_t key_bytes)
+{
+    dtrain__entry **at = &store->first;
+    while (*at != NULL && ((*at)->key_bytes != key_bytes || memcmp(*at + 1, key, key_bytes) != 0))
+        at = &(*at)->next;
+    return at;
+}
+
+static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
+{
+    dtrain__entry *entry = *at;
+    size_t bytes = sizeof *entry + entry->key_bytes + entry->bytes;
+    *at = entry->next;
+    store->total -= bytes;
+    dtrain__free(allocator, entry, bytes);
+}
+
+/* Sets key to value; what it was before stays on an error. Sizes are checked by the caller. */
+static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *allocator, const void *key,
+                                       size_t key_bytes, const void *value, size_t bytes)
+{
+    size_t all = sizeof(dtrain__entry) + key_bytes + bytes;
+    dtrain__entry **old = dtrain__store_place(store, key, key_bytes), *entry = NULL;
+    if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
+        entry = (dtrain__entry *)dtrain__alloc(allocator, all);
+    if (entry == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu", all,
+                            store->total, DTRAIN__STORE_TOTAL_BYTES);
+    if (*old != NULL)
+        dtrain__store_remove(store, allocator, old);
+    entry->key_bytes = key_bytes;
+    entry->bytes = bytes;
+    memcpy(entry + 1, key, key_bytes);
+    if (bytes > 0)
+        memcpy(dtrain__entry_value(entry), value, bytes);
+    entry->next = store->first;
+    store->first = entry;
+    store->total += all;
+    return DTRAIN_OK;
+}
+
+static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
+{
+    while (store->first != NULL)
+        dtrain__store_remove(store, allocator, &store->first);
+}
+
+#endif
+
 /* ---- >>threads ----
  * Ranks of one address space. A board holds one slot a rank, on which the rank posts what it is about
  * to do, and lazily one ring of bytes for each ordered pair that exchanges messages. All waiting is on
@@ -3764,7 +4000,8 @@ struct dtrain__board {
     dtrain__board_end *board_ends;
     void (*last_gone)(dtrain__board *board); /* stops the service before the board is freed */
     void *service;
-    pthread_mutex_t mutex; /* guards the service's list of ranks */
+    pthread_mutex_t mutex; /* guards the service's list of ranks, and the store */
+    dtrain__store store;
 };
 
 static int dtrain__board_broken(dtrain__board *board)
@@ -3941,6 +4178,7 @@ static void dtrain__board_free(dtrain__board *board)
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
+    dtrain__store_free(&board->store, allocator);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));
@@ -4003,6 +4241,2493 @@ static void dtrain__threads_transport(dtrain_transport *transport, dtrain__board
 
 #endif
 
+/* ---- >>net ----
+ * Sockets as this library wants them: non-blocking, close-on-exec, silent (no SIGPIPE), named in texts.
+ * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that a host
+ * name is looked up by the system's resolver. May call base only. */
+#ifndef DTRAIN__NET
+#define DTRAIN__NET
+
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#define DTRAIN__ADDRESS_BYTES 256
+#define DTRAIN__MAX_ADDRESSES 8 /* that one name may stand for */
+
+typedef struct dtrain__address {
+    struct sockaddr_storage storage;
+    socklen_t bytes;
+} dtrain__address;
+
+typedef struct dtrain__address_text {
+    char text[DTRAIN__ADDRESS_BYTES];
+} dtrain__address_text;
+
+static dtrain__address_text dtrain__net_text(const dtrain__address *address)
+{
+    dtrain__address_text out;
+    char host[128], port[16];
+    const struct sockaddr *any = (const struct sockaddr *)&address->storage;
+    if (address->bytes > 0 && any->sa_family == AF_UNIX) {
+        const char *path = ((const struct sockaddr_un *)(const void *)any)->sun_path;
+        int named = address->bytes > offsetof(struct sockaddr_un, sun_path) && path[0] != 0;
+        snprintf(out.text, sizeof out.text, "%s%.200s", named ? "unix:" : "a unix socket", named ? path : "");
+    } else if (address->bytes == 0 || getnameinfo(any, address->bytes, host, sizeof host, port, sizeof port,
+                                                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+        snprintf(out.text, sizeof out.text, "an unknown address");
+    } else {
+        snprintf(out.text, sizeof out.text, any->sa_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+    }
+    return out;
+}
+
+/* Whether only processes of this host can be there. */
+static int dtrain__net_is_local(const dtrain__address *address)
+{
+    const void *any = &address->storage;
+    int family = ((const struct sockaddr *)any)->sa_family;
+    if (family == AF_INET)
+        return (ntohl(((const struct sockaddr_in *)any)->sin_addr.s_addr) >> 24) == 127;
+    if (family == AF_INET6) {
+        const struct in6_addr *v6 = &((const struct sockaddr_in6 *)any)->sin6_addr;
+        return IN6_IS_ADDR_LOOPBACK(v6) || (IN6_IS_ADDR_V4MAPPED(v6) && v6->s6_addr[12] == 127);
+    }
+    return family == AF_UNIX;
+}
+
+static int dtrain__net_is_unix(const dtrain__address *address)
+{
+    return ((const struct sockaddr *)&address->storage)->sa_family == AF_UNIX;
+}
+
+static void dtrain__net_set_port(dtrain__address *address, int port)
+{
+    struct sockaddr *any = (struct sockaddr *)&address->storage;
+    if (any->sa_family == AF_INET)
+        ((struct sockaddr_in *)(void *)any)->sin_port = htons((uint16_t)port);
+    else if (any->sa_family == AF_INET6)
+        ((struct sockaddr_in6 *)(void *)any)->sin6_port = htons((uint16_t)port);
+}
+
+static int dtrain__net_port(const dtrain__address *address)
+{
+    const void *any = &address->storage;
+    int family = ((const struct sockaddr *)any)->sa_family;
+    if (family == AF_INET)
+        return ntohs(((const struct sockaddr_in *)any)->sin_port);
+    return family == AF_INET6 ? ntohs(((const struct sockaddr_in6 *)any)->sin6_port) : 0;
+}
+
+/* The same family with no host: every address of this machine. */
+static void dtrain__net_set_any(dtrain__address *address)
+{
+    struct sockaddr *any = (struct sockaddr *)&address->storage;
+    if (any->sa_family == AF_INET)
+        ((struct sockaddr_in *)(void *)any)->sin_addr.s_addr = htonl(INADDR_ANY);
+    else if (any->sa_family == AF_INET6)
+        ((struct sockaddr_in6 *)(void *)any)->sin6_addr = in6addr_any;
+}
+
+static dtrain_status dtrain__net_unix_address(dtrain__address *address, const char *path)
+{
+    struct sockaddr_un *local = (struct sockaddr_un *)(void *)&address->storage;
+    size_t bytes = strlen(path);
+    memset(address, 0, sizeof *address);
+    if (bytes == 0 || bytes >= sizeof local->sun_path)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "unix:%.120s: a path of 1 to %zu bytes is possible, this has %zu",
+                            path, sizeof local->sun_path - 1, bytes);
+    local->sun_family = AF_UNIX;
+    memcpy(local->sun_path, path, bytes + 1);
+    address->bytes = (socklen_t)sizeof *local;
+    return DTRAIN_OK;
+}
+
+/* Cuts "host:port" or "[host]:port" in two. Returns 0 when it is neither. */
+static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
+{
+    const char *colon = strrchr(text, ':'), *first = text, *last = colon;
+    if (colon == NULL || strlen(colon + 1) > 5 || colon[1] == 0)
+        return 0;
+    if (*text == '[' && colon > text && colon[-1] == ']') {
+        first++;
+        last--;
+    }
+    if ((size_t)(last - first) >= DTRAIN__ADDRESS_BYTES || (first == text && memchr(first, ':', (size_t)(last - first))))
+        return 0;
+    memcpy(host, first, (size_t)(last - first));
+    host[last - first] = 0;
+    memcpy(port, colon + 1, strlen(colon + 1) + 1);
+    for (const char *digit = port; *digit != 0; digit++)
+        if (*digit < '0' || *digit > '9')
+            return 0;
+    return 1;
+}
+
+/* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. */
+static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out, int *count)
+{
+    char host[DTRAIN__ADDRESS_BYTES], port[8];
+    struct addrinfo hints, *list = NULL;
+    int error;
+    *count = 0;
+    if (strncmp(text, "unix:", 5) == 0) {
+        *count = 1;
+        return dtrain__net_unix_address(out, text + 5);
+    }
+    if (!dtrain__net_split(text, host, port))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "\"%.200s\" is no address: host:port, [address]:port or unix:/path is expected", text);
+    memset(&hints, 0, sizeof hints);
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = host[0] == 0 ? AI_PASSIVE : 0;
+    error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text, gai_strerror(error));
+    for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
+        if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->storage)
+            continue;
+        memset(&out[*count], 0, sizeof *out);
+        memcpy(&out[*count].storage, at->ai_addr, at->ai_addrlen);
+        out[(*count)++].bytes = at->ai_addrlen;
+    }
+    freeaddrinfo(list);
+    return *count > 0 ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address", text);
+}
+
+/* The address of interface `name`, or the address that name spells, of `family` where it has one. */
+static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
+{
+    struct ifaddrs *list = NULL;
+    char spelled[DTRAIN__ADDRESS_BYTES];
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count = 0, best = 0;
+    if (getifaddrs(&list) == 0) {
+        for (struct ifaddrs *at = list; at != NULL; at = at->ifa_next) {
+            int kind = at->ifa_addr != NULL && strcmp(at->ifa_name, name) == 0 ? at->ifa_addr->sa_family : 0;
+            int rank = kind == family ? 2 : 1;
+            if ((kind != AF_INET && kind != AF_INET6) || rank <= best)
+                continue;
+            memset(out, 0, sizeof *out);
+            out->bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
+            memcpy(&out->storage, at->ifa_addr, out->bytes);
+            best = rank;
+        }
+        freeifaddrs(list);
+    }
+    if (best > 0)
+        return DTRAIN_OK;
+    snprintf(spelled, sizeof spelled, strchr(name, ':') != NULL ? "[%.200s]:0" : "%.200s:0", name);
+    if (dtrain__net_resolve(spelled, found, &count) != DTRAIN_OK)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.100s\" is neither an interface of this host nor an address",
+                            name);
+    *out = found[0];
+    return DTRAIN_OK;
+}
+
+/* Gives a descriptor the manners that every one has here. Returns 0 or an errno. */
+static int dtrain__net_manners(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) < 0)
+        return errno;
+#ifdef SO_NOSIGPIPE
+    int one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
+#endif
+    return 0;
+}
+
+static int dtrain__net_socket(int family, int *fd)
+{
+    int error;
+#ifdef SOCK_CLOEXEC
+    *fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+#else
+    *fd = socket(family, SOCK_STREAM, 0);
+#endif
+    if (*fd < 0)
+        return errno;
+    error = dtrain__net_manners(*fd);
+    if (error != 0) {
+        close(*fd);
+        *fd = -1;
+    }
+    return error;
+}
+
+/* Settings of a connected socket: send at once; on one host a plain congestion control, which costs least. */
+static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
+{
+    int one = 1, buffer = (int)buffer_bytes;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+#ifdef TCP_CONGESTION
+    if (same_host && setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+#else
+    (void)same_host;
+#endif
+    if (buffer > 0) {
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
+        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+    }
+}
+
+/* Removes a unix socket that nobody listens on any more. */
+static void dtrain__net_remove_stale(const dtrain__address *address)
+{
+    const char *path = ((const struct sockaddr_un *)(const void *)&address->storage)->sun_path;
+    struct stat what;
+    int fd;
+    if (lstat(path, &what) != 0 || !S_ISSOCK(what.st_mode) || dtrain__net_socket(AF_UNIX, &fd) != 0)
+        return;
+    if (connect(fd, (const struct sockaddr *)&address->storage, address->bytes) != 0 && errno == ECONNREFUSED)
+        unlink(path);
+    close(fd);
+}
+
+/* Binds and listens; *address becomes what it is bound to. Returns 0 or an errno. */
+static int dtrain__net_listen(dtrain__address *address, int *fd)
+{
+    struct sockaddr *any = (struct sockaddr *)&address->storage;
+    int one = 1, error = dtrain__net_socket(any->sa_family, fd);
+    if (error != 0)
+        return error;
+    if (any->sa_family == AF_UNIX)
+        dtrain__net_remove_stale(address);
+    else
+        setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0) {
+        address->bytes = (socklen_t)sizeof address->storage;
+        if (getsockname(*fd, any, &address->bytes) == 0)
+            return 0;
+    }
+    error = errno;
+    close(*fd);
+    *fd = -1;
+    return error;
+}
+
+/* Starts a connection; it is made, or has failed, when the descriptor is writable. Returns 0 or an errno. */
+static int dtrain__net_connect(const dtrain__address *address, int *fd)
+{
+    const struct sockaddr *any = (const struct sockaddr *)&address->storage;
+    int error = dtrain__net_socket(any->sa_family, fd);
+    if (error != 0)
+        return error;
+    if (connect(*fd, any, address->bytes) == 0 || errno == EINPROGRESS || errno == EINTR)
+        return 0;
+    error = errno;
+    close(*fd);
+    *fd = -1;
+    return error;
+}
+
+/* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
+static int dtrain__net_connected(int fd)
+{
+    struct pollfd one;
+    int error = 0;
+    socklen_t bytes = sizeof error;
+    one.fd = fd;
+    one.events = POLLOUT;
+    one.revents = 0;
+    if (poll(&one, 1, 0) <= 0)
+        return EINPROGRESS;
+    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 ? errno : error;
+}
+
+/* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */
+static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
+{
+    int error;
+    memset(peer, 0, sizeof *peer);
+    peer->bytes = (socklen_t)sizeof peer->storage;
+#if defined(__linux__) && defined(__NR_accept4) /* the C library hides accept4 from standard C */
+    *fd = (int)syscall(__NR_accept4, listener, &peer->storage, &peer->bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
+#else
+    *fd = accept(listener, (struct sockaddr *)&peer->storage, &peer->bytes);
+#endif
+    if (*fd < 0)
+        return errno == EWOULDBLOCK || errno == EINTR || errno == ECONNABORTED ? EAGAIN : errno;
+    error = dtrain__net_manners(*fd);
+    if (error != 0)
+        close(*fd);
+    return error;
+}
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
+
+/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno). */
+static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes)
+{
+    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS))
+        return 0;
+    return n;
+}
+
+/* Receives what is there: as dtrain__net_send; the peer's orderly close is -1 with errno 0. */
+static ssize_t dtrain__net_recv(int fd, void *data, size_t bytes)
+{
+    ssize_t n = recv(fd, data, bytes, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+        return 0;
+    if (n == 0) {
+        errno = 0;
+        return -1;
+    }
+    return n;
+}
+
+static const char *dtrain__net_why(int error)
+{
+    return error == 0 ? "it was closed" : strerror(error);
+}
+
+/* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */
+static int dtrain__net_pipe(int ends[2])
+{
+    int error;
+#if defined(__linux__) && defined(__NR_pipe2)
+    if (syscall(__NR_pipe2, ends, O_CLOEXEC | O_NONBLOCK) != 0)
+        return errno;
+#else
+    if (pipe(ends) != 0)
+        return errno;
+#endif
+    error = dtrain__net_manners(ends[0]);
+    if (error == 0)
+        error = dtrain__net_manners(ends[1]);
+    return error;
+}
+
+static void dtrain__net_poke(int fd)
+{
+    ssize_t ignored = write(fd, "", 1);
+    (void)ignored; /* a full pipe wakes as well */
+}
+
+static void dtrain__net_drain(int fd)
+{
+    char bytes[64];
+    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes)
+        continue;
+}
+
+#endif
+
+/* ---- >>admission ----
+ * Who may come in. Every connection opens with four messages of fixed size, whatever the peer sends:
+ *
+ *   hello      initiator  who it is, whom it wants, what for, a nonce
+ *   challenge  acceptor   who it is, the run, a nonce
+ *   proof      initiator  HMAC-SHA256 of "initiator", hello, challenge and its position in the stream
+ *   verdict    acceptor   yes or no, its position, HMAC-SHA256 of "acceptor" and all that came before
+ *
+ * Nothing but these fixed fields is looked at before the proof holds; direction, run, both ranks, version and
+ * both nonces are bound into both proofs, so that a recording, a reflection or a relay to another rank proves
+ * nothing. An unproved peer costs one dtrain__door for a few seconds. A door is a state machine over its two
+ * buffers: door_take() handles one whole message and moves no byte itself, which is what the fuzzer drives.
+ *
+ * Source: challenge and response of ISO/IEC 9798-4; HMAC of RFC 2104. */
+#ifndef DTRAIN__ADMISSION
+#define DTRAIN__ADMISSION
+
+#define DTRAIN__WIRE_VERSION 1u
+#define DTRAIN__HELLO_BYTES 128
+#define DTRAIN__CHALLENGE_BYTES 80
+#define DTRAIN__PROOF_BYTES 40
+#define DTRAIN__VERDICT_BYTES 304
+#define DTRAIN__VERDICT_TEXT 256
+#define DTRAIN__NONCE_BYTES 32
+#define DTRAIN__RUN_BYTES 16
+
+/* What both sides of every door of one rank share. */
+typedef struct dtrain__keys {
+    unsigned char token[256];
+    size_t token_bytes; /* 0: the proof is made with an empty key */
+    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
+    int rank, world_size;
+} dtrain__keys;
+
+enum { DTRAIN__PURPOSE_CONTROL = 1, DTRAIN__PURPOSE_DATA };
+
+typedef enum dtrain__door_state {
+    DTRAIN__DOOR_CONNECTING = 0, /* initiator: the system is still connecting */
+    DTRAIN__DOOR_HELLO,          /* acceptor awaits a hello */
+    DTRAIN__DOOR_CHALLENGE,      /* initiator awaits a challenge */
+    DTRAIN__DOOR_PROOF,          /* acceptor awaits a proof */
+    DTRAIN__DOOR_PROVED,         /* acceptor: the owner must call door_answer */
+    DTRAIN__DOOR_VERDICT,        /* initiator awaits the verdict */
+    DTRAIN__DOOR_OPEN,           /* both have proved themselves; what out still holds must go first */
+    DTRAIN__DOOR_CLOSED          /* error says why */
+} dtrain__door_state;
+
+typedef struct dtrain__door {
+    struct dtrain__door *next;
+    int fd, initiator, purpose, lane;
+    int peer;       /* rank: whom an initiator wants, who an acceptor's hello says it is */
+    int peer_world; /* the world size that an acceptor's peer believes in */
+    dtrain__door_state state;
+    int64_t expires_ns;
+    uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
+    unsigned char hello[DTRAIN__HELLO_BYTES], challenge[DTRAIN__CHALLENGE_BYTES], proof[DTRAIN__PROOF_BYTES];
+    unsigned char in[DTRAIN__VERDICT_BYTES], out[DTRAIN__VERDICT_BYTES];
+    size_t in_bytes, out_bytes, out_done;
+    char peer_name[DTRAIN__ADDRESS_BYTES];
+    dtrain__error error;
+} dtrain__door;
+
+static const unsigned char dtrain__door_magic[8] = {'d', 't', 'r', 'a', 'i', 'n', '\r', '\n'};
+
+static void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
+{
+    for (int i = 0; i < bytes; i++)
+        out[i] = (unsigned char)(value >> (8 * i) & 255);
+}
+
+static uint64_t dtrain__get_le(const unsigned char *in, int bytes)
+{
+    uint64_t value = 0;
+    for (int i = bytes; i-- > 0;)
+        value = value << 8 | in[i];
+    return value;
+}
+
+/* 1 on little-endian machines, 2 on big-endian ones: data travel as they lie in memory. */
+static unsigned char dtrain__byte_order(void)
+{
+    const uint16_t one = 1;
+    unsigned char first;
+    memcpy(&first, &one, 1);
+    return first == 1 ? 1 : 2;
+}
+
+/* HMAC of who speaks and all that was said; extra is the speaker's message up to its MAC. */
+static void dtrain__door_mac(const dtrain__keys *keys, const dtrain__door *door, const char *who, size_t proof_bytes,
+                             const unsigned char *extra, size_t extra_bytes, unsigned char mac[32])
+{
+    dtrain__hmac hmac;
+    dtrain__hmac_start(&hmac, keys->token, keys->token_bytes);
+    dtrain__hmac_add(&hmac, who, strlen(who) + 1);
+    dtrain__hmac_add(&hmac, door->hello, sizeof door->hello);
+    dtrain__hmac_add(&hmac, door->challenge, sizeof door->challenge);
+    dtrain__hmac_add(&hmac, door->proof, proof_bytes);
+    dtrain__hmac_add(&hmac, extra, extra_bytes);
+    dtrain__hmac_finish(&hmac, mac);
+}
+
+static void dtrain__door_say(dtrain__door *door, const unsigned char *message, size_t bytes)
+{
+    memcpy(door->out, message, bytes);
+    door->out_bytes = bytes;
+    door->out_done = 0;
+    door->in_bytes = 0;
+}
+
+static void dtrain__door_close(dtrain__door *door)
+{
+    if (door->fd >= 0)
+        close(door->fd);
+    door->fd = -1;
+    door->state = DTRAIN__DOOR_CLOSED;
+}
+
+/* How many bytes the message has that the door awaits; 0: none. */
+static size_t dtrain__door_wants(const dtrain__door *door)
+{
+    switch (door->state) {
+    case DTRAIN__DOOR_HELLO: return DTRAIN__HELLO_BYTES;
+    case DTRAIN__DOOR_CHALLENGE: return DTRAIN__CHALLENGE_BYTES;
+    case DTRAIN__DOOR_PROOF: return DTRAIN__PROOF_BYTES;
+    case DTRAIN__DOOR_VERDICT: return DTRAIN__VERDICT_BYTES;
+    default: return 0;
+    }
+}
+
+/* Opens the initiator's side; purpose, lane, peer and received are set. Returns 0 or an errno. */
+static int dtrain__door_knock(dtrain__door *door, const dtrain__keys *keys)
+{
+    unsigned char *hello = door->hello;
+    memset(hello, 0, sizeof door->hello);
+    memcpy(hello, dtrain__door_magic, 8);
+    dtrain__put_le(hello + 8, DTRAIN__WIRE_VERSION, 2);
+    hello[10] = dtrain__byte_order();
+    hello[11] = (unsigned char)door->purpose;
+    dtrain__put_le(hello + 12, (uint64_t)keys->rank, 4);
+    dtrain__put_le(hello + 16, (uint64_t)door->peer, 4);
+    dtrain__put_le(hello + 20, (uint64_t)keys->world_size, 4);
+    dtrain__put_le(hello + 24, (uint64_t)door->lane, 4);
+    memcpy(hello + 32, keys->run, DTRAIN__RUN_BYTES);
+    door->initiator = 1;
+    door->state = DTRAIN__DOOR_CHALLENGE;
+    int error = dtrain__os_random(hello + 48, DTRAIN__NONCE_BYTES);
+    dtrain__door_say(door, hello, sizeof door->hello);
+    return error;
+}
+
+/* Compares the opening bytes of a hello or challenge with this build's. */
+static dtrain_status dtrain__door_same_build(dtrain__door *door, const unsigned char *message)
+{
+    unsigned version = (unsigned)dtrain__get_le(message + 8, 2);
+    if (memcmp(message, dtrain__door_magic, 8) != 0)
+        return dtrain__fail(&door->error, DTRAIN_ERR_DENIED, "%s does not speak dtrain: dropped", door->peer_name);
+    if (version != DTRAIN__WIRE_VERSION)
+        return dtrain__fail(&door->error, DTRAIN_ERR_MISMATCH,
+                            "%s speaks wire version %u, this rank %u: build both from one dtrain.h", door->peer_name,
+                            version, DTRAIN__WIRE_VERSION);
+    if (message[10] != dtrain__byte_order())
+        return dtrain__fail(&door->error, DTRAIN_ERR_MISMATCH,
+                            "%s has %s bytes first, this rank %s: ranks of one group need one byte order",
+                            door->peer_name, message[10] == 1 ? "low" : "high", message[10] == 1 ? "high" : "low");
+    return DTRAIN_OK;
+}
+
+/* Acceptor: the hello is whole. Anyone who speaks another version hears ours, and no more. */
+static void dtrain__door_take_hello(dtrain__door *door, const dtrain__keys *keys)
+{
+    unsigned char *challenge = door->challenge;
+    memcpy(door->hello, door->in, sizeof door->hello);
+    memset(challenge, 0, sizeof door->challenge);
+    memcpy(challenge, dtrain__door_magic, 8);
+    dtrain__put_le(challenge + 8, DTRAIN__WIRE_VERSION, 2);
+    challenge[10] = dtrain__byte_order();
+    dtrain__put_le(challenge + 12, (uint64_t)keys->rank, 4);
+    memcpy(challenge + 16, keys->run, DTRAIN__RUN_BYTES);
+    if (memcmp(door->hello, dtrain__door_magic, 8) != 0 ||
+        dtrain__os_random(challenge + 32, DTRAIN__NONCE_BYTES) != 0) {
+        dtrain__fail(&door->error, DTRAIN_ERR_DENIED, "%s does not speak dtrain: dropped", door->peer_name);
+        dtrain__door_close(door);
+        return;
+    }
+    dtrain__door_say(door, challenge, sizeof door->challenge);
+    if (dtrain__door_same_build(door, door->hello) != DTRAIN_OK) {
+        door->state = DTRAIN__DOOR_OPEN; /* until the challenge is out; error says that it must be closed then */
+        return;
+    }
+    uint64_t peer = dtrain__get_le(door->hello + 12, 4), world = dtrain__get_le(door->hello + 20, 4);
+    uint64_t lane = dtrain__get_le(door->hello + 24, 4);
+    door->purpose = door->hello[11];
+    door->peer = peer < INT_MAX ? (int)peer : -1;
+    door->peer_world = world < INT_MAX ? (int)world : -1;
+    door->lane = lane < INT_MAX ? (int)lane : -1;
+    door->state = DTRAIN__DOOR_PROOF;
+}
+
+/* Initiator: the challenge is whole; answers with the proof. */
+static void dtrain__door_take_challenge(dtrain__door *door, const dtrain__keys *keys)
+{
+    unsigned char *proof = door->proof;
+    memcpy(door->challenge, door->in, sizeof door->challenge);
+    if (dtrain__door_same_build(door, door->challenge) != DTRAIN_OK) {
+        dtrain__door_close(door);
+        return;
+    }
+    if (dtrain__get_le(door->challenge + 12, 4) != (uint64_t)door->peer) {
+        dtrain__fail(&door->error, DTRAIN_ERR_MISMATCH, "rank %d was expected at %s, and rank %u answers", door->peer,
+                     door->peer_name, (unsigned)dtrain__get_le(door->challenge + 12, 4));
+        dtrain__door_close(door);
+        return;
+    }
+    dtrain__put_le(proof + 32, door->received, 8);
+    dtrain__door_mac(keys, door, "dtrain initiator", 0, proof + 32, 8, proof);
+    dtrain__door_say(door, proof, sizeof door->proof);
+    door->state = DTRAIN__DOOR_VERDICT;
+}
+
+/* Acceptor: the proof is whole. A wrong one is answered by a no without a word. */
+static void dtrain__door_take_proof(dtrain__door *door, const dtrain__keys *keys)
+{
+    unsigned char mac[32], no[DTRAIN__VERDICT_BYTES];
+    dtrain__door_mac(keys, door, "dtrain initiator", 0, door->in + 32, 8, mac);
+    if (!dtrain__equal_secret(mac, door->in, sizeof mac)) {
+        memset(no, 0, sizeof no);
+        no[0] = DTRAIN_ERR_DENIED;
+        dtrain__door_say(door, no, sizeof no);
+        dtrain__fail(&door->error, DTRAIN_ERR_DENIED,
+                     "%s, which says it is rank %d, does not hold this group's token: dropped", door->peer_name,
+                     door->peer);
+        door->state = DTRAIN__DOOR_OPEN;
+        return;
+    }
+    memcpy(door->proof, door->in, sizeof door->proof);
+    door->peer_received = dtrain__get_le(door->proof + 32, 8);
+    door->state = DTRAIN__DOOR_PROVED;
+}
+
+/* Acceptor: lets the proved peer in (DTRAIN_OK), with this side's position, or sends it away with a text. */
+static void dtrain__door_answer(dtrain__door *door, const dtrain__keys *keys, dtrain_status status, const char *text)
+{
+    unsigned char verdict[DTRAIN__VERDICT_BYTES];
+    memset(verdict, 0, sizeof verdict);
+    verdict[0] = (unsigned char)status;
+    dtrain__put_le(verdict + 8, door->received, 8);
+    snprintf((char *)verdict + 16, DTRAIN__VERDICT_TEXT, "%s", text);
+    dtrain__door_mac(keys, door, "dtrain acceptor", sizeof door->proof, verdict, 16 + DTRAIN__VERDICT_TEXT,
+                     verdict + 16 + DTRAIN__VERDICT_TEXT);
+    dtrain__door_say(door, verdict, sizeof verdict);
+    if (status != DTRAIN_OK)
+        dtrain__fail(&door->error, status, "%s (rank %d) was sent away: %.300s", door->peer_name, door->peer, text);
+    door->state = DTRAIN__DOOR_OPEN;
+}
+
+/* Initiator: the verdict is whole; believed only when it is proved itself. */
+static void dtrain__door_take_verdict(dtrain__door *door, const dtrain__keys *keys)
+{
+    unsigned char mac[32];
+    const unsigned char *verdict = door->in;
+    char text[DTRAIN__VERDICT_TEXT];
+    dtrain__door_mac(keys, door, "dtrain acceptor", sizeof door->proof, verdict, 16 + DTRAIN__VERDICT_TEXT, mac);
+    if (!dtrain__equal_secret(mac, verdict + 16 + DTRAIN__VERDICT_TEXT, sizeof mac)) {
+        dtrain__fail(&door->error, DTRAIN_ERR_DENIED,
+                     "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes): give every "
+                     "rank the same DTRAIN_TOKEN", door->peer, door->peer_name, keys->token_bytes);
+        dtrain__door_close(door);
+        return;
+    }
+    door->peer_received = dtrain__get_le(verdict + 8, 8);
+    memcpy(text, verdict + 16, sizeof text);
+    text[sizeof text - 1] = 0;
+    door->state = DTRAIN__DOOR_OPEN;
+    if (verdict[0] != DTRAIN_OK) {
+        dtrain__fail(&door->error, verdict[0] <= DTRAIN_ERR_ABORTED ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
+                     "rank %d at %s sent this rank away: %s", door->peer, door->peer_name, text);
+        dtrain__door_close(door);
+    }
+}
+
+/* Handles the message that fills door->in, door_wants() bytes long. */
+static void dtrain__door_take(dtrain__door *door, const dtrain__keys *keys)
+{
+    dtrain__door_state state = door->state;
+    door->in_bytes = 0;
+    if (state == DTRAIN__DOOR_HELLO)
+        dtrain__door_take_hello(door, keys);
+    else if (state == DTRAIN__DOOR_CHALLENGE)
+        dtrain__door_take_challenge(door, keys);
+    else if (state == DTRAIN__DOOR_PROOF)
+        dtrain__door_take_proof(door, keys);
+    else if (state == DTRAIN__DOOR_VERDICT)
+        dtrain__door_take_verdict(door, keys);
+}
+
+/* Whether the door's descriptor has bytes to go out. */
+static int dtrain__door_writes(const dtrain__door *door)
+{
+    return door->state == DTRAIN__DOOR_CONNECTING || door->out_done < door->out_bytes;
+}
+
+static void dtrain__door_lost(dtrain__door *door, int error)
+{
+    dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: the connection to %s ended while both were introducing "
+                 "themselves (%s)", door->initiator ? "connect" : "accept", door->peer_name, dtrain__net_why(error));
+    dtrain__door_close(door);
+}
+
+/* Moves what goes without waiting. PROVED, OPEN with nothing left to send, and CLOSED are the owner's business. */
+static void dtrain__door_step(dtrain__door *door, const dtrain__keys *keys)
+{
+    ssize_t n;
+    if (door->state == DTRAIN__DOOR_CONNECTING) {
+        int error = dtrain__net_connected(door->fd);
+        if (error == 0)
+            error = dtrain__door_knock(door, keys);
+        if (error == EINPROGRESS)
+            return;
+        if (error != 0) {
+            dtrain__door_lost(door, error);
+            return;
+        }
+    }
+    for (;;) {
+        while (door->out_done < door->out_bytes) {
+            n = dtrain__net_send(door->fd, door->out + door->out_done, door->out_bytes - door->out_done);
+            if (n < 0)
+                dtrain__door_lost(door, errno);
+            if (n <= 0)
+                return;
+            door->out_done += (size_t)n;
+        }
+        size_t wants = dtrain__door_wants(door);
+        if (wants == 0)
+            return;
+        n = dtrain__net_recv(door->fd, door->in + door->in_bytes, wants - door->in_bytes);
+        if (n < 0)
+            dtrain__door_lost(door, errno);
+        if (n <= 0)
+            return;
+        door->in_bytes += (size_t)n;
+        if (door->in_bytes == wants)
+            dtrain__door_take(door, keys);
+    }
+}
+
+#endif
+
+/* ---- >>stream ----
+ * One direction-pair of bytes between two ranks that can outlive its connection: each side counts what it
+ * has sent and received, and a side that may reconnect keeps its last bytes, so that a new connection goes
+ * on where the old one was cut. Never waits. Frames of the control plane are built on it too. */
+#ifndef DTRAIN__STREAM
+#define DTRAIN__STREAM
+
+#define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
+#define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* two such buffers at either end and what is between */
+
+typedef struct dtrain__stream {
+    int fd;        /* -1: no connection now */
+    uint64_t sent; /* bytes that the owner has handed over; of them the last `again` go out once more */
+    uint64_t received;
+    uint64_t again;
+    unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: this stream dies with its connection */
+} dtrain__stream;
+
+static void dtrain__stream_cut(dtrain__stream *stream)
+{
+    if (stream->fd >= 0)
+        close(stream->fd);
+    stream->fd = -1;
+}
+
+/* Goes on over fd, whose other end has received peer_received bytes. Returns 0 when too much was lost for that. */
+static int dtrain__stream_resume(dtrain__stream *stream, int fd, uint64_t peer_received)
+{
+    uint64_t lost = stream->sent - peer_received;
+    if (peer_received > stream->sent || lost > (stream->replay != NULL ? DTRAIN__REPLAY_BYTES : 0))
+        return 0;
+    stream->fd = fd;
+    stream->again = lost;
+    return 1;
+}
+
+static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *data, size_t bytes)
+{
+    size_t at, first;
+    if (stream->replay == NULL)
+        return;
+    if (bytes > DTRAIN__REPLAY_BYTES) {
+        data += bytes - DTRAIN__REPLAY_BYTES;
+        bytes = DTRAIN__REPLAY_BYTES;
+    }
+    at = (size_t)((stream->sent - bytes) % DTRAIN__REPLAY_BYTES);
+    first = DTRAIN__REPLAY_BYTES - at < bytes ? DTRAIN__REPLAY_BYTES - at : bytes;
+    memcpy(stream->replay + at, data, first);
+    memcpy(stream->replay, data + first, bytes - first);
+}
+
+/* Sends what goes at once: bytes gone, 0 for none now, -1 when the connection is broken (errno). */
+static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes)
+{
+    ssize_t n;
+    while (stream->again > 0) {
+        size_t at = (size_t)((stream->sent - stream->again) % DTRAIN__REPLAY_BYTES), room = DTRAIN__REPLAY_BYTES - at;
+        n = dtrain__net_send(stream->fd, stream->replay + at, stream->again < room ? (size_t)stream->again : room);
+        if (n <= 0)
+            return n;
+        stream->again -= (uint64_t)n;
+    }
+    if (bytes == 0)
+        return 0;
+    n = dtrain__net_send(stream->fd, data, bytes);
+    if (n > 0) {
+        stream->sent += (uint64_t)n;
+        dtrain__stream_keep(stream, (const unsigned char *)data, (size_t)n);
+    }
+    return n;
+}
+
+static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t bytes)
+{
+    ssize_t n = dtrain__net_recv(stream->fd, data, bytes);
+    if (n > 0)
+        stream->received += (uint64_t)n;
+    return n;
+}
+
+/* A growing block of bytes; bytes of it are in use. */
+typedef struct dtrain__bytes {
+    unsigned char *data;
+    size_t bytes, capacity;
+} dtrain__bytes;
+
+/* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
+static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block, size_t more)
+{
+    size_t capacity = block->capacity > 0 ? block->capacity : 256;
+    unsigned char *data;
+    if (more <= block->capacity - block->bytes)
+        return 1;
+    while (capacity - block->bytes < more)
+        capacity *= 2;
+    data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
+    if (data == NULL)
+        return 0;
+    block->data = data;
+    block->capacity = capacity;
+    return 1;
+}
+
+static void dtrain__bytes_drop(dtrain__bytes *block, size_t bytes)
+{
+    block->bytes -= bytes;
+    memmove(block->data, block->data + bytes, block->bytes);
+}
+
+static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block)
+{
+    if (block->data != NULL)
+        dtrain__resize(allocator, block->data, block->capacity, 0);
+    memset(block, 0, sizeof *block);
+}
+
+#endif
+
+/* ---- >>hub ----
+ * The control plane of a group of processes. Every rank keeps one connection to rank 0, over which the group
+ * forms, hears that its members live, and learns who is lost and why; connections for data are accepted and
+ * made here and handed to the lanes of their peer. Rank 0 relays: the first cause it hears is the group's.
+ *
+ * Whoever holds step_mutex may run the hub: the group's service thread, or a caller that waits for data and
+ * adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
+ * waits. `news` counts what a waiting caller should look at. */
+#ifndef DTRAIN__HUB
+#define DTRAIN__HUB
+
+#define DTRAIN__DOORS 64 /* unproved peers at once; the oldest is shut out for the next */
+#define DTRAIN__DOOR_NS 5000000000
+#define DTRAIN__MAX_LANES 8
+#define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
+#define DTRAIN__NAME_BYTES 96
+#define DTRAIN__WHY_BYTES 480
+
+/* One connection's worth of data to and from a peer. */
+typedef struct dtrain__lane {
+    dtrain__stream stream;
+    dtrain__door *door; /* a connection that this rank is making */
+    int wanted, linked; /* somebody waits for it; it has been there */
+    int64_t retry_ns, down_ns;
+} dtrain__lane;
+
+typedef struct dtrain__member {
+    dtrain__lane *lanes;             /* hub->connections of them */
+    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
+    char name[DTRAIN__NAME_BYTES];   /* "pid 4711 on alpha" */
+    char why[DTRAIN__WHY_BYTES];     /* it left; may be empty */
+    uint64_t host;                   /* equal on ranks of one host */
+    int joined, left, expected;      /* expected: the control connection may come back */
+    dtrain__stream control;          /* rank 0 has one to each; the others one, to rank 0 */
+    dtrain__bytes in, out;
+    int64_t heard_ns, down_ns;
+    int poll_index;
+} dtrain__member;
+
+/* A get that waits at rank 0 for its key. */
+typedef struct dtrain__asker {
+    struct dtrain__asker *next;
+    int rank;
+    uint32_t id;
+    size_t key_bytes;
+    char key[DTRAIN__STORE_KEY_BYTES];
+} dtrain__asker;
+
+typedef struct dtrain__hub_desc {
+    const char *root, *listen_on, *fingerprint, *believed;
+    int insecure, listen_fd, connections;
+    int64_t heartbeat_ms, reconnect_ms;
+    void (*on_address)(void *user, const char *address);
+    void *on_address_user;
+} dtrain__hub_desc;
+
+typedef struct dtrain__hub {
+    dtrain_allocator *allocator;
+    dtrain__keys keys;
+    int rank, size, connections, insecure, formed;
+    char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[256], believed[400], self_name[DTRAIN__NAME_BYTES];
+    int64_t heartbeat_ns, reconnect_ns, period_ns;
+    dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
+    int root_count, root_turn, listener, listener_index;
+    dtrain__door *root_door;
+    int64_t root_retry_ns, root_wait_ns;
+    dtrain__error root_error; /* of the last try to reach rank 0 */
+    pthread_mutex_t step_mutex, mutex;
+    int kick[2], wake[2];      /* pipes: to whoever steps, to a caller that waits */
+    uint32_t stepping, waiting;
+    uint64_t news;
+    dtrain__door *doors;
+    int inbound;
+    dtrain__member *members;
+    uint32_t broken;
+    dtrain__error cause;
+    struct pollfd *fds;
+    int64_t beat_ns, stepped_ns, accept_ns, told_ns;
+    int suspect;               /* the rank that rank 0 has not heard for longest, or -1 */
+    int64_t suspect_ns;        /* for how long, when it was last said */
+    char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
+    dtrain__store store;
+    dtrain__asker *askers;
+    uint32_t store_id, store_answered; /* of this rank's last request, and the last one answered */
+    dtrain_status store_status;
+    int store_found;
+    dtrain__bytes store_value;
+} dtrain__hub;
+
+enum {
+    DTRAIN__FRAME_JOIN = 1, DTRAIN__FRAME_TABLE, DTRAIN__FRAME_REFUSE, DTRAIN__FRAME_BEAT, DTRAIN__FRAME_END,
+    DTRAIN__FRAME_BYE, DTRAIN__FRAME_ASK, DTRAIN__FRAME_ANSWER
+};
+
+/* Something happened that a caller may wait for. */
+static void dtrain__hub_tell(dtrain__hub *hub)
+{
+    __atomic_add_fetch(&hub->news, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&hub->waiting, __ATOMIC_SEQ_CST))
+        dtrain__net_poke(hub->wake[1]);
+}
+
+/* Somebody asks for something that whoever steps must do. */
+static void dtrain__hub_kick(dtrain__hub *hub)
+{
+    if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
+        dtrain__net_poke(hub->kick[1]);
+}
+
+/* Reading a frame: each take says whether there was enough. */
+typedef struct dtrain__reader {
+    const unsigned char *at;
+    size_t left;
+} dtrain__reader;
+
+static int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
+{
+    if (reader->left < (size_t)bytes)
+        return 0;
+    *value = dtrain__get_le(reader->at, bytes);
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
+static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
+{
+    uint64_t bytes;
+    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
+        memchr(reader->at, 0, (size_t)bytes) != NULL)
+        return 0;
+    memcpy(out, reader->at, (size_t)bytes);
+    out[bytes] = 0;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* Appends to a frame under way; a frame that lacks memory is noticed when it is sent. */
+static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
+{
+    if (!dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+        return;
+    dtrain__put_le(frame->data + frame->bytes, value, bytes);
+    frame->bytes += (size_t)bytes;
+}
+
+static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
+{
+    if (bytes == 0 || !dtrain__bytes_room(hub->allocator, frame, bytes))
+        return;
+    memcpy(frame->data + frame->bytes, data, bytes);
+    frame->bytes += bytes;
+}
+
+static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
+{
+    dtrain__give(hub, frame, strlen(text), length_bytes);
+    dtrain__give_bytes(hub, frame, text, strlen(text));
+}
+
+/* Opens a frame at the end of a member's output; returns where it begins. */
+static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
+{
+    size_t begin = to->out.bytes;
+    dtrain__give(hub, &to->out, 0, 4);
+    dtrain__give(hub, &to->out, (uint64_t)type, 2);
+    return begin;
+}
+
+static void dtrain__frame_close(dtrain__member *to, size_t begin)
+{
+    if (to->out.bytes >= begin + 6)
+        dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    else
+        to->out.bytes = begin;
+}
+
+static void dtrain__frame_reason(dtrain__hub *hub, dtrain__member *to, int type, int rank, dtrain_status status,
+                                 const char *text)
+{
+    size_t begin = dtrain__frame_open(hub, to, type);
+    dtrain__give(hub, &to->out, (uint64_t)rank, 4);
+    dtrain__give(hub, &to->out, (uint64_t)status, 2);
+    dtrain__give_text(hub, &to->out, 2, text);
+    dtrain__frame_close(to, begin);
+}
+
+/* The other ends of this rank's control connections: all ranks for rank 0, rank 0 for the others. */
+static int dtrain__hub_links(const dtrain__hub *hub)
+{
+    return hub->rank == 0 ? hub->size : 1;
+}
+
+static void dtrain__hub_relay(dtrain__hub *hub, int except, int type, int rank, dtrain_status status, const char *text)
+{
+    for (int peer = 0; peer < dtrain__hub_links(hub); peer++) {
+        dtrain__member *member = &hub->members[peer];
+        if (peer != hub->rank && peer != except && member->joined && !member->left)
+            dtrain__frame_reason(hub, member, type, rank, status, text);
+    }
+}
+
+/* Ends the group for the first cause; `from` is the rank that said so, or this one. */
+static void dtrain__hub_end(dtrain__hub *hub, int from, int rank, dtrain_status status, const char *text)
+{
+    if (hub->broken)
+        return;
+    hub->cause.status = status;
+    snprintf(hub->cause.text, sizeof hub->cause.text, "%s", text);
+    __atomic_store_n(&hub->broken, 1, __ATOMIC_SEQ_CST);
+    dtrain__hub_relay(hub, from, DTRAIN__FRAME_END, rank, status, text);
+    dtrain__hub_tell(hub);
+    dtrain__hub_kick(hub);
+}
+
+/* A member is gone without a word. */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
+{
+    dtrain__error lost;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__member *member = &hub->members[rank];
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank,
+                 member->name[0] != 0 ? member->name : "unknown process", how);
+    dtrain__thread_error = kept;
+    dtrain__stream_cut(&member->control);
+    member->left = 1;
+    member->expected = 0;
+    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
+}
+
+/* Stops a member's control connection; where it may come back, the clock runs. */
+static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
+{
+    dtrain__member *member = &hub->members[rank];
+    char how[160];
+    dtrain__stream_cut(&member->control);
+    if (member->left)
+        return;
+    member->down_ns = dtrain__os_now_ns();
+    member->expected = hub->reconnect_ns > 0 && hub->formed;
+    if (member->expected)
+        return;
+    if (!hub->formed && hub->rank == 0) {
+        /* The rank may start again and join anew. */
+        member->joined = 0;
+        member->in.bytes = member->out.bytes = 0;
+        return;
+    }
+    snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off",
+             hub->rank == 0 ? 0 : hub->rank, dtrain__net_why(error));
+    dtrain__hub_lost(hub, rank, how);
+}
+
+static void dtrain__hub_flush(dtrain__hub *hub, int rank)
+{
+    dtrain__member *member = &hub->members[rank];
+    while (member->control.fd >= 0 && (member->out.bytes > 0 || member->control.again > 0)) {
+        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes);
+        if (n < 0)
+            dtrain__hub_control_down(hub, rank, errno);
+        if (n <= 0)
+            return;
+        dtrain__bytes_drop(&member->out, (size_t)n);
+    }
+}
+
+/* Answers a store request: rank 0's own at once, another's by a frame. */
+static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
+                                 const void *data, size_t bytes)
+{
+    dtrain__member *member = &hub->members[rank];
+    size_t begin;
+    if (rank == hub->rank) {
+        hub->store_value.bytes = 0;
+        dtrain__give_bytes(hub, &hub->store_value, data, bytes);
+        hub->store_status = hub->store_value.bytes == bytes ? status : DTRAIN_ERR_MEMORY;
+        hub->store_found = found;
+        hub->store_answered = id;
+        dtrain__hub_tell(hub);
+        return;
+    }
+    begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
+    dtrain__give(hub, &member->out, id, 4);
+    dtrain__give(hub, &member->out, (uint64_t)status, 2);
+    dtrain__give(hub, &member->out, (uint64_t)found, 1);
+    dtrain__give_bytes(hub, &member->out, data, bytes);
+    dtrain__frame_close(member, begin);
+}
+
+/* Answers every get that waited for a key which is there now. */
+static void dtrain__store_wake(dtrain__hub *hub, const char *key, size_t key_bytes)
+{
+    dtrain__entry *entry = *dtrain__store_place(&hub->store, key, key_bytes);
+    for (dtrain__asker **at = &hub->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
+        if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__store_answer(hub, asker->rank, asker->id, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
+        dtrain__free(hub->allocator, asker, sizeof *asker);
+    }
+}
+
+/* Forgets what a rank waits for: it asks anew, or has left. */
+static void dtrain__store_forget(dtrain__hub *hub, int rank)
+{
+    for (dtrain__asker **at = &hub->askers, *asker; (asker = *at) != NULL;) {
+        if (asker->rank != rank) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__free(hub->allocator, asker, sizeof *asker);
+    }
+}
+
+enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
+
+/* Rank 0: one request of `rank`. */
+static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int what, const char *key, const void *value,
+                                size_t bytes)
+{
+    size_t key_bytes = strlen(key);
+    dtrain__entry *entry;
+    dtrain__asker *asker;
+    if (what == DTRAIN__STORE_SET) {
+        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, key, key_bytes, value, bytes);
+        const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
+        dtrain__store_answer(hub, rank, id, status, 0, text, strlen(text));
+        dtrain__store_wake(hub, key, key_bytes);
+        return;
+    }
+    entry = *dtrain__store_place(&hub->store, key, key_bytes);
+    if (entry != NULL || what == DTRAIN__STORE_GET) {
+        dtrain__store_answer(hub, rank, id, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
+                             entry != NULL ? entry->bytes : 0);
+        return;
+    }
+    dtrain__store_forget(hub, rank);
+    asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
+    if (asker == NULL) {
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, "no memory to wait", 15);
+        return;
+    }
+    asker->rank = rank;
+    asker->id = id;
+    asker->key_bytes = key_bytes;
+    memcpy(asker->key, key, key_bytes);
+    asker->next = hub->askers;
+    hub->askers = asker;
+}
+
+static int dtrain__take_ask(dtrain__hub *hub, int rank, dtrain__reader *reader)
+{
+    uint64_t id, what;
+    char key[DTRAIN__STORE_KEY_BYTES];
+    if (hub->rank != 0 || !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &what, 1) ||
+        what > DTRAIN__STORE_WAIT || !dtrain__take_text(reader, 2, key, sizeof key) ||
+        reader->left > DTRAIN__STORE_VALUE_BYTES)
+        return 0;
+    dtrain__store_serve(hub, rank, (uint32_t)id, (int)what, key, reader->at, reader->left);
+    return 1;
+}
+
+static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
+{
+    uint64_t id, status, found;
+    if (hub->rank == 0 || !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &status, 2) ||
+        !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED)
+        return 0;
+    if (id != hub->store_id)
+        return 1; /* of a request that was given up */
+    hub->store_value.bytes = 0;
+    dtrain__give_bytes(hub, &hub->store_value, reader->at, reader->left);
+    hub->store_status = hub->store_value.bytes == reader->left ? (dtrain_status)status : DTRAIN_ERR_MEMORY;
+    hub->store_found = found != 0;
+    hub->store_answered = (uint32_t)id;
+    dtrain__hub_tell(hub);
+    return 1;
+}
+
+/* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
+static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
+{
+    dtrain__member *member = &hub->members[rank];
+    char fingerprint[256], believed[400], text[DTRAIN__WHY_BYTES];
+    if (hub->rank != 0 || hub->formed || member->joined ||
+        !dtrain__take_text(reader, 1, member->address, sizeof member->address) ||
+        !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
+        !dtrain__take_text(reader, 2, fingerprint, sizeof fingerprint) ||
+        !dtrain__take_text(reader, 2, believed, sizeof believed))
+        return 0;
+    if (strcmp(fingerprint, hub->fingerprint) != 0) {
+        snprintf(text, sizeof text, "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
+                 "program and model on every rank", rank, member->name, fingerprint, hub->fingerprint);
+        dtrain__frame_reason(hub, member, DTRAIN__FRAME_REFUSE, rank, DTRAIN_ERR_MISMATCH, text);
+        snprintf(hub->refused, sizeof hub->refused, "%s", text);
+        dtrain__log(DTRAIN_LOG_WARN, "rank 0 sent away %s", text);
+        return 1;
+    }
+    member->joined = 1;
+    return 1;
+}
+
+static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
+{
+    uint64_t size, connections;
+    if (hub->rank == 0 || hub->formed || !dtrain__take(reader, &size, 4) || size != (uint64_t)hub->size ||
+        !dtrain__take(reader, &connections, 1) || connections < 1 || connections > DTRAIN__MAX_LANES)
+        return 0;
+    hub->connections = (int)connections;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        if (!dtrain__take_text(reader, 1, member->address, sizeof member->address) ||
+            !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name))
+            return 0;
+    }
+    hub->formed = 1;
+    dtrain__hub_tell(hub);
+    return 1;
+}
+
+/* A rank that broke the group, that left, or that was refused, and why. */
+static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__reader *reader)
+{
+    uint64_t about, status;
+    char text[DTRAIN__ERROR_BYTES];
+    if (!dtrain__take(reader, &about, 4) || about >= (uint64_t)hub->size || !dtrain__take(reader, &status, 2) ||
+        status > DTRAIN_ERR_ABORTED || !dtrain__take_text(reader, 2, text, sizeof text))
+        return 0;
+    dtrain__member *member = &hub->members[about];
+    if (type == DTRAIN__FRAME_BYE) {
+        if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
+            return 0;
+        member->left = 1;
+        snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
+        dtrain__store_forget(hub, (int)about);
+        dtrain__hub_tell(hub);
+        if (hub->rank == 0)
+            dtrain__hub_relay(hub, from, type, (int)about, (dtrain_status)status, member->why);
+        return 1;
+    }
+    if (status == DTRAIN_OK)
+        return 0;
+    if (type == DTRAIN__FRAME_REFUSE && !hub->formed) {
+        dtrain__fail(&hub->root_error, (dtrain_status)status, "%s", text);
+        hub->cause = hub->root_error;
+        hub->broken = 1;
+        dtrain__hub_tell(hub);
+        return 1;
+    }
+    if (type != DTRAIN__FRAME_END)
+        return 0;
+    dtrain__hub_end(hub, from, (int)about, (dtrain_status)status, text);
+    return 1;
+}
+
+static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
+{
+    uint64_t suspect, ms;
+    if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
+        return 0;
+    if (hub->rank != 0) {
+        hub->suspect = (int)suspect - 1;
+        hub->suspect_ns = (int64_t)ms * 1000000;
+    }
+    return 1;
+}
+
+/* One whole frame from `rank`; returns 0 when it is malformed or out of place. */
+static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigned char *data, size_t bytes)
+{
+    dtrain__reader reader = {data, bytes};
+    switch (type) {
+    case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
+    case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
+    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, &reader);
+    case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
+    case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, &reader);
+    default: return dtrain__take_reason(hub, rank, type, &reader);
+    }
+}
+
+/* Handles the whole frames of a member's input; returns 0 when one of them is malformed. */
+static int dtrain__hub_frames(dtrain__hub *hub, int rank)
+{
+    dtrain__member *member = &hub->members[rank];
+    size_t at = 0;
+    int good = 1;
+    while (good && member->in.bytes - at >= 6) {
+        uint64_t bytes = dtrain__get_le(member->in.data + at, 4);
+        int type = (int)dtrain__get_le(member->in.data + at + 4, 2);
+        if (bytes > DTRAIN__FRAME_BYTES)
+            good = 0;
+        else if (member->in.bytes - at - 6 < bytes)
+            break;
+        else
+            good = dtrain__hub_frame(hub, rank, type, member->in.data + at + 6, (size_t)bytes);
+        at += good ? 6 + (size_t)bytes : 0;
+    }
+    dtrain__bytes_drop(&member->in, at < member->in.bytes ? at : member->in.bytes);
+    return good;
+}
+
+/* Reads what a member's control connection holds. */
+static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
+{
+    dtrain__member *member = &hub->members[rank];
+    while (member->control.fd >= 0) {
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096))
+            return;
+        ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
+                                        member->in.capacity - member->in.bytes);
+        if (n < 0)
+            dtrain__hub_control_down(hub, rank, errno);
+        if (n <= 0)
+            return;
+        member->in.bytes += (size_t)n;
+        member->heard_ns = dtrain__os_now_ns();
+        if (!dtrain__hub_frames(hub, rank)) {
+            dtrain__hub_lost(hub, rank, "it sent what is no control message of dtrain");
+            return;
+        }
+    }
+}
+
+#endif
+
+/* ---- >>rendezvous ----
+ * How a group forms and how its connections are made. Rank 0 listens at the root address; every other rank
+ * reaches it, proves itself, listens on the way that led there, and tells its own address; when all have come,
+ * rank 0 sends the table of all. Later connections for data are made by whoever needs them first; of two made
+ * at once, the lower rank's stays. hub_step() is all of it: one poll(), then whatever can be done now. */
+#ifndef DTRAIN__RENDEZVOUS
+#define DTRAIN__RENDEZVOUS
+
+static void dtrain__hub_free_door(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__door_close(door);
+    dtrain__free(hub->allocator, door, sizeof *door);
+}
+
+static dtrain__door *dtrain__hub_new_door(dtrain__hub *hub, const dtrain__address *peer)
+{
+    dtrain__door *door = (dtrain__door *)dtrain__alloc(hub->allocator, sizeof *door);
+    if (door == NULL)
+        return NULL;
+    door->fd = -1;
+    door->expires_ns = dtrain__os_now_ns() + DTRAIN__DOOR_NS;
+    snprintf(door->peer_name, sizeof door->peer_name, "%s", dtrain__net_text(peer).text);
+    return door;
+}
+
+/* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
+static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, int lane,
+                                         const dtrain__address *address)
+{
+    dtrain__door *door = dtrain__hub_new_door(hub, address);
+    int error = ENOMEM;
+    if (door != NULL)
+        error = dtrain__net_connect(address, &door->fd);
+    if (error != 0) {
+        if (door != NULL)
+            dtrain__hub_free_door(hub, door);
+        errno = error;
+        return NULL;
+    }
+    door->peer = peer;
+    door->purpose = purpose;
+    door->lane = lane;
+    return door;
+}
+
+/* Where `peer` listens for data. */
+static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
+{
+    dtrain__member *member = &hub->members[peer];
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count;
+    if (peer == 0) {
+        *out = hub->reached;
+        return 1;
+    }
+    if (member->address[0] != ':') {
+        if (dtrain__net_resolve(member->address, found, &count) != DTRAIN_OK)
+            return 0;
+        *out = found[0];
+        return 1;
+    }
+    *out = hub->reached;
+    if (hub->rank == 0) {
+        out->bytes = (socklen_t)sizeof out->storage;
+        if (getpeername(member->control.fd, (struct sockaddr *)&out->storage, &out->bytes) != 0)
+            return 0;
+    }
+    dtrain__net_set_port(out, atoi(member->address + 1));
+    return 1;
+}
+
+static size_t dtrain__hub_buffer(const dtrain__hub *hub)
+{
+    return hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0;
+}
+
+static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
+{
+    return hub->members[peer].host == hub->members[hub->rank].host;
+}
+
+/* Takes a connection that was just admitted for data. Returns 0 when the lane cannot go on with it. */
+static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+        lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
+    if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
+        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
+        return 0;
+    }
+    dtrain__net_tune(door->fd, dtrain__hub_same_host(hub, door->peer), dtrain__hub_buffer(hub));
+    door->fd = -1;
+    lane->linked = 1;
+    lane->wanted = 0;
+    lane->down_ns = 0;
+    return 1;
+}
+
+static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__member *member = &hub->members[door->peer];
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+        member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
+    if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
+        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
+        return;
+    }
+    dtrain__net_tune(door->fd, 0, dtrain__hub_buffer(hub));
+    door->fd = -1;
+    member->expected = 0;
+    member->heard_ns = dtrain__os_now_ns();
+}
+
+/* Opens this rank's own listener where its control connection goes out, and says so to rank 0. */
+static dtrain_status dtrain__hub_join(dtrain__hub *hub)
+{
+    dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
+    dtrain__address *here = &hub->listening;
+    int error = 0, local;
+    here->bytes = (socklen_t)sizeof here->storage;
+    if (getsockname(root->control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
+    local = dtrain__net_is_local(here);
+    if (dtrain__net_is_unix(&hub->reached)) {
+        char path[DTRAIN__ADDRESS_BYTES];
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
+        if (dtrain__net_unix_address(here, path) != DTRAIN_OK)
+            return dtrain__report(&dtrain__thread_error);
+    } else {
+        if (hub->listen_on[0] != 0) {
+            int family = ((struct sockaddr *)&here->storage)->sa_family;
+            if (dtrain__net_interface(hub->listen_on, family, here) != DTRAIN_OK)
+                return dtrain__thread_error.status;
+            local = 0;
+        } else if (local && hub->keys.token_bytes > 0 && strncmp(hub->root, "127.", 4) != 0 &&
+                   strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0) {
+            dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+        }
+        dtrain__net_set_port(here, 0);
+    }
+    error = dtrain__net_listen(here, &hub->listener);
+    if (error != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
+                            dtrain__net_text(here).text, strerror(error));
+    if (local && !dtrain__net_is_unix(here))
+        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(here));
+    else
+        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(here).text);
+    root->joined = 1;
+    size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
+    dtrain__give_text(hub, &root->out, 1, self->address);
+    dtrain__give(hub, &root->out, self->host, 8);
+    dtrain__give_text(hub, &root->out, 1, self->name);
+    dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
+    dtrain__give_text(hub, &root->out, 2, hub->believed);
+    dtrain__frame_close(root, begin);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: when all have joined, tells everyone where everyone is. */
+static void dtrain__hub_complete(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        if (!hub->members[rank].joined)
+            return;
+    for (int to = 1; to < hub->size; to++) {
+        dtrain__member *member = &hub->members[to];
+        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_TABLE);
+        dtrain__give(hub, &member->out, (uint64_t)hub->size, 4);
+        dtrain__give(hub, &member->out, (uint64_t)hub->connections, 1);
+        for (int rank = 0; rank < hub->size; rank++) {
+            dtrain__give_text(hub, &member->out, 1, hub->members[rank].address);
+            dtrain__give(hub, &member->out, hub->members[rank].host, 8);
+            dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
+        }
+        dtrain__frame_close(member, begin);
+    }
+    hub->formed = 1;
+    dtrain__hub_tell(hub);
+}
+
+static void dtrain__hub_refuse(dtrain__hub *hub, dtrain__door *door, dtrain_status status, const char *text)
+{
+    dtrain__door_answer(door, &hub->keys, status, text);
+    if (!hub->formed) {
+        snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
+        dtrain__log(DTRAIN_LOG_WARN, "rank %d: %s", hub->rank, door->error.text);
+    }
+}
+
+/* A proved peer wants its control connection: to join, or to go on. */
+static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    dtrain__member *member = &hub->members[door->peer];
+    int again = hub->formed && member->expected;
+    if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+        dtrain__stream_cut(&member->control); /* the peer saw the reset first */
+        again = 1;
+    }
+    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+        door->received = member->control.received;
+        dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+        return;
+    }
+    if (hub->formed) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "the group is complete and runs");
+        return;
+    }
+    if (member->control.fd >= 0) {
+        snprintf(text, sizeof text, "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
+                 "a rank of its own", door->peer, member->name[0] != 0 ? member->name : "another process",
+                 door->peer_name);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+        return;
+    }
+    member->control.sent = member->control.received = 0;
+    door->received = 0;
+    door->peer_received = 0;
+    dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+}
+
+/* A proved peer wants to send and receive data. */
+static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__lane *lane;
+    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || !hub->formed || door->lane < 0 ||
+        door->lane >= hub->connections) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "this is another run's group");
+        return;
+    }
+    lane = &hub->members[door->peer].lanes[door->lane];
+    if ((lane->door != NULL && hub->rank < door->peer) || (lane->stream.fd >= 0 && hub->reconnect_ns == 0) ||
+        (lane->linked && hub->reconnect_ns == 0)) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
+        return;
+    }
+    if (lane->door != NULL)
+        dtrain__hub_free_door(hub, lane->door);
+    lane->door = NULL;
+    dtrain__stream_cut(&lane->stream);
+    door->received = lane->stream.received;
+    dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+}
+
+/* The peer has proved that it holds the token; what it said in its hello is looked at now. */
+static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    if (door->peer_world != hub->size) {
+        snprintf(text, sizeof text, "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
+                 "every process the same world size", door->peer, door->peer_name, door->peer_world, hub->rank,
+                 hub->size);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+    } else if (door->peer < 0 || door->peer >= hub->size || door->peer == hub->rank ||
+               dtrain__get_le(door->hello + 16, 4) != (uint64_t)hub->rank) {
+        snprintf(text, sizeof text, "rank %d at %.80s wants rank %u, and this is rank %d of %d", door->peer,
+                 door->peer_name, (unsigned)dtrain__get_le(door->hello + 16, 4), hub->rank, hub->size);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+    } else if (door->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0) {
+        dtrain__hub_admit_control(hub, door);
+    } else if (door->purpose == DTRAIN__PURPOSE_DATA) {
+        dtrain__hub_admit_data(hub, door);
+    } else {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
+    }
+}
+
+/* Advances one inbound connection; returns 0 when it is done with. */
+static int dtrain__hub_step_door(dtrain__hub *hub, dtrain__door *door, int64_t now)
+{
+    dtrain__door_step(door, &hub->keys);
+    if (door->state == DTRAIN__DOOR_PROVED) {
+        dtrain__hub_admit(hub, door);
+        dtrain__door_step(door, &hub->keys);
+    }
+    if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes) {
+        if (door->error.status == DTRAIN_OK && door->purpose == DTRAIN__PURPOSE_CONTROL)
+            dtrain__hub_adopt_control(hub, door);
+        else if (door->error.status == DTRAIN_OK)
+            dtrain__hub_adopt_data(hub, door);
+        else if (door->error.status == DTRAIN_ERR_DENIED && now - hub->told_ns > 1000000000) {
+            hub->told_ns = now; /* a flood of strangers writes one line a second */
+            snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
+            dtrain__log(DTRAIN_LOG_WARN, "rank %d: %s", hub->rank, door->error.text);
+        } else if (!hub->formed && door->error.status == DTRAIN_ERR_MISMATCH)
+            snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
+        if (door->error.status == DTRAIN_OK)
+            dtrain__hub_tell(hub);
+        return 0;
+    }
+    return door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns;
+}
+
+static void dtrain__hub_step_doors(dtrain__hub *hub, int64_t now)
+{
+    for (dtrain__door **at = &hub->doors, *door; (door = *at) != NULL;) {
+        if (dtrain__hub_step_door(hub, door, now)) {
+            at = &door->next;
+            continue;
+        }
+        *at = door->next;
+        hub->inbound--;
+        dtrain__hub_free_door(hub, door);
+    }
+}
+
+/* Takes waiting connections. A stranger holds one door for a few seconds; when all are held, the oldest goes. */
+static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
+{
+    for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__DOORS; i++) {
+        dtrain__address peer;
+        dtrain__door *door, **last = &hub->doors;
+        int fd, error = dtrain__net_accept(hub->listener, &fd, &peer);
+        if (error == EAGAIN)
+            return;
+        if (error != 0) {
+            hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
+            dtrain__log(DTRAIN_LOG_WARN, "rank %d cannot accept a connection (%s); this process may open more "
+                        "descriptors after \"ulimit -n\" with a higher number", hub->rank, strerror(error));
+            return;
+        }
+        door = dtrain__hub_new_door(hub, &peer);
+        if (door == NULL) {
+            close(fd);
+            return;
+        }
+        door->fd = fd;
+        door->state = DTRAIN__DOOR_HELLO;
+        while (*last != NULL)
+            last = &(*last)->next;
+        *last = door;
+        if (++hub->inbound > DTRAIN__DOORS) {
+            door = hub->doors;
+            hub->doors = door->next;
+            hub->inbound--;
+            dtrain__hub_free_door(hub, door);
+        }
+    }
+}
+
+/* Other ranks than 0: reaches rank 0, as often as it takes. */
+static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
+{
+    dtrain__member *root = &hub->members[0];
+    dtrain__door *door = hub->root_door;
+    if (hub->rank == 0 || root->control.fd >= 0 || root->left || hub->broken)
+        return;
+    if (door == NULL && now >= hub->root_retry_ns) {
+        dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
+        hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
+        hub->root_retry_ns = now + hub->root_wait_ns;
+        door = hub->root_door = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, 0, address);
+        if (door == NULL)
+            dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
+                         strerror(errno));
+        else
+            door->received = root->control.received, hub->reached = *address;
+    }
+    if (door == NULL)
+        return;
+    dtrain__door_step(door, &hub->keys);
+    if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes) {
+        if (!hub->formed)
+            memcpy(hub->keys.run, door->challenge + 16, DTRAIN__RUN_BYTES);
+        dtrain__hub_adopt_control(hub, door);
+        if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
+            dtrain__hub_end(hub, 0, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
+    } else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns) {
+        return;
+    } else {
+        if (door->state != DTRAIN__DOOR_CLOSED)
+            dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
+        hub->root_error = door->error;
+        if (door->error.status != DTRAIN_ERR_PEER_LOST) {
+            hub->cause = door->error;
+            hub->broken = 1;
+        }
+    }
+    dtrain__hub_free_door(hub, door);
+    hub->root_door = NULL;
+    dtrain__hub_tell(hub);
+}
+
+static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
+{
+    dtrain__lane *lane = &hub->members[peer].lanes[index];
+    dtrain__door *door = lane->door;
+    dtrain__address address;
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !hub->members[peer].left) {
+        lane->retry_ns = now + 50000000;
+        if (!dtrain__hub_peer_address(hub, peer, &address))
+            return;
+        door = lane->door = dtrain__hub_connect(hub, peer, DTRAIN__PURPOSE_DATA, index, &address);
+        if (door != NULL)
+            door->received = lane->stream.received;
+    }
+    if (door == NULL)
+        return;
+    dtrain__door_step(door, &hub->keys);
+    if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
+        dtrain__hub_adopt_data(hub, door);
+    else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
+        return;
+    lane->door = NULL;
+    dtrain__hub_free_door(hub, door);
+    dtrain__hub_tell(hub);
+}
+
+/* Heartbeats: sends this rank's, and judges the silence of others. */
+static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
+{
+    int64_t longest = 1200000000;
+    int suspect = -1, links = dtrain__hub_links(hub);
+    int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
+    for (int rank = 0; rank < links; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        int64_t silent = now - member->heard_ns;
+        char how[96];
+        if (rank == hub->rank || member->left || member->heard_ns == 0)
+            continue;
+        if (slept) /* this process was stopped, and cannot tell */
+            member->heard_ns = now;
+        else if (member->expected && now - member->down_ns > hub->reconnect_ns)
+            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
+        else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
+            snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone",
+                     (double)silent * 1e-9);
+            dtrain__hub_lost(hub, rank, how);
+        } else if (hub->formed && silent > longest) {
+            longest = silent;
+            suspect = rank;
+        }
+    }
+    if (hub->rank == 0 || suspect == 0) {
+        hub->suspect = suspect;
+        hub->suspect_ns = longest;
+    }
+    hub->stepped_ns = now;
+    if (now < hub->beat_ns)
+        return;
+    hub->beat_ns = now + hub->period_ns;
+    for (int rank = 0; rank < links; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        if (rank == hub->rank || !member->joined || member->left || member->out.bytes > DTRAIN__FRAME_BYTES)
+            continue;
+        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
+        dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+        dtrain__give(hub, &member->out, (uint64_t)(longest / 1000000), 4);
+        dtrain__frame_close(member, begin);
+    }
+}
+
+/* Everything that can be done without waiting; the caller holds both mutexes. */
+static void dtrain__hub_work(dtrain__hub *hub)
+{
+    int64_t now = dtrain__os_now_ns();
+    int links = dtrain__hub_links(hub);
+    dtrain__hub_accept(hub, now);
+    dtrain__hub_step_doors(hub, now);
+    dtrain__hub_step_root(hub, now);
+    for (int rank = 0; rank < links; rank++)
+        if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
+            dtrain__hub_listen_to(hub, rank);
+    if (hub->rank == 0 && !hub->formed)
+        dtrain__hub_complete(hub);
+    for (int peer = 0; hub->formed && peer < hub->size; peer++)
+        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++)
+            dtrain__hub_step_lane(hub, peer, lane, now);
+    dtrain__hub_step_hearts(hub, now);
+    for (int rank = 0; rank < links; rank++)
+        if (rank != hub->rank)
+            dtrain__hub_flush(hub, rank);
+}
+
+static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
+{
+    hub->fds[*count].fd = fd;
+    hub->fds[*count].events = (short)events;
+    hub->fds[(*count)++].revents = 0;
+}
+
+/* Fills the poll list; returns when something is due without any event. */
+static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
+{
+    int64_t due = hub->beat_ns, now = dtrain__os_now_ns();
+    *count = 0;
+    dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
+    if (hub->listener >= 0 && now >= hub->accept_ns)
+        dtrain__hub_watch(hub, count, hub->listener, POLLIN);
+    for (dtrain__door *door = hub->doors; door != NULL; door = door->next) {
+        dtrain__hub_watch(hub, count, door->fd, dtrain__door_writes(door) ? POLLOUT : POLLIN);
+        due = door->expires_ns < due ? door->expires_ns : due;
+    }
+    if (hub->root_door != NULL)
+        dtrain__hub_watch(hub, count, hub->root_door->fd, dtrain__door_writes(hub->root_door) ? POLLOUT : POLLIN);
+    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && !hub->members[0].left && hub->root_retry_ns < due)
+        due = hub->root_retry_ns;
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++) {
+        dtrain__member *member = &hub->members[rank];
+        member->poll_index = 0;
+        if (rank == hub->rank || member->control.fd < 0)
+            continue;
+        member->poll_index = *count;
+        dtrain__hub_watch(hub, count, member->control.fd, POLLIN | (member->out.bytes > 0 ? POLLOUT : 0));
+    }
+    for (int peer = 0; hub->formed && peer < hub->size; peer++)
+        for (int i = 0; peer != hub->rank && i < hub->connections; i++) {
+            dtrain__lane *lane = &hub->members[peer].lanes[i];
+            if (lane->door != NULL)
+                dtrain__hub_watch(hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
+            else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
+                due = lane->retry_ns;
+        }
+    return due;
+}
+
+/* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
+static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
+{
+    int64_t span = until_ns - dtrain__os_now_ns();
+    int ms = span <= 0 ? 0 : span > 60000000000 ? 60000 : (int)((span + 999999) / 1000000);
+    poll(fds, (nfds_t)count, ms);
+}
+
+/* One turn of the control plane; waits until until_ns at most, or until one of extra is ready. The caller holds
+ * step_mutex. */
+static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int extra_count, int64_t until_ns)
+{
+    int count;
+    pthread_mutex_lock(&hub->mutex);
+    int64_t due = dtrain__hub_prepare(hub, &count);
+    for (int i = 0; i < extra_count; i++)
+        hub->fds[count++] = extra[i];
+    __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&hub->mutex);
+    dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
+    __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    if (hub->fds[0].revents != 0)
+        dtrain__net_drain(hub->kick[0]);
+    pthread_mutex_lock(&hub->mutex);
+    dtrain__hub_work(hub);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+/* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
+ * hub->news was before the caller last looked. */
+static void dtrain__hub_wait(dtrain__hub *hub, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
+{
+    if (pthread_mutex_trylock(&hub->step_mutex) == 0) {
+        if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
+            dtrain__hub_step(hub, fds, count, until_ns);
+        pthread_mutex_unlock(&hub->step_mutex);
+        return;
+    }
+    __atomic_store_n(&hub->waiting, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
+        fds[count].fd = hub->wake[0];
+        fds[count].events = POLLIN;
+        fds[count].revents = 0;
+        dtrain__hub_poll(fds, count + 1, until_ns);
+        if (fds[count].revents != 0)
+            dtrain__net_drain(hub->wake[0]);
+    }
+    __atomic_store_n(&hub->waiting, 0, __ATOMIC_SEQ_CST);
+}
+
+#endif
+
+/* ---- >>socket ----
+ * The transport over TCP and unix sockets: data lanes on top of the hub. A lane is made when its peer is first
+ * needed; with several to a peer the stream goes over them in turn, DTRAIN__STRIPE bytes each. A caller tries,
+ * looks again for a while, then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
+#ifndef DTRAIN__SOCKET
+#define DTRAIN__SOCKET
+
+#define DTRAIN__STRIPE ((size_t)1 << 18)
+#define DTRAIN__PATIENCE_NS 50000     /* of looking again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000   /* for the reason of a closed connection to arrive by way of rank 0 */
+
+typedef struct dtrain__socket {
+    dtrain__hub hub; /* first: the hub's owner is found from it */
+    uint64_t *sent, *received; /* bytes of data to and from each rank, over all lanes */
+    int crowded;     /* more ranks on this host than processors */
+    pthread_t service; /* the thread that must not look again and again, as others compute */
+    int has_service;
+    int forked;      /* the end of a child's copy: touches nothing that the parent still uses */
+} dtrain__socket;
+
+static dtrain__lane *dtrain__socket_lane(dtrain__socket *s, int peer, int sending, size_t *room)
+{
+    uint64_t at = sending ? s->sent[peer] : s->received[peer];
+    *room = s->hub.connections == 1 ? SIZE_MAX : DTRAIN__STRIPE - (size_t)(at % DTRAIN__STRIPE);
+    return &s->hub.members[peer].lanes[at / DTRAIN__STRIPE % (uint64_t)s->hub.connections];
+}
+
+/* The lane has no connection: asks for one, or finds that there will be none. */
+static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lane, int peer)
+{
+    dtrain__hub *hub = &s->hub;
+    dtrain__member *member = &hub->members[peer];
+    dtrain__error lost;
+    int64_t now = dtrain__os_now_ns();
+    if (member->left)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", peer,
+                     member->why[0] != 0 ? ": " : "", member->why);
+    else if (lane->linked && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
+                     member->name, hub->rank, hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
+    else {
+        if (!lane->wanted && (!lane->linked || hub->reconnect_ns > 0)) {
+            lane->wanted = 1;
+            dtrain__hub_kick(hub);
+        }
+        return DTRAIN_OK;
+    }
+    dtrain__hub_end(hub, hub->rank, peer, lost.status, lost.text);
+    return lost.status;
+}
+
+/* Moves what goes at once; sets *moved when something did. */
+static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, int *moved)
+{
+    uint64_t *total = sending ? &s->sent[transfer->peer] : &s->received[transfer->peer];
+    while (transfer->moved < transfer->bytes) {
+        size_t room, bytes = transfer->bytes - transfer->moved;
+        dtrain__lane *lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+        unsigned char *data = transfer->data + transfer->moved;
+        ssize_t n;
+        if (lane->stream.fd < 0)
+            return dtrain__socket_missing(s, lane, transfer->peer);
+        bytes = bytes < room ? bytes : room;
+        n = sending ? dtrain__stream_send(&lane->stream, data, bytes) : dtrain__stream_recv(&lane->stream, data, bytes);
+        if (n < 0) {
+            dtrain__stream_cut(&lane->stream);
+            lane->down_ns = dtrain__os_now_ns();
+            continue;
+        }
+        if (n == 0)
+            return DTRAIN_OK;
+        transfer->moved += (size_t)n;
+        *total += (uint64_t)n;
+        *moved = 1;
+        if ((size_t)n < bytes)
+            return DTRAIN_OK; /* the other direction may go on meanwhile */
+    }
+    return DTRAIN_OK;
+}
+
+/* Tries both directions once. A broken group ends every operation, with the group's cause. */
+static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int *moved)
+{
+    dtrain_status status = DTRAIN_OK;
+    pthread_mutex_lock(&s->hub.mutex);
+    if (!s->hub.broken && out != NULL)
+        status = dtrain__socket_try(s, out, 1, moved);
+    if (status == DTRAIN_OK && !s->hub.broken && in != NULL)
+        status = dtrain__socket_try(s, in, 0, moved);
+    if (s->hub.broken)
+        status = dtrain__report(&s->hub.cause);
+    pthread_mutex_unlock(&s->hub.mutex);
+    return status;
+}
+
+static void dtrain__socket_watch(dtrain__socket *s, dtrain_transfer *transfer, int sending, struct pollfd *fds,
+                                 int *count)
+{
+    size_t room;
+    dtrain__lane *lane;
+    if (transfer == NULL)
+        return;
+    lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+    if (lane->stream.fd < 0)
+        return;
+    fds[*count].fd = lane->stream.fd;
+    fds[*count].events = sending ? POLLOUT : POLLIN;
+    fds[(*count)++].revents = 0;
+}
+
+/* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
+static void dtrain__socket_sleep(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
+                                 uint64_t seen)
+{
+    struct pollfd fds[3];
+    int count = 0, missing;
+    pthread_mutex_lock(&s->hub.mutex);
+    dtrain__socket_watch(s, out, 1, fds, &count);
+    dtrain__socket_watch(s, in, 0, fds, &count);
+    missing = count < (out != NULL) + (in != NULL);
+    pthread_mutex_unlock(&s->hub.mutex);
+    if (missing) { /* a lost peer is judged by the clock as well */
+        int64_t soon = dtrain__os_now_ns() + 50000000;
+        until_ns = soon < until_ns ? soon : until_ns;
+    }
+    dtrain__hub_wait(&s->hub, fds, count, until_ns, seen);
+}
+
+static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in,
+                                             int64_t deadline_ns)
+{
+    dtrain__socket *s = (dtrain__socket *)self;
+    int64_t sleep_ns = 0, now;
+    int patient = !__atomic_load_n(&s->has_service, __ATOMIC_ACQUIRE) || !pthread_equal(s->service, pthread_self());
+    for (;;) {
+        uint64_t seen = __atomic_load_n(&s->hub.news, __ATOMIC_SEQ_CST);
+        int moved = 0;
+        dtrain_status status = dtrain__socket_turn(s, out, in, &moved);
+        if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
+            return status;
+        if (moved) {
+            sleep_ns = 0;
+            continue;
+        }
+        if (deadline_ns == 0 || (now = dtrain__os_now_ns()) >= deadline_ns)
+            return DTRAIN_ERR_TIMEOUT;
+        if (sleep_ns == 0)
+            sleep_ns = now + (patient ? DTRAIN__PATIENCE_NS : 0);
+        if (now < sleep_ns) {
+            if (s->crowded)
+                sched_yield();
+            continue;
+        }
+        dtrain__socket_sleep(s, out, in, deadline_ns, seen);
+    }
+}
+
+static dtrain_status dtrain__socket_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                         size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0};
+    dtrain_status status = DTRAIN_OK;
+    memcpy(&out.data, &data, sizeof data); /* it is only read */
+    if (bytes > 0)
+        status = dtrain__socket_exchange(self, &out, NULL, deadline_ns);
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                         size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0};
+    dtrain_status status = DTRAIN_OK;
+    if (bytes > 0)
+        status = dtrain__socket_exchange(self, NULL, &in, deadline_ns);
+    *moved = in.moved;
+    return status;
+}
+
+static void dtrain__socket_poll(void *self, int64_t deadline_ns)
+{
+    dtrain__socket *s = (dtrain__socket *)self;
+    dtrain__hub *hub = &s->hub;
+    struct pollfd none[1];
+    if (deadline_ns != 0 && !s->has_service) { /* only the service thread waits here */
+        s->service = pthread_self();
+        __atomic_store_n(&s->has_service, 1, __ATOMIC_RELEASE);
+    }
+    dtrain__hub_wait(hub, none, 0, deadline_ns, __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST));
+}
+
+static void dtrain__socket_wake(void *self)
+{
+    dtrain__hub_kick(&((dtrain__socket *)self)->hub);
+}
+
+static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
+{
+    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
+    pthread_mutex_lock(&hub->mutex);
+    dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        if (rank != hub->rank)
+            dtrain__hub_flush(hub, rank);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+static void dtrain__socket_leave(void *self, const char *why)
+{
+    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
+    if (((dtrain__socket *)self)->forked)
+        return;
+    pthread_mutex_lock(&hub->mutex);
+    dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        if (rank != hub->rank)
+            dtrain__hub_flush(hub, rank);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
+static void dtrain__socket_hang_up(const dtrain__socket *s, dtrain__stream *stream)
+{
+    unsigned char waste[4096];
+    if (stream->fd < 0 || s->forked) {
+        dtrain__stream_cut(stream);
+        return;
+    }
+    shutdown(stream->fd, SHUT_WR);
+    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+        continue;
+    dtrain__stream_cut(stream);
+}
+
+static void dtrain__socket_free_members(dtrain__socket *s)
+{
+    dtrain__hub *hub = &s->hub;
+    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        for (int i = 0; member->lanes != NULL && i < DTRAIN__MAX_LANES; i++) {
+            dtrain__lane *lane = &member->lanes[i];
+            dtrain__socket_hang_up(s, &lane->stream);
+            if (lane->door != NULL)
+                dtrain__hub_free_door(hub, lane->door);
+            if (lane->stream.replay != NULL)
+                dtrain__free(hub->allocator, lane->stream.replay, DTRAIN__REPLAY_BYTES);
+        }
+        dtrain__socket_hang_up(s, &member->control);
+        if (member->control.replay != NULL)
+            dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
+        dtrain__free(hub->allocator, member->lanes, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
+        dtrain__bytes_free(hub->allocator, &member->in);
+        dtrain__bytes_free(hub->allocator, &member->out);
+    }
+    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
+}
+
+static size_t dtrain__socket_fds(int size)
+{
+    return (size_t)(DTRAIN__DOORS + 16) + (size_t)size * (1 + DTRAIN__MAX_LANES);
+}
+
+static void dtrain__socket_destroy(void *self)
+{
+    dtrain__socket *s = (dtrain__socket *)self;
+    dtrain__hub *hub = &s->hub;
+    dtrain_allocator *allocator = hub->allocator;
+    size_t words = (size_t)hub->size * sizeof(uint64_t);
+    if (hub->listener >= 0) {
+        close(hub->listener);
+        if (dtrain__net_is_unix(&hub->listening) && !s->forked)
+            unlink(((struct sockaddr_un *)(void *)&hub->listening.storage)->sun_path);
+    }
+    while (hub->doors != NULL) {
+        dtrain__door *door = hub->doors;
+        hub->doors = door->next;
+        dtrain__hub_free_door(hub, door);
+    }
+    if (hub->root_door != NULL)
+        dtrain__hub_free_door(hub, hub->root_door);
+    dtrain__socket_free_members(s);
+    for (int i = 0; i < 2; i++) {
+        if (hub->kick[i] >= 0)
+            close(hub->kick[i]);
+        if (hub->wake[i] >= 0)
+            close(hub->wake[i]);
+    }
+    for (int rank = 0; rank < hub->size; rank++)
+        dtrain__store_forget(hub, rank);
+    dtrain__store_free(&hub->store, allocator);
+    dtrain__bytes_free(allocator, &hub->store_value);
+    dtrain__free(allocator, hub->fds, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
+    dtrain__free(allocator, s->sent, words);
+    dtrain__free(allocator, s->received, words);
+    memset(&hub->keys, 0, sizeof hub->keys);
+    pthread_mutex_destroy(&hub->mutex);
+    pthread_mutex_destroy(&hub->step_mutex);
+    dtrain__free(allocator, s, sizeof *s);
+}
+
+/* Names the rank that has been silent for longest, if any has: ", of whom nothing ...". */
+static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+{
+    pthread_mutex_lock(&s->hub.mutex);
+    if (s->hub.suspect >= 0)
+        snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
+                 (double)s->hub.suspect_ns * 1e-9);
+    pthread_mutex_unlock(&s->hub.mutex);
+}
+
+/* Whether this address may be used: beyond this host only with a token, or where that is waived. */
+static int dtrain__socket_allowed(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_local(address);
+}
+
+static dtrain_status dtrain__socket_closed(dtrain__hub *hub)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                        "comm_create: rank %d: %.200s is beyond this host and there is no token: set DTRAIN_TOKEN to one "
+                        "secret of 16 bytes or more on every rank (or DTRAIN_INSECURE=1, on a network that is yours "
+                        "alone)", hub->rank, hub->root);
+}
+
+/* Rank 0: opens the listener that everyone comes to. */
+static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
+{
+    dtrain__address chosen = hub->root_addresses[0];
+    char text[DTRAIN__ADDRESS_BYTES + 8];
+    int error = 0, port = dtrain__net_port(&chosen);
+    if (inherited >= 0) {
+        hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
+        hub->listener = inherited;
+        if (getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
+            (error = dtrain__net_manners(inherited)) != 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: DTRAIN_LISTEN_FD=%d is no listening socket (%s)",
+                                inherited, strerror(error != 0 ? error : errno));
+        return DTRAIN_OK;
+    }
+    if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
+        dtrain_status status = dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family,
+                                                     &chosen);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__net_set_port(&chosen, port);
+    }
+    if (!dtrain__socket_allowed(hub, &chosen))
+        return dtrain__socket_closed(hub);
+    hub->listening = chosen;
+    error = dtrain__net_listen(&hub->listening, &hub->listener);
+    if (error == EADDRNOTAVAIL) { /* a name for this host that its interfaces do not have */
+        hub->listening = chosen;
+        dtrain__net_set_any(&hub->listening);
+        error = dtrain__socket_allowed(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener)
+                                                             : error;
+    }
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s: %s%s", hub->root,
+                            strerror(error), error == EADDRINUSE ? "; another group, or the last one, is there" : "");
+    snprintf(text, sizeof text, "%.200s", hub->root);
+    if (port == 0 && !dtrain__net_is_unix(&hub->listening))
+        snprintf(strrchr(text, ':'), 8, ":%d", dtrain__net_port(&hub->listening));
+    snprintf(hub->root, sizeof hub->root, "%.255s", text);
+    return DTRAIN_OK;
+}
+
+/* Looks the root up; where no token is, only what is on this host counts. */
+static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    int kept = 0;
+    dtrain_status status = dtrain__net_resolve(hub->root, hub->root_addresses, &hub->root_count);
+    if (status != DTRAIN_OK) {
+        cause = dtrain__thread_error;
+        return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
+    }
+    for (int i = 0; i < hub->root_count; i++)
+        if (dtrain__socket_allowed(hub, &hub->root_addresses[i]))
+            hub->root_addresses[kept++] = hub->root_addresses[i];
+    hub->root_count = kept;
+    return kept > 0 ? DTRAIN_OK : dtrain__socket_closed(hub);
+}
+
+static int dtrain__socket_make_members(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].control.fd = -1;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__lane *lanes = (dtrain__lane *)dtrain__alloc(hub->allocator, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
+        if (lanes == NULL)
+            return 0;
+        for (int i = 0; i < DTRAIN__MAX_LANES; i++)
+            lanes[i].stream.fd = -1;
+        hub->members[rank].lanes = lanes;
+    }
+    return 1;
+}
+
+/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
+                                           dtrain_allocator *allocator)
+{
+    size_t size = (size_t)keys->world_size;
+    char host[64] = "?";
+    unsigned char id[128], digest[32];
+    dtrain_status status = DTRAIN_OK;
+    int error;
+    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
+    if (s == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
+    dtrain__hub *hub = &s->hub;
+    hub->allocator = allocator;
+    hub->keys = *keys;
+    hub->rank = keys->rank;
+    hub->size = keys->world_size;
+    hub->insecure = desc->insecure;
+    hub->connections = desc->connections > 0 ? desc->connections : 1;
+    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
+    hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
+    hub->suspect = -1;
+    hub->root_wait_ns = 2000000;
+    snprintf(hub->root, sizeof hub->root, "%s", desc->root);
+    snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
+    snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);
+    snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
+    pthread_mutex_init(&hub->mutex, NULL);
+    pthread_mutex_init(&hub->step_mutex, NULL);
+    s->sent = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
+    s->received = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
+    hub->members = (dtrain__member *)dtrain__alloc(allocator, size * sizeof(dtrain__member));
+    hub->fds = (struct pollfd *)dtrain__alloc(allocator, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
+    if (s->sent == NULL || s->received == NULL || hub->members == NULL || hub->fds == NULL)
+        status = DTRAIN_ERR_MEMORY;
+    if (status == DTRAIN_OK && !dtrain__socket_make_members(hub))
+        status = DTRAIN_ERR_MEMORY;
+    if (status != DTRAIN_OK) {
+        dtrain__socket_destroy(s);
+        return dtrain__fail(NULL, status, "comm_create: no memory for rank %d of %zu", keys->rank, size);
+    }
+    gethostname(host, sizeof host - 1);
+    snprintf(hub->members[hub->rank].name, DTRAIN__NAME_BYTES, "pid %ld on %.60s", (long)getpid(), host);
+    dtrain__os_host_id(id);
+    dtrain_sha256(id, sizeof id, digest);
+    hub->members[hub->rank].host = dtrain__get_le(digest, 8);
+    hub->members[hub->rank].joined = 1;
+    error = dtrain__net_pipe(hub->kick);
+    if (error == 0)
+        error = dtrain__net_pipe(hub->wake);
+    if (error == 0 && hub->rank == 0)
+        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
+    if (error != 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
+    if (status == DTRAIN_OK)
+        status = dtrain__socket_find_root(hub);
+    if (status == DTRAIN_OK && hub->rank == 0)
+        status = dtrain__socket_listen(hub, desc->listen_fd);
+    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
+        desc->on_address(desc->on_address_user, hub->root);
+    if (status != DTRAIN_OK) {
+        dtrain__error kept = dtrain__thread_error;
+        dtrain__socket_destroy(s);
+        return dtrain__report(&kept);
+    }
+    *out = s;
+    return DTRAIN_OK;
+}
+
+/* Says why a group has not formed: who came, who did not, who was sent away. */
+static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
+{
+    dtrain__hub *hub = &s->hub;
+    char missing[160] = "";
+    size_t used = 0;
+    for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
+        if (!hub->members[rank].joined && used < sizeof missing - 16)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+    if (hub->rank == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                            "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
+                            hub->size, seconds, hub->root, missing, hub->believed,
+                            hub->refused[0] != 0 ? "; came and was refused: " : "", hub->refused);
+    if (hub->members[0].control.fd >= 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
+                            "have not come; believed: %.200s", hub->rank, hub->size, hub->root, seconds, hub->believed);
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
+                        "0 started, and can it be reached from here?", hub->rank, hub->size, seconds, hub->root,
+                        hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer", hub->believed);
+}
+
+/* Looks whether the group has formed, or never will. */
+static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64_t started_ns, int64_t deadline_ns)
+{
+    dtrain__hub *hub = &s->hub;
+    dtrain_status status = DTRAIN_OK;
+    int neighbours = 0;
+    pthread_mutex_lock(&hub->mutex);
+    *formed = hub->formed && !hub->broken;
+    if (hub->broken)
+        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
+                              hub->size, hub->cause.text, hub->believed);
+    else if (!hub->formed && hub->rank != 0 && hub->members[0].left)
+        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s", hub->rank,
+                              hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
+    else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
+        status = dtrain__socket_unformed(s, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
+    for (int rank = 0; *formed && rank < hub->size; rank++)
+        neighbours += dtrain__hub_same_host(hub, rank);
+    s->crowded = neighbours > dtrain__os_processors();
+    pthread_mutex_unlock(&hub->mutex);
+    return status;
+}
+
+static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
+{
+    memset(transport, 0, sizeof *transport);
+    transport->self = s;
+    transport->rank = s->hub.rank;
+    transport->size = s->hub.size;
+    transport->send = dtrain__socket_send;
+    transport->recv = dtrain__socket_recv;
+    transport->exchange = dtrain__socket_exchange;
+    transport->poll = dtrain__socket_poll;
+    transport->wake = dtrain__socket_wake;
+    transport->fail = dtrain__socket_fail;
+    transport->leave = dtrain__socket_leave;
+    transport->destroy = dtrain__socket_destroy;
+}
+
+#endif
+
 /* ---- >>op ----
  * One operation on one rank: what was called, how far it is, how it ended; and the end of a group that
  * runs it. Calls are described by the same words on the board and in message headers, so that a rank can
@@ -4011,6 +6736,8 @@ static void dtrain__threads_transport(dtrain_transport *transport, dtrain__board
 #define DTRAIN__OP
 
 #define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
+#define DTRAIN__MESSAGE_BYTES (96 + DTRAIN__MESSAGE_SMALL)
 
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
@@ -4050,7 +6777,8 @@ typedef struct dtrain__op {
     int awaited;   /* the peer it awaits, or -1 */
     int touched;   /* peers may be inside this rank's buffers, or bytes have moved */
     size_t at;     /* progress inside the phase */
-    size_t sent, received; /* bytes of the current message step, headers included */
+    int entered;   /* the current step has been prepared */
+    size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
 
@@ -4066,6 +6794,10 @@ typedef struct dtrain__service dtrain__service;
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
+    dtrain__socket *socket; /* of a group of processes; NULL: another transport */
+    int forming;            /* such a group is not complete yet */
+    int64_t started_ns, form_deadline_ns;
+    pid_t process;          /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
@@ -4075,7 +6807,7 @@ struct dtrain_comm {
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;     /* size pointers each, for folds */
     void **outs;
-    unsigned char header_out[96], header_in[96]; /* of the message under way, in either direction */
+    unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     size_t scratch_bytes;
     int64_t blocked_ns;
@@ -4179,8 +6911,11 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d; %s", mine.text,
-                        comm->rank, seconds, op->awaited,
+    char silent[64] = "";
+    if (comm->socket != NULL)
+        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
+    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
+                        comm->rank, seconds, op->awaited, silent,
                         op->touched ? "data had moved, so the group is broken"
                                     : "nothing had moved, so the call can be made again");
 }
@@ -4249,6 +6984,341 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     case DTRAIN__RECV: return dtrain__op_check_buffers(comm, op, 0, bytes, 0);
     default: return dtrain__op_check_buffers(comm, op, bytes, bytes, 0);
     }
+}
+
+#endif
+
+/* ---- >>place ----
+ * Where this process stands: its rank, the world's size, the root and the token, from a desc or from the
+ * environment of one of the known launchers, and what was believed, for the texts of errors. Reads, and
+ * connects to nothing. */
+#ifndef DTRAIN__PLACE
+#define DTRAIN__PLACE
+
+typedef struct dtrain__place {
+    int rank, world_size;
+    char root[DTRAIN__ADDRESS_BYTES]; /* empty in a world of one */
+    unsigned char token[256];
+    size_t token_bytes; /* 0: none */
+    char listen_on[64]; /* empty: the interface that routes to the root */
+    int insecure;
+    int listen_fd;      /* a listening socket that rank 0 inherits, or -1 */
+    int64_t timeout_ms; /* negative: none */
+    char believed[400]; /* the variables or fields, with their values; of the token its length only */
+} dtrain__place;
+
+/* The value of a variable; an empty one counts as unset. */
+static const char *dtrain__place_get(const char *name)
+{
+    const char *value = name != NULL ? getenv(name) : NULL;
+    return value != NULL && value[0] != 0 ? value : NULL;
+}
+
+__attribute__((format(printf, 2, 3))) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
+{
+    size_t used = strlen(place->believed);
+    va_list arguments;
+    va_start(arguments, format);
+    if (used > 0 && used < sizeof place->believed - 2)
+        place->believed[used++] = ' ';
+    vsnprintf(place->believed + used, sizeof place->believed - used, format, arguments);
+    va_end(arguments);
+}
+
+static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t high, int64_t *out)
+{
+    const char *text = dtrain__place_get(name);
+    char *end = NULL;
+    long long value;
+    errno = 0;
+    value = text != NULL ? strtoll(text, &end, 10) : 0;
+    if (text == NULL || *end != 0 || errno != 0 || value < low || value > high)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%.40s: a number from %lld to %lld is expected",
+                            name, text != NULL ? text : "(unset)", (long long)low, (long long)high);
+    *out = value;
+    return DTRAIN_OK;
+}
+
+/* Reads rank and size from two variables. */
+static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, const char *size)
+{
+    int64_t r = 0, n = 0;
+    dtrain_status status;
+    if (dtrain__place_get(size) == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%s is set and %s is not; set both",  rank,
+                            dtrain__place_get(rank), size);
+    status = dtrain__place_number(size, 1, DTRAIN__MAX_RANKS, &n);
+    if (status == DTRAIN_OK)
+        status = dtrain__place_number(rank, 0, n - 1, &r);
+    place->rank = (int)r;
+    place->world_size = (int)n;
+    dtrain__place_believe(place, "%s=%d %s=%d", rank, place->rank, size, place->world_size);
+    return status;
+}
+
+enum { DTRAIN__LAUNCHER_NONE, DTRAIN__LAUNCHER_OWN, DTRAIN__LAUNCHER_TORCH, DTRAIN__LAUNCHER_SLURM,
+       DTRAIN__LAUNCHER_OPENMPI, DTRAIN__LAUNCHER_PMI, DTRAIN__LAUNCHER_KUBERNETES };
+
+/* Finds the launcher whose variables are there, and reads rank and size from them. */
+static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
+{
+    const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
+    const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    place->world_size = 1;
+    *launcher = DTRAIN__LAUNCHER_OWN;
+    if (dtrain__place_get("DTRAIN_RANK") != NULL)
+        return dtrain__place_pair(place, "DTRAIN_RANK", "DTRAIN_WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_TORCH; /* names so common that one alone means nothing */
+    if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
+        return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_SLURM;
+    if (dtrain__place_get("SLURM_PROCID") != NULL)
+        return dtrain__place_pair(place, "SLURM_PROCID", tasks);
+    *launcher = DTRAIN__LAUNCHER_OPENMPI;
+    if (dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL)
+        return dtrain__place_pair(place, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_PMI;
+    if (dtrain__place_get("PMI_RANK") != NULL)
+        return dtrain__place_pair(place, "PMI_RANK", "PMI_SIZE");
+    *launcher = DTRAIN__LAUNCHER_KUBERNETES;
+    if (dtrain__place_get("JOB_COMPLETION_INDEX") != NULL && size == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: JOB_COMPLETION_INDEX=%.20s says that this is a pod of an indexed job; set "
+                            "DTRAIN_WORLD_SIZE and DTRAIN_ROOT (host:port of pod 0), or DTRAIN_WORLD_SIZE=1 for a pod "
+                            "of its own", dtrain__place_get("JOB_COMPLETION_INDEX"));
+    if (dtrain__place_get("JOB_COMPLETION_INDEX") != NULL && strcmp(size, "1") != 0)
+        return dtrain__place_pair(place, "JOB_COMPLETION_INDEX", "DTRAIN_WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_NONE;
+    if (size != NULL && strcmp(size, "1") != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: DTRAIN_WORLD_SIZE=%.20s is set and no rank is; set DTRAIN_RANK", size);
+    return DTRAIN_OK;
+}
+
+/* The first host of a Slurm node list: "gpu[007-009,12]-x,b" begins with gpu007-x. */
+static int dtrain__place_first_node(const char *list, char *out, size_t capacity)
+{
+    size_t n = 0;
+    int inside = 0, skip = 0;
+    for (; *list != 0 && (inside || *list != ','); list++) {
+        if (*list == '[')
+            inside = 1;
+        else if (*list == ']')
+            inside = skip = 0;
+        else if (inside && (*list == '-' || *list == ','))
+            skip = 1;
+        else if (!skip && n + 1 < capacity)
+            out[n++] = *list;
+    }
+    out[n] = 0;
+    return n > 0;
+}
+
+/* Makes the private directory in which ranks of one host meet. */
+static dtrain_status dtrain__place_directory(char *out, size_t capacity)
+{
+    const char *base = dtrain__place_get("TMPDIR");
+    struct stat what;
+    snprintf(out, capacity, "%.60s/dtrain-%lu", base != NULL ? base : "/tmp", (unsigned long)getuid());
+    if (mkdir(out, 0700) != 0 && errno != EEXIST)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
+    if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != getuid() || (what.st_mode & 077) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "comm_create: %s must be a directory of this user that nobody else may enter", out);
+    return DTRAIN_OK;
+}
+
+/* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names. */
+static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
+{
+    char directory[128], name[48];
+    int64_t local = 0;
+    size_t n = 0;
+    if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
+        local != place->world_size)
+        return DTRAIN_OK;
+    for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
+        name[n] = (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') ||
+                          (job[n] >= 'A' && job[n] <= 'Z') ? job[n] : '_';
+    name[n] = 0;
+    if (n == 0) /* the local ranks have one parent */
+        snprintf(name, sizeof name, "p%ld", (long)getppid());
+    dtrain_status status = dtrain__place_directory(directory, sizeof directory);
+    if (status != DTRAIN_OK)
+        return status;
+    snprintf(place->root, sizeof place->root, "unix:%s/%s", directory, name);
+    dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
+    return DTRAIN_OK;
+}
+
+/* Finds the root from the environment. */
+static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
+{
+    const char *root = dtrain__place_get("DTRAIN_ROOT"), *host = dtrain__place_get("MASTER_ADDR");
+    const char *port = dtrain__place_get("MASTER_PORT"), *nodes = dtrain__place_get("SLURM_STEP_NODELIST");
+    const char *job = dtrain__place_get("PMIX_NAMESPACE");
+    char node[128];
+    int64_t number = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (root != NULL) {
+        snprintf(place->root, sizeof place->root, "%s", root);
+        dtrain__place_believe(place, "DTRAIN_ROOT=%.120s", root);
+        return strlen(root) < sizeof place->root
+                   ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
+    }
+    if (host != NULL && port != NULL) {
+        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host, port);
+        dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s", host, port);
+        return DTRAIN_OK;
+    }
+    nodes = nodes != NULL ? nodes : dtrain__place_get("SLURM_JOB_NODELIST");
+    if (launcher == DTRAIN__LAUNCHER_SLURM && nodes != NULL && dtrain__place_get("SLURM_JOB_ID") != NULL &&
+        dtrain__place_first_node(nodes, node, sizeof node)) {
+        status = dtrain__place_number("SLURM_JOB_ID", 0, INT64_MAX, &number);
+        snprintf(place->root, sizeof place->root, "%s:%d", node, 15000 + (int)(number % 10000));
+        dtrain__place_believe(place, "SLURM_JOB_NODELIST=%.80s SLURM_JOB_ID=%lld", nodes, (long long)number);
+    } else if (launcher == DTRAIN__LAUNCHER_OPENMPI) {
+        status = dtrain__place_local(place, "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                     job != NULL ? job : dtrain__place_get("OMPI_MCA_ess_base_jobid"));
+    } else if (launcher == DTRAIN__LAUNCHER_PMI) {
+        status = dtrain__place_local(place, "MPI_LOCALNRANKS", job);
+    }
+    if (status != DTRAIN_OK || place->root[0] != 0)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->rank,
+                        place->world_size, place->believed,
+                        host != NULL ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
+                                     : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
+                                                    : "DTRAIN_ROOT=host:port, the same on every rank");
+}
+
+static dtrain_status dtrain__place_set_token(dtrain__place *place, const char *token, size_t bytes, const char *from)
+{
+    if (bytes > sizeof place->token - 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s has %zu bytes; 16 to 255 are possible", from,
+                            bytes);
+    if (bytes < 16)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "comm_create: %s has %zu bytes; a token needs at least 16, which nobody can guess", from,
+                            bytes);
+    memcpy(place->token, token, bytes);
+    place->token_bytes = bytes;
+    dtrain__place_believe(place, "%s (%zu bytes)", from, bytes);
+    return DTRAIN_OK;
+}
+
+/* Takes the first line of a file. */
+static dtrain_status dtrain__place_token_file(dtrain__place *place, const char *path)
+{
+    char text[512];
+    size_t bytes = 0;
+    ssize_t n = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd >= 0)
+        while (bytes < sizeof text && ((n = read(fd, text + bytes, sizeof text - bytes)) > 0 || (n < 0 && errno == EINTR)))
+            bytes += n > 0 ? (size_t)n : 0;
+    if (fd < 0 || n < 0) {
+        int error = errno;
+        if (fd >= 0)
+            close(fd);
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: DTRAIN_TOKEN_FILE=%.200s cannot be read: %s", path,
+                            strerror(error));
+    }
+    close(fd);
+    for (size_t i = 0; i < bytes; i++)
+        if (text[i] == '\n' || text[i] == '\r')
+            bytes = i;
+    dtrain_status status = dtrain__place_set_token(place, text, bytes, "DTRAIN_TOKEN_FILE");
+    memset(text, 0, sizeof text);
+    return status;
+}
+
+/* Reads what stands beside rank, size and root. */
+static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
+{
+    const char *token = desc->token, *listen_on = desc->listen_on, *file = NULL;
+    const char *from = desc->token != NULL ? "desc.token" : "DTRAIN_TOKEN";
+    int64_t number = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (environment && token == NULL) {
+        token = dtrain__place_get("DTRAIN_TOKEN");
+        file = token == NULL ? dtrain__place_get("DTRAIN_TOKEN_FILE") : NULL;
+    }
+    if (environment && listen_on == NULL)
+        listen_on = dtrain__place_get("DTRAIN_INTERFACE");
+    snprintf(place->listen_on, sizeof place->listen_on, "%s", listen_on != NULL ? listen_on : "");
+    place->insecure = desc->insecure;
+    if (environment && !place->insecure && dtrain__place_get("DTRAIN_INSECURE") != NULL) {
+        status = dtrain__place_number("DTRAIN_INSECURE", 0, 1, &number);
+        place->insecure = (int)number;
+    }
+    place->timeout_ms = desc->timeout_ms;
+    if (status == DTRAIN_OK && environment && place->timeout_ms == 0 && dtrain__place_get("DTRAIN_TIMEOUT_MS") != NULL)
+        status = dtrain__place_number("DTRAIN_TIMEOUT_MS", -1, INT_MAX, &place->timeout_ms);
+    if (place->timeout_ms == 0)
+        place->timeout_ms = 60000;
+    place->listen_fd = -1;
+    if (status == DTRAIN_OK && environment && place->rank == 0 && dtrain__place_get("DTRAIN_LISTEN_FD") != NULL &&
+        dtrain__place_get("DTRAIN_ROOT") != NULL) {
+        status = dtrain__place_number("DTRAIN_LISTEN_FD", 0, INT_MAX, &number);
+        place->listen_fd = (int)number;
+    }
+    if (status == DTRAIN_OK && token != NULL)
+        status = dtrain__place_set_token(place, token, strlen(token), from);
+    else if (status == DTRAIN_OK && file != NULL)
+        status = dtrain__place_token_file(place, file);
+    return status;
+}
+
+static dtrain_status dtrain__place_check_root(const dtrain__place *place)
+{
+    char host[DTRAIN__ADDRESS_BYTES], port[8];
+    if (strncmp(place->root, "unix:", 5) == 0 && place->root[5] != 0 && strlen(place->root) <= 100)
+        return DTRAIN_OK;
+    if (strncmp(place->root, "unix:", 5) != 0 && dtrain__net_split(place->root, host, port) && atoi(port) <= 65535 &&
+        host[0] != 0 && (place->rank == 0 || atoi(port) > 0))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "comm_create: the root \"%.120s\" of rank %d: host:port, [address]:port or unix:/path is "
+                        "expected, a port of 1 to 65535 (0, any free one, on rank 0 only), a path of at most 95 bytes",
+                        place->root, place->rank);
+}
+
+/* Finds out where this process stands; desc may not be NULL. */
+static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_desc *desc)
+{
+    int launcher = DTRAIN__LAUNCHER_NONE, environment = desc->world_size == 0;
+    dtrain_status status = DTRAIN_OK;
+    memset(place, 0, sizeof *place);
+    if (environment) {
+        status = dtrain__place_launcher(place, &launcher);
+    } else {
+        place->rank = desc->rank;
+        place->world_size = desc->world_size;
+        if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
+            desc->rank >= desc->world_size)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "comm_create: rank %d of %d ranks; ranks count from 0, and 1 to %d are possible",
+                                desc->rank, desc->world_size, DTRAIN__MAX_RANKS);
+        dtrain__place_believe(place, "desc.rank=%d desc.world_size=%d", desc->rank, desc->world_size);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__place_rest(place, desc, environment);
+    if (status != DTRAIN_OK || place->world_size == 1)
+        return status;
+    if (desc->root != NULL) {
+        snprintf(place->root, sizeof place->root, "%s", desc->root);
+        dtrain__place_believe(place, "desc.root=%.120s", desc->root);
+        status = strlen(desc->root) < sizeof place->root
+                     ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
+    } else if (environment) {
+        status = dtrain__place_root(place, launcher);
+    } else {
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d: desc.root is needed, host:port or "
+                              "unix:/path where rank 0 listens", place->rank, place->world_size);
+    }
+    return status == DTRAIN_OK ? dtrain__place_check_root(place) : status;
 }
 
 #endif
@@ -4513,25 +7583,16 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 
 #endif
 
-/* ---- >>message ----
- * Collectives over send and recv alone. An operation is a sequence of steps, each at most one message out
- * and one in, of which the second may be folded into what this rank holds. plan() computes step k of an
- * operation from nothing but the call, so that an operation can stop anywhere and go on later.
- *
- * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
- * payload is taken. Of two ranks that exchange, one sends first, so that blocked sends form no cycle. */
-#ifndef DTRAIN__MESSAGE
-#define DTRAIN__MESSAGE
+/* ---- >>plan ----
+ * What a collective over messages consists of: step k of an operation, computed from nothing but the call, so
+ * that an operation can stop anywhere and go on later. A step is at most one message out and one in. */
+#ifndef DTRAIN__PLAN
+#define DTRAIN__PLAN
 
-#define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
-#define DTRAIN__MESSAGE_SLICE_NS 20000000
-
-typedef struct dtrain__message_header {
-    uint64_t magic;
-    dtrain__call call;
-    uint64_t step;
-    uint64_t bytes;
-} dtrain__message_header;
+#ifndef DTRAIN__BLOCK_BYTES
+#define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
+#endif
+#define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 
 typedef struct dtrain__step {
     int to, from;     /* -1: none */
@@ -4542,6 +7603,8 @@ typedef struct dtrain__step {
     size_t recv_bytes;
     void *fold;       /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
+    int fold_early;   /* nothing of it is still to be sent: folds while more arrives */
+    uint64_t tag;     /* the same at both ends of a message */
 } dtrain__step;
 
 /* Where partial sums are kept, all of them in the partial dtype. */
@@ -4636,11 +7699,173 @@ static int dtrain__plan_ring(const dtrain_comm *comm, const dtrain__op *op, int 
     return 1;
 }
 
+/* Rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
+typedef struct dtrain__blocks {
+    int first, size, levels; /* of this rank's block */
+    int index;               /* of the rank in it */
+    int next_size;           /* of the block after it; 0: none */
+    int previous_size;       /* of the one before; 0: none */
+} dtrain__blocks;
+
+static dtrain__blocks dtrain__plan_blocks(int rank, int ranks)
+{
+    dtrain__blocks blocks = {0, 1, 0, 0, 0, 0};
+    for (;;) {
+        int left = ranks - blocks.first;
+        for (blocks.size = 1; 2 * blocks.size <= left;)
+            blocks.size *= 2;
+        if (rank < blocks.first + blocks.size)
+            break;
+        blocks.previous_size = blocks.size;
+        blocks.first += blocks.size;
+    }
+    int after = ranks - blocks.first - blocks.size;
+    while (after > 0 && 2 * blocks.next_size <= after)
+        blocks.next_size = blocks.next_size > 0 ? 2 * blocks.next_size : 1;
+    blocks.index = rank - blocks.first;
+    while ((1 << blocks.levels) < blocks.size)
+        blocks.levels++;
+    return blocks;
+}
+
+typedef struct dtrain__part {
+    size_t begin, end;
+} dtrain__part;
+
+/* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
+ * lines of the output, whatever the partial sums are. */
+static dtrain__part dtrain__plan_half(int index, int halvings, size_t n)
+{
+    dtrain__part range = {0, n};
+    for (int level = 0; level < halvings; level++) {
+        size_t middle = range.begin + (range.end - range.begin + 1) / 2;
+        middle = (middle + 63) / 64 * 64;
+        middle = middle < range.end ? middle : range.end;
+        if (index >> level & 1)
+            range.begin = middle;
+        else
+            range.end = middle;
+    }
+    return range;
+}
+
+/* Where step k of a halving-doubling stands. */
+typedef struct dtrain__halving {
+    dtrain__blocks blocks;
+    size_t begin, n;       /* elements of the whole that this piece of work covers */
+    unsigned char *held;   /* its partial sums, n of them */
+    unsigned char *out;    /* its results */
+    unsigned char *recv;
+    int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
+} dtrain__halving;
+
+static size_t dtrain__plan_block_count(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size;
+    return (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+}
+
+/* Returns 0 when there is no such step. */
+static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = dtrain__plan_block_count(comm, op), piece;
+    int peers;
+    at->blocks = dtrain__plan_blocks(comm->rank, comm->size);
+    peers = at->blocks.previous_size / at->blocks.size;
+    at->up = at->blocks.levels + (at->blocks.next_size > 0);
+    at->down = at->up + peers;
+    at->doubling = at->down + peers + (at->blocks.next_size > 0);
+    at->steps = at->doubling + at->blocks.levels;
+    piece = k / (size_t)at->steps;
+    at->step = (int)(k % (size_t)at->steps);
+    at->begin = piece * most;
+    if (at->begin >= op->count)
+        return 0;
+    at->n = op->count - at->begin < most ? op->count - at->begin : most;
+    at->out = (unsigned char *)op->out + at->begin * width;
+    at->held = dtrain__message_dtype(op) == op->dtype ? at->out : comm->scratch;
+    at->recv = comm->scratch + (at->held == at->out ? 0 : most * dtrain__message_width(op));
+    return 1;
+}
+
+static void dtrain__plan_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
+{
+    step->to = to;
+    step->send = base + range.begin * width;
+    step->send_bytes = (range.end - range.begin) * width;
+}
+
+static void dtrain__plan_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
+{
+    step->from = from;
+    step->recv = base + range.begin * width;
+    step->recv_bytes = (range.end - range.begin) * width;
+}
+
+static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
+                              size_t width)
+{
+    dtrain__part all = {0, range.end - range.begin};
+    dtrain__plan_recv(step, from, at->recv, all, width);
+    step->fold = at->held + range.begin * width;
+    step->fold_count = all.end;
+    step->fold_early = 1;
+}
+
+/* Between binary blocks: the smaller one's partial sums go up to the larger one, the results come down again. */
+static void dtrain__plan_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
+{
+    const dtrain__blocks *b = &at->blocks;
+    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
+    dtrain__part mine = dtrain__plan_half(b->index, b->levels, at->n);
+    int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
+    int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
+    int index = b->index + turn * b->size, levels = 0, previous = b->first - b->previous_size + index;
+    while ((1 << levels) < b->previous_size)
+        levels++;
+    if (at->step < at->up)
+        dtrain__plan_fold(step, next, at, mine, wide);
+    else if (at->step < at->down)
+        dtrain__plan_send(step, previous, at->held, dtrain__plan_half(index, levels, at->n), wide);
+    else if (index < b->previous_size)
+        dtrain__plan_recv(step, previous, at->out, dtrain__plan_half(index, levels, at->n), width);
+    else
+        dtrain__plan_send(step, next, at->out, mine, width);
+}
+
+/* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold
+ * first and the lower block of ranks is the left operand, so the sums are the tree's. Where the world is no power
+ * of two, binary blocks each do so and hand their partial sums to the next larger one.
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
+static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__halving at;
+    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
+    if (!dtrain__plan_where(comm, op, (size_t)k, &at))
+        return 0;
+    int level = at.step < at.blocks.levels ? at.step : at.steps - 1 - at.step;
+    int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
+    step->tag = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
+    step->send_first = comm->rank < peer;
+    if (at.step < at.blocks.levels) {
+        dtrain__plan_send(step, peer, at.held, dtrain__plan_half(peer_index, level + 1, at.n), wide);
+        dtrain__plan_fold(step, peer, &at, dtrain__plan_half(at.blocks.index, level + 1, at.n), wide);
+    } else if (at.step >= at.doubling) {
+        dtrain__plan_send(step, peer, at.out, dtrain__plan_half(at.blocks.index, level + 1, at.n), width);
+        dtrain__plan_recv(step, peer, at.out, dtrain__plan_half(peer_index, level + 1, at.n), width);
+    } else {
+        step->tag = at.begin << 8 | 64;
+        dtrain__plan_between(op, &at, step);
+    }
+    return 1;
+}
+
 static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     unsigned char *held = comm->scratch, *recv = comm->scratch + dtrain__message_half(op);
     memset(step, 0, sizeof *step);
     step->to = step->from = -1;
+    step->tag = (uint64_t)k;
     switch (op->kind) {
     case DTRAIN__SEND:
     case DTRAIN__RECV:
@@ -4656,6 +7881,8 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
     case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
     default: break;
     }
+    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
+        return dtrain__plan_halving(comm, op, k, step);
     if (op->algorithm == DTRAIN_ALGORITHM_RING)
         return dtrain__plan_ring(comm, op, k, 1, held, recv, step);
     if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING)
@@ -4663,29 +7890,82 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
     return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
 }
 
-/* This rank's input as partial sums. */
-static void dtrain__message_widen(const dtrain__op *op, void *out)
+#endif
+
+/* ---- >>message ----
+ * Collectives over messages. Runs the steps of a plan: what goes out and what comes in move together where the
+ * transport can, else in an order of which blocked sends form no cycle; sums are folded while more arrives.
+ *
+ * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
+ * payload is taken. Small payloads travel with their header in one piece. */
+#ifndef DTRAIN__MESSAGE
+#define DTRAIN__MESSAGE
+
+#define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
+#define DTRAIN__MESSAGE_SLICE_NS 20000000
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* folded at once; a multiple of every element */
+
+typedef struct dtrain__message_header {
+    uint64_t magic;
+    dtrain__call call;
+    uint64_t tag;
+    uint64_t bytes;
+} dtrain__message_header;
+
+/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+static void dtrain__message_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
 {
     dtrain_dtype partial = dtrain__message_dtype(op);
-    if (partial == op->dtype)
-        memcpy(out, op->in, dtrain__op_bytes(op));
-    else
-        dtrain_convert(op->in, op->dtype, out, partial, op->count);
+    const unsigned char *in = (const unsigned char *)op->in + begin * (dtrain_dtype_bits(op->dtype) / 8);
+    if (partial != op->dtype)
+        dtrain_convert(in, op->dtype, out, partial, count);
+    else if (in != out && count > 0)
+        memcpy(out, in, count * dtrain__message_width(op));
 }
 
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
-    if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched)
+    if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
         comm->broken = op->error;
+        if (comm->transport.fail != NULL)
+            comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
+    }
+    return 1;
+}
+
+static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t piece = dtrain__plan_block_count(comm, op) * dtrain__message_width(op);
+    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
+        return 0;
+    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
+        return dtrain__message_dtype(op) == op->dtype ? piece : 2 * piece;
+    return 2 * dtrain__message_half(op);
+}
+
+static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t bytes = dtrain__message_scratch(comm, op);
+    if (comm->scratch_bytes >= bytes)
+        return 1;
+    unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (scratch == NULL) {
+        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
+                     dtrain__op_text(comm, op).text, comm->rank, bytes);
+        return 0;
+    }
+    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    comm->scratch = scratch;
+    comm->scratch_bytes = bytes;
     return 1;
 }
 
 /* Returns 1 when the operation has ended already. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t half = dtrain__message_half(op), width = dtrain__message_width(op), begin, shard;
-    int point_to_point = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
-    if (point_to_point)
+    size_t width = dtrain__message_width(op), begin, shard;
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
+    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
         op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
     else
         op->number = comm->number + 1;
@@ -4693,19 +7973,10 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
-    if (comm->scratch == NULL || comm->scratch_bytes < 2 * half) {
-        unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, 2 * half);
-        if (scratch == NULL) {
-            dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
-                         dtrain__op_text(comm, op).text, comm->rank, 2 * half);
-            return 1;
-        }
-        dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
-        comm->scratch = scratch;
-        comm->scratch_bytes = 2 * half;
-    }
-    if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && op->count > 0)
-        dtrain__message_widen(op, comm->scratch);
+    if (!dtrain__message_reserve(comm, op))
+        return 1;
+    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
+        dtrain__message_widen(op, 0, op->count, comm->scratch);
     if (op->kind == DTRAIN__ALL_GATHER) {
         shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
         if (shard > 0)
@@ -4718,9 +7989,10 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
     size_t begin = 0, n = op->count, width = dtrain__message_width(op);
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
     if (op->kind == DTRAIN__REDUCE_SCATTER)
         n = dtrain_split(op->count, comm->size, comm->rank, &begin);
-    if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && n > 0)
+    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
         dtrain__fold_finish(op->dtype, op->op, comm->size, comm->scratch + begin * width, op->out, n);
     if (op->kind == DTRAIN__SEND)
         comm->sent[op->root] = op->number;
@@ -4731,40 +8003,80 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Moves one direction of a step; *done counts header and payload. Returns what the transport returned. */
-static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, dtrain__step *step, int sending,
-                                          int64_t deadline_ns)
+/* What a halving-doubling does on this rank before a step: loads a piece, or turns its own sums into results. */
+static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t *done = sending ? &op->sent : &op->received, moved, want, offset;
-    int peer = sending ? step->to : step->from;
-    size_t payload = sending ? step->send_bytes : step->recv_bytes;
-    unsigned char *header = sending ? comm->header_out : comm->header_in;
-    dtrain_status status = DTRAIN_OK;
-    while (status == DTRAIN_OK && *done < sizeof(dtrain__message_header) + payload) {
-        int in_header = *done < sizeof(dtrain__message_header);
-        offset = in_header ? *done : *done - sizeof(dtrain__message_header);
-        want = (in_header ? sizeof(dtrain__message_header) : payload) - offset;
-        moved = 0;
-        if (sending)
-            status = comm->transport.send(comm->transport.self, peer, (in_header ? header : step->send) + offset, want,
-                                          deadline_ns, &moved);
-        else
-            status = comm->transport.recv(comm->transport.self, peer, (in_header ? header : step->recv) + offset, want,
-                                          deadline_ns, &moved);
-        *done += moved;
-        op->touched |= moved > 0;
-        if (!sending && in_header && *done == sizeof(dtrain__message_header)) {
-            dtrain__message_header came;
-            dtrain__call mine = dtrain__op_call(comm, op);
-            memcpy(&came, header, sizeof came);
-            if (came.magic != DTRAIN__MESSAGE_MAGIC)
-                return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
-                                    dtrain__op_text(comm, op).text, peer);
-            if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.step != op->at || came.bytes != payload)
-                return dtrain__op_mismatch(comm, op, peer, &came.call);
-        }
+    dtrain__halving at;
+    if (op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING || !dtrain__plan_where(comm, op, op->at, &at))
+        return;
+    if (at.step == 0)
+        dtrain__message_widen(op, at.begin, at.n, at.held);
+    if (at.step == at.up && at.blocks.previous_size == 0) {
+        dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
+                            at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
     }
-    return status;
+}
+
+/* The next run of bytes of one direction of a step. */
+static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
+{
+    size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
+    size_t header = sizeof(dtrain__message_header), offset = done - header, run;
+    unsigned char *small = sending ? comm->message_out : comm->message_in;
+    dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0};
+    if (payload <= DTRAIN__MESSAGE_SMALL) {
+        next.bytes = header + payload - done;
+    } else if (done < header) {
+        next.bytes = header - done;
+    } else if (sending) {
+        memcpy(&next.data, &step->send, sizeof next.data);
+        next.data += offset;
+        next.bytes = payload - offset;
+    } else {
+        run = step->fold_early ? DTRAIN__MESSAGE_CHUNK - offset % DTRAIN__MESSAGE_CHUNK : payload - offset;
+        next.data = step->recv + offset;
+        next.bytes = run < payload - offset ? run : payload - offset;
+    }
+    return next;
+}
+
+/* Compares the header that has come with the call that this rank made. */
+static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    dtrain__message_header came;
+    dtrain__call mine = dtrain__op_call(comm, op);
+    memcpy(&came, comm->message_in, sizeof came);
+    if (came.magic != DTRAIN__MESSAGE_MAGIC)
+        return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
+                            dtrain__op_text(comm, op).text, step->from);
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag || came.bytes != step->recv_bytes)
+        return dtrain__op_mismatch(comm, op, step->from, &came.call);
+    return DTRAIN_OK;
+}
+
+/* Counts what moved in one direction; checks a header that is whole now, folds a chunk that is. */
+static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
+                                          size_t moved)
+{
+    size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
+    size_t payload = sending ? step->send_bytes : step->recv_bytes;
+    *done += moved;
+    op->touched |= moved > 0;
+    if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
+        return op->error.status;
+    if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
+        ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
+        size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
+        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv + begin,
+                          (end - begin) / dtrain__message_width(op));
+    }
+    if (*done < header + payload)
+        return DTRAIN_OK;
+    if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
+        memcpy(step->recv, comm->message_in + header, payload);
+    *done = SIZE_MAX; /* this direction is complete */
+    return DTRAIN_OK;
 }
 
 /* Records why a step failed; the transport's text, where it has one, says more than ours. */
@@ -4781,35 +8093,80 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-/* Does both directions of a step: in a safe order when it may wait, else whatever moves. 1: ended by an error. */
-static int dtrain__message_step(dtrain_comm *comm, dtrain__op *op, dtrain__step *step, int64_t deadline_ns)
+static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
-    for (int turn = 0; turn < 2; turn++) {
-        int sending = (turn == 0) == (step->send_first || step->from < 0), peer = sending ? step->to : step->from;
-        size_t *done = sending ? &op->sent : &op->received;
-        if (peer < 0 || *done == SIZE_MAX)
-            continue;
-        if (sending && *done == 0) {
-            header.magic = DTRAIN__MESSAGE_MAGIC;
-            header.call = dtrain__op_call(comm, op);
-            header.step = op->at;
-            header.bytes = step->send_bytes;
-            memcpy(comm->header_out, &header, sizeof header);
-        }
-        dtrain__thread_error.status = DTRAIN_OK;
-        dtrain_status status = dtrain__message_move(comm, op, step, sending, deadline_ns);
-        if (status == DTRAIN_ERR_TIMEOUT) {
-            op->awaited = peer;
-            if (deadline_ns != 0)
-                return 0;
-            continue;
-        }
-        if (status != DTRAIN_OK)
-            return dtrain__message_failed(comm, op, status, peer);
-        *done = SIZE_MAX;
+    header.magic = DTRAIN__MESSAGE_MAGIC;
+    header.call = dtrain__op_call(comm, op);
+    header.tag = step->tag;
+    header.bytes = step->send_bytes;
+    memcpy(comm->message_out, &header, sizeof header);
+    if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
+        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+}
+
+/* Moves both directions together until the step is done or wait_ns. Returns as dtrain_transport.exchange. */
+static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
+                                              int64_t wait_ns)
+{
+    for (;;) {
+        int out = step->to >= 0 && op->sent != SIZE_MAX, in = step->from >= 0 && op->received != SIZE_MAX;
+        dtrain_transfer sending = {-1, NULL, 0, 0}, receiving = {-1, NULL, 0, 0};
+        dtrain_status status, taken = DTRAIN_OK;
+        if (!out && !in)
+            return DTRAIN_OK;
+        if (out)
+            sending = dtrain__message_next(comm, op, step, 1);
+        if (in)
+            receiving = dtrain__message_next(comm, op, step, 0);
+        status = comm->transport.exchange(comm->transport.self, out ? &sending : NULL, in ? &receiving : NULL, wait_ns);
+        if (out)
+            dtrain__message_took(comm, op, step, 1, sending.moved);
+        if (in)
+            taken = dtrain__message_took(comm, op, step, 0, receiving.moved);
+        op->awaited = in && op->received != SIZE_MAX ? step->from : step->to;
+        if (taken != DTRAIN_OK || status != DTRAIN_OK)
+            return taken != DTRAIN_OK ? taken : status;
     }
-    return 0;
+}
+
+/* Moves one direction by send or recv alone. Returns what the transport returned. */
+static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
+                                          int64_t wait_ns)
+{
+    size_t *done = sending ? &op->sent : &op->received;
+    dtrain_transport *transport = &comm->transport;
+    while (*done != SIZE_MAX) {
+        dtrain_transfer next = dtrain__message_next(comm, op, step, sending);
+        dtrain_status status =
+            sending ? transport->send(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved)
+                    : transport->recv(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved);
+        dtrain_status taken = dtrain__message_took(comm, op, step, sending, next.moved);
+        if (taken != DTRAIN_OK || status != DTRAIN_OK)
+            return taken != DTRAIN_OK ? taken : status;
+    }
+    return DTRAIN_OK;
+}
+
+/* Does both directions of a step by send and recv: in a safe order when it may wait, else whatever moves. */
+static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
+                                             int64_t wait_ns)
+{
+    dtrain_status status, result = DTRAIN_OK;
+    for (int turn = 0; turn < 2; turn++) {
+        int sending = (turn == 0) == (step->send_first || step->from < 0);
+        int peer = sending ? step->to : step->from;
+        if (peer < 0)
+            continue;
+        status = dtrain__message_move(comm, op, step, sending, wait_ns);
+        if (status == DTRAIN_OK)
+            continue;
+        op->awaited = peer;
+        result = status;
+        if (status != DTRAIN_ERR_TIMEOUT || wait_ns != 0)
+            break;
+    }
+    return result;
 }
 
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
@@ -4819,13 +8176,24 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
     while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
-        if (dtrain__message_step(comm, op, &step, wait_ns))
-            return 1;
-        if ((step.to >= 0 && op->sent != SIZE_MAX) || (step.from >= 0 && op->received != SIZE_MAX))
+        if (op->sent == 0 && op->received == 0 && !op->entered) {
+            dtrain__message_enter(comm, op);
+            if (step.to >= 0)
+                dtrain__message_write_header(comm, op, &step);
+            op->entered = 1;
+        }
+        dtrain__thread_error.status = DTRAIN_OK;
+        dtrain_status status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, &step, wait_ns)
+                                                                : dtrain__message_in_turn(comm, op, &step, wait_ns);
+        if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
             return 0;
-        if (step.fold != NULL && step.fold_count > 0)
+        if (status != DTRAIN_OK)
+            return dtrain__message_failed(comm, op, status, op->awaited);
+        if (step.fold != NULL && step.fold_count > 0 &&
+            !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
             dtrain__fold_pair(dtrain__message_dtype(op), op->op, step.fold, step.recv, step.fold_count);
         op->sent = op->received = 0;
+        op->entered = 0;
         op->at++;
     }
     return dtrain__message_end(comm, op);
@@ -4849,6 +8217,7 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
 
 struct dtrain__service {
     dtrain__os_thread thread;
+    dtrain_transport *transport; /* one that wants to be polled; else NULL */
     dtrain__bell *bell;
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
@@ -4979,9 +8348,29 @@ static int dtrain__service_round(void *pointer)
     return moved;
 }
 
+/* Looks after the connections of a group of processes, and drives its queue. */
+static void dtrain__service_tend(dtrain__service *service)
+{
+    dtrain_transport *transport = service->transport;
+    while (!__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+        dtrain_comm *comm = __atomic_load_n(&service->comms[0], __ATOMIC_SEQ_CST);
+        int pending = comm != NULL && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+        int driven = pending && pthread_mutex_trylock(&comm->drive_mutex) == 0;
+        if (driven) {
+            dtrain__comm_drive(comm, dtrain__os_now_ns() + DTRAIN__MESSAGE_SLICE_NS);
+            pthread_mutex_unlock(&comm->drive_mutex);
+        }
+        transport->poll(transport->self, driven ? 0 : dtrain__os_now_ns() + (pending ? 1000000 : 1000000000));
+    }
+}
+
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
+    if (service->transport != NULL) {
+        dtrain__service_tend(service);
+        return;
+    }
     unsigned first = service->bell->spins + DTRAIN__WAIT_YIELDS - 10; /* yield a little, then sleep */
     for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
         if (dtrain__service_round(service))
@@ -4994,6 +8383,8 @@ static void dtrain__service_stop(dtrain__service *service)
 {
     __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(service->bell);
+    if (service->transport != NULL && service->transport->wake != NULL)
+        service->transport->wake(service->transport->self);
     dtrain__os_thread_join(&service->thread);
     pthread_mutex_destroy(&service->mutex);
     dtrain__free(service->allocator, service->comms, (size_t)service->size * sizeof(dtrain_comm *));
@@ -5013,6 +8404,7 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a service thread", comm->rank);
     service->allocator = allocator;
     service->bell = comm->bell;
+    service->transport = comm->transport.poll != NULL ? &comm->transport : NULL;
     service->size = size;
     pthread_mutex_init(&service->mutex, NULL);
     service->comms = (dtrain_comm **)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain_comm *));
@@ -5069,6 +8461,13 @@ static void dtrain__service_leave(dtrain_comm *comm)
         dtrain__service_stop(service);
 }
 
+/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
+static size_t dtrain__comm_small(int ranks, int power_of_two)
+{
+    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
+    return kib << 10;
+}
+
 static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain_algorithm asked = comm->desc.algorithm;
@@ -5082,12 +8481,34 @@ static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrai
         return DTRAIN_ALGORITHM_TREE;
     if (asked == DTRAIN_ALGORITHM_RING)
         return DTRAIN_ALGORITHM_RING;
+    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
+        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
+         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
+        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+}
+
+/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
+static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
+{
+    int ready = 1;
+    if (comm->process != getpid())
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
+                            call, (long)comm->process, (long)getpid());
+    if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
+        return comm->error.status;
+    if (!ready)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s: the group is still forming; call it when dtrain_comm_ready says 1", call);
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
+    if (status == DTRAIN_OK && comm->transport.board == NULL)
+        status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
     op->algorithm = dtrain__comm_select(comm, op);
@@ -5128,6 +8549,8 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
     if (work == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
     dtrain__bell_ring(comm->bell);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
     *out = work;
     return DTRAIN_OK;
 }
@@ -5189,6 +8612,8 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    if (comm->transport.poll != NULL)
+        comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
     do
         if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))
@@ -5273,6 +8698,7 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->rank = transport->rank;
     comm->size = transport->size;
     comm->transport = *transport;
+    comm->process = getpid();
     comm->desc = *desc;
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
@@ -5295,7 +8721,7 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
 {
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_RING))
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_HALVING_DOUBLING))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
                             algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
@@ -5338,19 +8764,119 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
+/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
+static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
+    dtrain_transport transport;
+    dtrain_comm *comm;
+    dtrain__keys keys;
+    dtrain__hub_desc hub;
+    dtrain__socket *s = NULL;
+    dtrain_status status;
+    memset(&keys, 0, sizeof keys);
+    memset(&transport, 0, sizeof transport);
+    keys.rank = transport.rank = place->rank;
+    keys.world_size = transport.size = place->world_size;
+    memcpy(keys.token, place->token, sizeof keys.token);
+    keys.token_bytes = place->token_bytes;
+    hub.root = place->root;
+    hub.listen_on = place->listen_on;
+    hub.fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
+    hub.believed = place->believed;
+    hub.insecure = place->insecure;
+    hub.listen_fd = place->listen_fd;
+    hub.connections = desc->connections;
+    hub.heartbeat_ms = desc->heartbeat_ms;
+    hub.reconnect_ms = desc->reconnect_ms;
+    hub.on_address = desc->on_address;
+    hub.on_address_user = desc->on_address_user;
+    status = dtrain__comm_new(&comm, &transport, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    comm->desc.timeout_ms = place->timeout_ms;
+    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
+    memset(&keys, 0, sizeof keys);
+    if (status != DTRAIN_OK) {
+        dtrain__comm_free(comm);
+        return status;
+    }
+    dtrain__socket_transport(&comm->transport, s);
+    comm->socket = s;
+    comm->forming = 1;
+    comm->started_ns = dtrain__os_now_ns();
+    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
+    if (desc->progress == DTRAIN_PROGRESS_THREAD && (status = dtrain__service_join(comm)) != DTRAIN_OK) {
+        dtrain__comm_free(comm);
+        dtrain__socket_destroy(s);
+        return status;
+    }
+    *out = comm;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain__place place;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (desc == NULL)
+        desc = &defaults;
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
     *comm = NULL;
-    if (desc != NULL && desc->world_size != 0 && (desc->rank < 0 || desc->rank >= desc->world_size))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d ranks; ranks count from 0", desc->rank,
-                            desc->world_size);
-    if (desc != NULL && desc->world_size > 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "comm_create: %d processes; this version connects threads (dtrain_run_threads) and, over a "
-                            "transport of your own, processes (dtrain_comm_from_transport)", desc->world_size);
-    return dtrain_threads_create(comm, 1, desc);
+    status = dtrain__comm_check_desc(desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__place_read(&place, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (place.world_size == 1)
+        return dtrain_threads_create(comm, 1, desc);
+    if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
+                            "address space; choose another for %d processes", place.world_size);
+    status = dtrain__comm_connect(comm, &place, desc);
+    memset(&place, 0, sizeof place);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
+{
+    dtrain_status status = DTRAIN_OK;
+    int formed = 1;
+    if (comm == NULL || ready == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "comm_ready: needs a group and a place for the answer");
+    if (comm->forming)
+        status = dtrain__socket_formed(comm->socket, &formed, comm->started_ns, comm->form_deadline_ns);
+    if (status != DTRAIN_OK)
+        comm->error = dtrain__thread_error;
+    else if (formed)
+        comm->forming = 0;
+    *ready = status == DTRAIN_OK && formed;
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_status status = dtrain_comm_create_async(comm, desc);
+    int ready = 0;
+    while (status == DTRAIN_OK) {
+        dtrain__hub *hub = (*comm)->socket != NULL ? &(*comm)->socket->hub : NULL;
+        uint64_t seen = hub != NULL ? __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) : 0;
+        struct pollfd none[1];
+        status = dtrain_comm_ready(*comm, &ready);
+        if (ready || status != DTRAIN_OK)
+            break;
+        dtrain__hub_wait(hub, none, 0, (*comm)->form_deadline_ns, seen);
+    }
+    if (status != DTRAIN_OK && comm != NULL && *comm != NULL) {
+        dtrain__error kept = dtrain__thread_error;
+        dtrain_comm_destroy(*comm);
+        *comm = NULL;
+        dtrain__report(&kept);
+    }
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
@@ -5372,7 +8898,16 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                             "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
                             "leave board NULL and choose another algorithm than FUSED");
     status = dtrain__comm_check_desc(desc != NULL ? desc : &defaults);
-    return status != DTRAIN_OK ? status : dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK)
+        status = dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
+        status = dtrain__service_join(*comm);
+        if (status != DTRAIN_OK) {
+            dtrain__comm_free(*comm);
+            *comm = NULL;
+        }
+    }
+    return status;
 }
 
 /* Cancels what is queued, so that peers hear of it and no buffer is used after the handles are gone. */
@@ -5394,10 +8929,16 @@ static void dtrain__comm_cancel(dtrain_comm *comm)
 static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
-    dtrain__service_leave(comm);
+    int forked = comm->process != getpid();
+    if (comm->socket != NULL)
+        comm->socket->forked = forked;
+    if (!forked)
+        dtrain__service_leave(comm);
     dtrain__comm_cancel(comm);
     if (why != NULL && transport.board != NULL)
         transport.board->slots[comm->rank].why = *why;
+    if (transport.leave != NULL)
+        transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__comm_free(comm);
     if (transport.destroy != NULL)
         transport.destroy(transport.self);
@@ -5688,6 +9229,182 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
     return status;
+}
+
+#endif
+
+/* ---- >>store_calls ----
+ * The store's public calls. Rank 0 serves itself; the others ask it over their control connection and wait for
+ * the answer. Ranks of one address space share a store on their board. */
+#ifndef DTRAIN__STORE_CALLS
+#define DTRAIN__STORE_CALLS
+
+static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
+
+static void dtrain__store_copy(void *value, size_t capacity, size_t *bytes, const void *data, size_t n)
+{
+    if (n > 0 && capacity > 0)
+        memcpy(value, data, n < capacity ? n : capacity);
+    *bytes = n;
+}
+
+typedef struct dtrain__store_wait {
+    dtrain_comm *comm;
+    const char *key;
+    void *value;
+    size_t capacity, *bytes;
+} dtrain__store_wait;
+
+static int dtrain__store_look(void *pointer)
+{
+    dtrain__store_wait *wait = (dtrain__store_wait *)pointer;
+    dtrain__board *board = wait->comm->transport.board;
+    pthread_mutex_lock(&board->mutex);
+    dtrain__entry *entry = *dtrain__store_place(&board->store, wait->key, strlen(wait->key));
+    if (entry != NULL)
+        dtrain__store_copy(wait->value, wait->capacity, wait->bytes, dtrain__entry_value(entry), entry->bytes);
+    pthread_mutex_unlock(&board->mutex);
+    return entry != NULL || dtrain__board_broken(board);
+}
+
+static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const char *key, void *value, size_t capacity,
+                                            size_t *bytes, int64_t deadline_ns)
+{
+    dtrain__board *board = comm->transport.board;
+    dtrain__store_wait wait = {comm, key, value, capacity, bytes};
+    dtrain_status status;
+    if (what == DTRAIN__STORE_SET) {
+        pthread_mutex_lock(&board->mutex);
+        status = dtrain__store_put(&board->store, board->allocator, key, strlen(key), value, capacity);
+        pthread_mutex_unlock(&board->mutex);
+        dtrain__bell_ring(&board->bell);
+        return status;
+    }
+    *bytes = DTRAIN_STORE_ABSENT;
+    for (unsigned turn = 0; !dtrain__store_look(&wait) && what == DTRAIN__STORE_WAIT; turn++) {
+        if (dtrain__os_now_ns() >= deadline_ns)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT, "store_wait on rank %d: nobody has set \"%s\"",
+                                comm->rank, key);
+        dtrain__bell_wait(comm->bell, turn, deadline_ns, dtrain__store_look, &wait);
+    }
+    if (*bytes == DTRAIN_STORE_ABSENT && what == DTRAIN__STORE_WAIT)
+        return dtrain__report(dtrain__board_cause(board));
+    return DTRAIN_OK;
+}
+
+/* Sends the request, or on rank 0 serves it; the caller holds the hub's mutex. */
+static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, const void *value, size_t bytes)
+{
+    dtrain__member *root = &hub->members[0];
+    uint32_t id = ++hub->store_id;
+    if (hub->rank == 0) {
+        dtrain__store_serve(hub, 0, id, what, key, value, bytes);
+        return id;
+    }
+    size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_ASK);
+    dtrain__give(hub, &root->out, id, 4);
+    dtrain__give(hub, &root->out, (uint64_t)what, 1);
+    dtrain__give_text(hub, &root->out, 2, key);
+    dtrain__give_bytes(hub, &root->out, value, bytes);
+    dtrain__frame_close(root, begin);
+    dtrain__hub_flush(hub, 0);
+    return id;
+}
+
+/* Looks for the answer to `id`; 0 while there is none. */
+static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void *value, size_t capacity, size_t *bytes,
+                                  dtrain_status *status)
+{
+    dtrain__hub *hub = &comm->socket->hub;
+    int done = 1;
+    pthread_mutex_lock(&hub->mutex);
+    if (hub->store_answered == id) {
+        *status = hub->store_status;
+        if (*status != DTRAIN_OK)
+            dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
+                         comm->rank, (int)(hub->store_value.bytes < 300 ? hub->store_value.bytes : 300),
+                         (const char *)hub->store_value.data);
+        else if (what != DTRAIN__STORE_SET)
+            dtrain__store_copy(value, capacity, bytes, hub->store_value.data, hub->store_value.bytes);
+        if (*status == DTRAIN_OK && what == DTRAIN__STORE_GET && !hub->store_found)
+            *bytes = DTRAIN_STORE_ABSENT;
+    } else if (hub->broken) {
+        dtrain__error cause = hub->cause;
+        *status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.480s", dtrain__store_names[what],
+                               comm->rank, cause.text);
+    } else if (hub->rank != 0 && hub->members[0].left) {
+        *status = dtrain__fail(&comm->error, DTRAIN_ERR_PEER_LOST,
+                               "%s on rank %d: rank 0, which keeps the store, has left the group",
+                               dtrain__store_names[what], comm->rank);
+    } else
+        done = 0;
+    pthread_mutex_unlock(&hub->mutex);
+    return done;
+}
+
+static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, const char *key, void *value,
+                                                size_t capacity, size_t *bytes, int64_t deadline_ns)
+{
+    dtrain__hub *hub = &comm->socket->hub;
+    struct pollfd none[1];
+    dtrain_status status = dtrain__comm_usable(comm, dtrain__store_names[what]);
+    if (status != DTRAIN_OK)
+        return status;
+    pthread_mutex_lock(&hub->mutex);
+    uint32_t id = dtrain__store_ask(hub, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
+    pthread_mutex_unlock(&hub->mutex);
+    dtrain__hub_kick(hub);
+    for (;;) {
+        uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
+        if (dtrain__store_answered(comm, id, what, value, capacity, bytes, &status))
+            return status;
+        if (dtrain__os_now_ns() >= deadline_ns)
+            break;
+        dtrain__hub_wait(hub, none, 0, deadline_ns, seen);
+    }
+    return dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
+                        what == DTRAIN__STORE_WAIT ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
+                                                   : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
+                        dtrain__store_names[what], comm->rank, key);
+}
+
+static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char *key, void *value, size_t capacity,
+                                        size_t *bytes)
+{
+    size_t length = key != NULL ? strlen(key) : 0;
+    int64_t deadline_ns;
+    if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
+        (bytes == NULL && what != DTRAIN__STORE_SET) ||
+        (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
+                            "places for what comes back", dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
+    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
+    if (comm->transport.board != NULL)
+        return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);
+    if (comm->socket != NULL)
+        return dtrain__store_over_sockets(comm, what, key, value, capacity, bytes, deadline_ns);
+    return dtrain__fail(&comm->error, DTRAIN_ERR_UNSUPPORTED, "%s: a transport of your own has no store",
+                        dtrain__store_names[what]);
+}
+
+DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)
+{
+    void *data;
+    memcpy(&data, &value, sizeof data); /* it is only read */
+    return dtrain__store_call(comm, DTRAIN__STORE_SET, key, data, bytes, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                          size_t *bytes)
+{
+    return dtrain__store_call(comm, DTRAIN__STORE_GET, key, value, capacity, bytes);
+}
+
+DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                           size_t *bytes)
+{
+    return dtrain__store_call(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
 }
 
 #endif

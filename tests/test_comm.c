@@ -1,5 +1,6 @@
 /* Groups and collectives on threads: results against a sequential reference, failures provoked for real. */
 #define DTRAIN_IMPLEMENTATION
+#define DTRAIN__BLOCK_BYTES ((size_t)20 << 10) /* several pieces at small counts */
 #include "../dtrain.h"
 #include "test.h"
 
@@ -175,6 +176,11 @@ TEST(recursive_doubling_gives_the_same_bits)
 TEST(the_message_tree_gives_the_same_bits)
 {
     at_every_size(reductions, DTRAIN_ALGORITHM_TREE, DTRAIN_PROGRESS_THREAD);
+}
+
+TEST(halving_and_doubling_over_binary_blocks_gives_the_same_bits)
+{
+    at_every_size(reductions, DTRAIN_ALGORITHM_HALVING_DOUBLING, DTRAIN_PROGRESS_THREAD);
 }
 
 TEST(the_ring_sums_within_rounding)

@@ -8,6 +8,7 @@
 #include "base.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <sched.h>
@@ -124,6 +125,47 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);
+}
+
+/* Fills out with bytes that nobody can guess. Returns 0 or an errno. */
+static int dtrain__os_random(void *out, size_t bytes)
+{
+    unsigned char *at = (unsigned char *)out;
+    ssize_t n = 0;
+    int fd, error = 0;
+#if defined(__linux__) && defined(__NR_getrandom)
+    while (bytes > 0 && ((n = syscall(__NR_getrandom, at, bytes, 0)) > 0 || errno == EINTR)) {
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+#endif
+    if (bytes == 0)
+        return 0;
+    fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return errno;
+    while (bytes > 0 && ((n = read(fd, at, bytes)) > 0 || (n < 0 && errno == EINTR))) {
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+    if (bytes > 0)
+        error = n < 0 ? errno : EIO;
+    close(fd);
+    return error;
+}
+
+/* What tells this host, since its last start, from others: processes of one host get the same. */
+static void dtrain__os_host_id(unsigned char id[128])
+{
+    int fd;
+    memset(id, 0, 128);
+    gethostname((char *)id, 63);
+    fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC); /* only on Linux */
+    if (fd < 0)
+        return;
+    ssize_t ignored = read(fd, id + 64, 63);
+    (void)ignored;
+    close(fd);
 }
 
 #endif

@@ -117,4 +117,51 @@ DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char dige
     dtrain__sha256_finish(&sha, digest);
 }
 
+/* Keyed hash of a message. Source: RFC 2104, FIPS 198-1. */
+typedef struct dtrain__hmac {
+    dtrain__sha256 inner;
+    unsigned char outer_key[DTRAIN__SHA256_BLOCK];
+} dtrain__hmac;
+
+static void dtrain__hmac_start(dtrain__hmac *hmac, const void *key, size_t key_bytes)
+{
+    unsigned char inner_key[DTRAIN__SHA256_BLOCK];
+    memset(hmac->outer_key, 0, sizeof hmac->outer_key);
+    if (key_bytes > sizeof hmac->outer_key)
+        dtrain_sha256(key, key_bytes, hmac->outer_key);
+    else if (key_bytes > 0)
+        memcpy(hmac->outer_key, key, key_bytes);
+    for (size_t i = 0; i < sizeof inner_key; i++) {
+        inner_key[i] = hmac->outer_key[i] ^ 0x36;
+        hmac->outer_key[i] ^= 0x5c;
+    }
+    dtrain__sha256_start(&hmac->inner);
+    dtrain__sha256_add(&hmac->inner, inner_key, sizeof inner_key);
+}
+
+static void dtrain__hmac_add(dtrain__hmac *hmac, const void *data, size_t bytes)
+{
+    dtrain__sha256_add(&hmac->inner, data, bytes);
+}
+
+static void dtrain__hmac_finish(dtrain__hmac *hmac, unsigned char mac[32])
+{
+    unsigned char digest[32];
+    dtrain__sha256_finish(&hmac->inner, digest);
+    dtrain__sha256_start(&hmac->inner);
+    dtrain__sha256_add(&hmac->inner, hmac->outer_key, sizeof hmac->outer_key);
+    dtrain__sha256_add(&hmac->inner, digest, sizeof digest);
+    dtrain__sha256_finish(&hmac->inner, mac);
+}
+
+/* Compares in a time that does not depend on where the two differ. */
+static int dtrain__equal_secret(const void *a, const void *b, size_t bytes)
+{
+    const volatile unsigned char *x = (const volatile unsigned char *)a, *y = (const volatile unsigned char *)b;
+    unsigned char differ = 0;
+    for (size_t i = 0; i < bytes; i++)
+        differ = (unsigned char)(differ | (x[i] ^ y[i]));
+    return differ == 0;
+}
+
 #endif

@@ -11,6 +11,7 @@
 
 struct dtrain__service {
     dtrain__os_thread thread;
+    dtrain_transport *transport; /* one that wants to be polled; else NULL */
     dtrain__bell *bell;
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
@@ -141,9 +142,29 @@ static int dtrain__service_round(void *pointer)
     return moved;
 }
 
+/* Looks after the connections of a group of processes, and drives its queue. */
+static void dtrain__service_tend(dtrain__service *service)
+{
+    dtrain_transport *transport = service->transport;
+    while (!__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+        dtrain_comm *comm = __atomic_load_n(&service->comms[0], __ATOMIC_SEQ_CST);
+        int pending = comm != NULL && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+        int driven = pending && pthread_mutex_trylock(&comm->drive_mutex) == 0;
+        if (driven) {
+            dtrain__comm_drive(comm, dtrain__os_now_ns() + DTRAIN__MESSAGE_SLICE_NS);
+            pthread_mutex_unlock(&comm->drive_mutex);
+        }
+        transport->poll(transport->self, driven ? 0 : dtrain__os_now_ns() + (pending ? 1000000 : 1000000000));
+    }
+}
+
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
+    if (service->transport != NULL) {
+        dtrain__service_tend(service);
+        return;
+    }
     unsigned first = service->bell->spins + DTRAIN__WAIT_YIELDS - 10; /* yield a little, then sleep */
     for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
         if (dtrain__service_round(service))
@@ -156,6 +177,8 @@ static void dtrain__service_stop(dtrain__service *service)
 {
     __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(service->bell);
+    if (service->transport != NULL && service->transport->wake != NULL)
+        service->transport->wake(service->transport->self);
     dtrain__os_thread_join(&service->thread);
     pthread_mutex_destroy(&service->mutex);
     dtrain__free(service->allocator, service->comms, (size_t)service->size * sizeof(dtrain_comm *));
@@ -175,6 +198,7 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a service thread", comm->rank);
     service->allocator = allocator;
     service->bell = comm->bell;
+    service->transport = comm->transport.poll != NULL ? &comm->transport : NULL;
     service->size = size;
     pthread_mutex_init(&service->mutex, NULL);
     service->comms = (dtrain_comm **)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain_comm *));
@@ -231,6 +255,13 @@ static void dtrain__service_leave(dtrain_comm *comm)
         dtrain__service_stop(service);
 }
 
+/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
+static size_t dtrain__comm_small(int ranks, int power_of_two)
+{
+    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
+    return kib << 10;
+}
+
 static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain_algorithm asked = comm->desc.algorithm;
@@ -244,12 +275,34 @@ static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrai
         return DTRAIN_ALGORITHM_TREE;
     if (asked == DTRAIN_ALGORITHM_RING)
         return DTRAIN_ALGORITHM_RING;
+    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
+        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
+         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
+        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+}
+
+/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
+static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
+{
+    int ready = 1;
+    if (comm->process != getpid())
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
+                            call, (long)comm->process, (long)getpid());
+    if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
+        return comm->error.status;
+    if (!ready)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s: the group is still forming; call it when dtrain_comm_ready says 1", call);
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
+    if (status == DTRAIN_OK && comm->transport.board == NULL)
+        status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
     op->algorithm = dtrain__comm_select(comm, op);
@@ -290,6 +343,8 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
     if (work == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
     dtrain__bell_ring(comm->bell);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
     *out = work;
     return DTRAIN_OK;
 }
@@ -351,6 +406,8 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    if (comm->transport.poll != NULL)
+        comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
     do
         if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))

@@ -25,7 +25,8 @@ typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
     DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
-    DTRAIN_ALGORITHM_RING                /* messages; adds around the ring, not in the tree order */
+    DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING    /* messages, tree order: all_reduce in pieces of which each rank folds a part */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -72,15 +73,36 @@ typedef struct dtrain_comm_desc {
     void *on_address_user;
 } dtrain_comm_desc;
 
-/* Makes the group that the environment or desc describes; a world of one where they describe none.
+/* Makes the group of processes that the environment or desc describes; a world of one where they describe none.
+ *
+ * Rank 0 listens at the root address, the others reach it there, in any order, within timeout_ms. Between processes
+ * connections are made when first needed; one service thread a group looks after them, unless progress is
+ * DTRAIN_PROGRESS_POLL. A forked child cannot use its parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_UNSUPPORTED  a world of several processes: this version connects threads, and
- *                                    processes through dtrain_comm_from_transport
+ *   errors   DTRAIN_ERR_INVALID   a variable or field is missing or malformed; the text names it
+ *            DTRAIN_ERR_DENIED    no token where one is needed, or not the same
+ *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice
+ *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were believed
+ *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a name
+ *
+ * any thread; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
+/* Starts what dtrain_comm_create does; dtrain_comm_ready says how it went. Numeric addresses never block; a host
+ * name is looked up by the system's resolver, which may. Errors in arguments at once.
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
+DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
+/* Says whether a group from dtrain_comm_create_async has formed; with DTRAIN_PROGRESS_POLL, dtrain_comm_poll forms it.
+ *
+ *   ready     out: 1 when the group can be used
+ *   returns   DTRAIN_OK while it may still form; else as dtrain_comm_create, and it can only be destroyed
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready);
 
 /* Makes `ranks` connected ends for a program that brings its own threads: comms[r] is rank r's.
  *
@@ -267,6 +289,36 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us);
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count,
                                                  dtrain_dtype dtype);
+
+/* What dtrain_store_get says of a key that nobody has set. */
+#define DTRAIN_STORE_ABSENT ((size_t)-1)
+
+/* Sets key to a string of bytes that every rank can get; for a program's own set-up, not for tensors.
+ *
+ *   key      1 to 255 characters
+ *   value    up to 65,536 bytes; rank 0 keeps 64 MiB of them
+ *   errors   DTRAIN_ERR_MEMORY       the store is full
+ *            DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes);
+
+/* Gets what key was last set to.
+ *
+ *   value    out: capacity bytes at most
+ *   bytes    out: the value's whole size, also when it is larger than capacity; DTRAIN_STORE_ABSENT: not set
+ *   errors   as dtrain_store_set
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                          size_t *bytes);
+
+/* Gets what key is set to, and waits until it is; otherwise as dtrain_store_get.
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                           size_t *bytes);
 
 #ifdef __cplusplus
 }

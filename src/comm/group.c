@@ -4,6 +4,7 @@
 #ifndef DTRAIN__GROUP
 #define DTRAIN__GROUP
 #include "op.c"
+#include "place.c"
 #include "comm.c"
 
 static void dtrain__comm_free(dtrain_comm *comm)
@@ -47,6 +48,7 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->rank = transport->rank;
     comm->size = transport->size;
     comm->transport = *transport;
+    comm->process = getpid();
     comm->desc = *desc;
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
@@ -69,7 +71,7 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
 {
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_RING))
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_HALVING_DOUBLING))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
                             algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
@@ -112,19 +114,119 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
+/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
+static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
+    dtrain_transport transport;
+    dtrain_comm *comm;
+    dtrain__keys keys;
+    dtrain__hub_desc hub;
+    dtrain__socket *s = NULL;
+    dtrain_status status;
+    memset(&keys, 0, sizeof keys);
+    memset(&transport, 0, sizeof transport);
+    keys.rank = transport.rank = place->rank;
+    keys.world_size = transport.size = place->world_size;
+    memcpy(keys.token, place->token, sizeof keys.token);
+    keys.token_bytes = place->token_bytes;
+    hub.root = place->root;
+    hub.listen_on = place->listen_on;
+    hub.fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
+    hub.believed = place->believed;
+    hub.insecure = place->insecure;
+    hub.listen_fd = place->listen_fd;
+    hub.connections = desc->connections;
+    hub.heartbeat_ms = desc->heartbeat_ms;
+    hub.reconnect_ms = desc->reconnect_ms;
+    hub.on_address = desc->on_address;
+    hub.on_address_user = desc->on_address_user;
+    status = dtrain__comm_new(&comm, &transport, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    comm->desc.timeout_ms = place->timeout_ms;
+    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
+    memset(&keys, 0, sizeof keys);
+    if (status != DTRAIN_OK) {
+        dtrain__comm_free(comm);
+        return status;
+    }
+    dtrain__socket_transport(&comm->transport, s);
+    comm->socket = s;
+    comm->forming = 1;
+    comm->started_ns = dtrain__os_now_ns();
+    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
+    if (desc->progress == DTRAIN_PROGRESS_THREAD && (status = dtrain__service_join(comm)) != DTRAIN_OK) {
+        dtrain__comm_free(comm);
+        dtrain__socket_destroy(s);
+        return status;
+    }
+    *out = comm;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain__place place;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (desc == NULL)
+        desc = &defaults;
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
     *comm = NULL;
-    if (desc != NULL && desc->world_size != 0 && (desc->rank < 0 || desc->rank >= desc->world_size))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d ranks; ranks count from 0", desc->rank,
-                            desc->world_size);
-    if (desc != NULL && desc->world_size > 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "comm_create: %d processes; this version connects threads (dtrain_run_threads) and, over a "
-                            "transport of your own, processes (dtrain_comm_from_transport)", desc->world_size);
-    return dtrain_threads_create(comm, 1, desc);
+    status = dtrain__comm_check_desc(desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__place_read(&place, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (place.world_size == 1)
+        return dtrain_threads_create(comm, 1, desc);
+    if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
+                            "address space; choose another for %d processes", place.world_size);
+    status = dtrain__comm_connect(comm, &place, desc);
+    memset(&place, 0, sizeof place);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
+{
+    dtrain_status status = DTRAIN_OK;
+    int formed = 1;
+    if (comm == NULL || ready == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "comm_ready: needs a group and a place for the answer");
+    if (comm->forming)
+        status = dtrain__socket_formed(comm->socket, &formed, comm->started_ns, comm->form_deadline_ns);
+    if (status != DTRAIN_OK)
+        comm->error = dtrain__thread_error;
+    else if (formed)
+        comm->forming = 0;
+    *ready = status == DTRAIN_OK && formed;
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_status status = dtrain_comm_create_async(comm, desc);
+    int ready = 0;
+    while (status == DTRAIN_OK) {
+        dtrain__hub *hub = (*comm)->socket != NULL ? &(*comm)->socket->hub : NULL;
+        uint64_t seen = hub != NULL ? __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) : 0;
+        struct pollfd none[1];
+        status = dtrain_comm_ready(*comm, &ready);
+        if (ready || status != DTRAIN_OK)
+            break;
+        dtrain__hub_wait(hub, none, 0, (*comm)->form_deadline_ns, seen);
+    }
+    if (status != DTRAIN_OK && comm != NULL && *comm != NULL) {
+        dtrain__error kept = dtrain__thread_error;
+        dtrain_comm_destroy(*comm);
+        *comm = NULL;
+        dtrain__report(&kept);
+    }
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
@@ -146,7 +248,16 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                             "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
                             "leave board NULL and choose another algorithm than FUSED");
     status = dtrain__comm_check_desc(desc != NULL ? desc : &defaults);
-    return status != DTRAIN_OK ? status : dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK)
+        status = dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
+        status = dtrain__service_join(*comm);
+        if (status != DTRAIN_OK) {
+            dtrain__comm_free(*comm);
+            *comm = NULL;
+        }
+    }
+    return status;
 }
 
 /* Cancels what is queued, so that peers hear of it and no buffer is used after the handles are gone. */
@@ -168,10 +279,16 @@ static void dtrain__comm_cancel(dtrain_comm *comm)
 static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
-    dtrain__service_leave(comm);
+    int forked = comm->process != getpid();
+    if (comm->socket != NULL)
+        comm->socket->forked = forked;
+    if (!forked)
+        dtrain__service_leave(comm);
     dtrain__comm_cancel(comm);
     if (why != NULL && transport.board != NULL)
         transport.board->slots[comm->rank].why = *why;
+    if (transport.leave != NULL)
+        transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__comm_free(comm);
     if (transport.destroy != NULL)
         transport.destroy(transport.self);

@@ -1,177 +1,79 @@
 /* ---- >>message ----
- * Collectives over send and recv alone. An operation is a sequence of steps, each at most one message out
- * and one in, of which the second may be folded into what this rank holds. plan() computes step k of an
- * operation from nothing but the call, so that an operation can stop anywhere and go on later.
+ * Collectives over messages. Runs the steps of a plan: what goes out and what comes in move together where the
+ * transport can, else in an order of which blocked sends form no cycle; sums are folded while more arrives.
  *
  * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
- * payload is taken. Of two ranks that exchange, one sends first, so that blocked sends form no cycle. */
+ * payload is taken. Small payloads travel with their header in one piece. */
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
 #include "op.c"
+#include "plan.c"
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* folded at once; a multiple of every element */
 
 typedef struct dtrain__message_header {
     uint64_t magic;
     dtrain__call call;
-    uint64_t step;
+    uint64_t tag;
     uint64_t bytes;
 } dtrain__message_header;
 
-typedef struct dtrain__step {
-    int to, from;     /* -1: none */
-    int send_first;
-    const unsigned char *send;
-    size_t send_bytes;
-    unsigned char *recv;
-    size_t recv_bytes;
-    void *fold;       /* what the received partial sums are folded into; NULL: nothing */
-    size_t fold_count;
-} dtrain__step;
-
-/* Where partial sums are kept, all of them in the partial dtype. */
-static dtrain_dtype dtrain__message_dtype(const dtrain__op *op)
-{
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    return reduces ? dtrain__fold_partial(op->dtype) : op->dtype;
-}
-
-static size_t dtrain__message_width(const dtrain__op *op)
-{
-    return dtrain_dtype_bits(dtrain__message_dtype(op)) / 8;
-}
-
-/* scratch = [this rank's partial sums | what was received]; both begin on a cache line. */
-static size_t dtrain__message_half(const dtrain__op *op)
-{
-    return (op->count * dtrain__message_width(op) + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
-}
-
-static int dtrain__message_levels(int size)
-{
-    int levels = 0;
-    while ((1 << levels) < size)
-        levels++;
-    return levels;
-}
-
-/* Up the binomial tree, whose sums are those of the balanced tree, then down again. */
-static int dtrain__plan_tree(const dtrain_comm *comm, const dtrain__op *op, int k, int root, int up,
-                             unsigned char *held, unsigned char *recv, dtrain__step *step)
-{
-    int levels = dtrain__message_levels(comm->size);
-    int rank = (comm->rank - root + comm->size) % comm->size, down = !up || k >= levels;
-    int level = !down ? k : (up ? 2 * levels : levels) - 1 - k;
-    size_t bytes = op->count * dtrain__message_width(op);
-    if (level < 0)
-        return 0;
-    int distance = 1 << level, low = rank % (2 * distance) == 0 && rank + distance < comm->size;
-    int high = rank % (2 * distance) == distance;
-    int peer = ((low ? rank + distance : rank - distance) + root) % comm->size;
-    if ((down && low) || (!down && high)) {
-        step->to = peer;
-        step->send = held;
-        step->send_bytes = bytes;
-    }
-    if ((down && high) || (!down && low)) {
-        step->from = peer;
-        step->recv = down ? held : recv;
-        step->recv_bytes = bytes;
-        step->fold = down ? NULL : held;
-        step->fold_count = op->count;
-    }
-    return 1;
-}
-
-static int dtrain__plan_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, unsigned char *held,
-                                 unsigned char *recv, dtrain__step *step)
-{
-    if (k >= dtrain__message_levels(comm->size))
-        return 0;
-    step->to = step->from = comm->rank ^ (1 << k);
-    step->send_first = comm->rank < step->to;
-    step->send = held;
-    step->recv = recv;
-    step->send_bytes = step->recv_bytes = op->count * dtrain__message_width(op);
-    step->fold = held;
-    step->fold_count = op->count;
-    return 1;
-}
-
-/* Step k of a ring: sends block rank + shift - k to the right and receives the one before it from the left. */
-static int dtrain__plan_ring(const dtrain_comm *comm, const dtrain__op *op, int k, int reduce, unsigned char *held,
-                             unsigned char *recv, dtrain__step *step)
-{
-    int n = comm->size, steps = n - 1, gather = !reduce || k >= steps;
-    int shift = reduce && gather ? 1 : 0, turn = reduce && gather ? k - steps : k;
-    size_t width = dtrain__message_width(op), out, in, out_count, in_count;
-    if (k >= (reduce ? 2 * steps : steps))
-        return 0;
-    out_count = dtrain_split(op->count, n, (comm->rank + shift - turn + 2 * n) % n, &out);
-    in_count = dtrain_split(op->count, n, (comm->rank + shift - turn - 1 + 2 * n) % n, &in);
-    step->to = (comm->rank + 1) % n;
-    step->from = (comm->rank + n - 1) % n;
-    step->send_first = comm->rank % 2 == 0;
-    step->send = held + out * width;
-    step->send_bytes = out_count * width;
-    step->recv = gather ? held + in * width : recv;
-    step->recv_bytes = in_count * width;
-    step->fold = gather ? NULL : held + in * width;
-    step->fold_count = in_count;
-    return 1;
-}
-
-static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
-{
-    unsigned char *held = comm->scratch, *recv = comm->scratch + dtrain__message_half(op);
-    memset(step, 0, sizeof *step);
-    step->to = step->from = -1;
-    switch (op->kind) {
-    case DTRAIN__SEND:
-    case DTRAIN__RECV:
-        step->to = op->kind == DTRAIN__SEND ? op->root : -1;
-        step->from = op->kind == DTRAIN__RECV ? op->root : -1;
-        step->send = (const unsigned char *)op->in;
-        step->recv = (unsigned char *)op->out;
-        step->send_bytes = step->recv_bytes = dtrain__op_bytes(op);
-        return k == 0;
-    case DTRAIN__BROADCAST:
-        return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__ALL_GATHER: return dtrain__plan_ring(comm, op, k, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
-    default: break;
-    }
-    if (op->algorithm == DTRAIN_ALGORITHM_RING)
-        return dtrain__plan_ring(comm, op, k, 1, held, recv, step);
-    if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING)
-        return dtrain__plan_doubling(comm, op, k, held, recv, step);
-    return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
-}
-
-/* This rank's input as partial sums. */
-static void dtrain__message_widen(const dtrain__op *op, void *out)
+/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+static void dtrain__message_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
 {
     dtrain_dtype partial = dtrain__message_dtype(op);
-    if (partial == op->dtype)
-        memcpy(out, op->in, dtrain__op_bytes(op));
-    else
-        dtrain_convert(op->in, op->dtype, out, partial, op->count);
+    const unsigned char *in = (const unsigned char *)op->in + begin * (dtrain_dtype_bits(op->dtype) / 8);
+    if (partial != op->dtype)
+        dtrain_convert(in, op->dtype, out, partial, count);
+    else if (in != out && count > 0)
+        memcpy(out, in, count * dtrain__message_width(op));
 }
 
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
-    if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched)
+    if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
         comm->broken = op->error;
+        if (comm->transport.fail != NULL)
+            comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
+    }
+    return 1;
+}
+
+static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t piece = dtrain__plan_block_count(comm, op) * dtrain__message_width(op);
+    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
+        return 0;
+    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
+        return dtrain__message_dtype(op) == op->dtype ? piece : 2 * piece;
+    return 2 * dtrain__message_half(op);
+}
+
+static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t bytes = dtrain__message_scratch(comm, op);
+    if (comm->scratch_bytes >= bytes)
+        return 1;
+    unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (scratch == NULL) {
+        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
+                     dtrain__op_text(comm, op).text, comm->rank, bytes);
+        return 0;
+    }
+    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    comm->scratch = scratch;
+    comm->scratch_bytes = bytes;
     return 1;
 }
 
 /* Returns 1 when the operation has ended already. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t half = dtrain__message_half(op), width = dtrain__message_width(op), begin, shard;
-    int point_to_point = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
-    if (point_to_point)
+    size_t width = dtrain__message_width(op), begin, shard;
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
+    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
         op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
     else
         op->number = comm->number + 1;
@@ -179,19 +81,10 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
-    if (comm->scratch == NULL || comm->scratch_bytes < 2 * half) {
-        unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, 2 * half);
-        if (scratch == NULL) {
-            dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
-                         dtrain__op_text(comm, op).text, comm->rank, 2 * half);
-            return 1;
-        }
-        dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
-        comm->scratch = scratch;
-        comm->scratch_bytes = 2 * half;
-    }
-    if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && op->count > 0)
-        dtrain__message_widen(op, comm->scratch);
+    if (!dtrain__message_reserve(comm, op))
+        return 1;
+    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
+        dtrain__message_widen(op, 0, op->count, comm->scratch);
     if (op->kind == DTRAIN__ALL_GATHER) {
         shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
         if (shard > 0)
@@ -204,9 +97,10 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
     size_t begin = 0, n = op->count, width = dtrain__message_width(op);
+    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
     if (op->kind == DTRAIN__REDUCE_SCATTER)
         n = dtrain_split(op->count, comm->size, comm->rank, &begin);
-    if ((op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER) && n > 0)
+    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
         dtrain__fold_finish(op->dtype, op->op, comm->size, comm->scratch + begin * width, op->out, n);
     if (op->kind == DTRAIN__SEND)
         comm->sent[op->root] = op->number;
@@ -217,40 +111,80 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Moves one direction of a step; *done counts header and payload. Returns what the transport returned. */
-static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, dtrain__step *step, int sending,
-                                          int64_t deadline_ns)
+/* What a halving-doubling does on this rank before a step: loads a piece, or turns its own sums into results. */
+static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t *done = sending ? &op->sent : &op->received, moved, want, offset;
-    int peer = sending ? step->to : step->from;
-    size_t payload = sending ? step->send_bytes : step->recv_bytes;
-    unsigned char *header = sending ? comm->header_out : comm->header_in;
-    dtrain_status status = DTRAIN_OK;
-    while (status == DTRAIN_OK && *done < sizeof(dtrain__message_header) + payload) {
-        int in_header = *done < sizeof(dtrain__message_header);
-        offset = in_header ? *done : *done - sizeof(dtrain__message_header);
-        want = (in_header ? sizeof(dtrain__message_header) : payload) - offset;
-        moved = 0;
-        if (sending)
-            status = comm->transport.send(comm->transport.self, peer, (in_header ? header : step->send) + offset, want,
-                                          deadline_ns, &moved);
-        else
-            status = comm->transport.recv(comm->transport.self, peer, (in_header ? header : step->recv) + offset, want,
-                                          deadline_ns, &moved);
-        *done += moved;
-        op->touched |= moved > 0;
-        if (!sending && in_header && *done == sizeof(dtrain__message_header)) {
-            dtrain__message_header came;
-            dtrain__call mine = dtrain__op_call(comm, op);
-            memcpy(&came, header, sizeof came);
-            if (came.magic != DTRAIN__MESSAGE_MAGIC)
-                return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
-                                    dtrain__op_text(comm, op).text, peer);
-            if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.step != op->at || came.bytes != payload)
-                return dtrain__op_mismatch(comm, op, peer, &came.call);
-        }
+    dtrain__halving at;
+    if (op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING || !dtrain__plan_where(comm, op, op->at, &at))
+        return;
+    if (at.step == 0)
+        dtrain__message_widen(op, at.begin, at.n, at.held);
+    if (at.step == at.up && at.blocks.previous_size == 0) {
+        dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
+                            at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
     }
-    return status;
+}
+
+/* The next run of bytes of one direction of a step. */
+static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
+{
+    size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
+    size_t header = sizeof(dtrain__message_header), offset = done - header, run;
+    unsigned char *small = sending ? comm->message_out : comm->message_in;
+    dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0};
+    if (payload <= DTRAIN__MESSAGE_SMALL) {
+        next.bytes = header + payload - done;
+    } else if (done < header) {
+        next.bytes = header - done;
+    } else if (sending) {
+        memcpy(&next.data, &step->send, sizeof next.data);
+        next.data += offset;
+        next.bytes = payload - offset;
+    } else {
+        run = step->fold_early ? DTRAIN__MESSAGE_CHUNK - offset % DTRAIN__MESSAGE_CHUNK : payload - offset;
+        next.data = step->recv + offset;
+        next.bytes = run < payload - offset ? run : payload - offset;
+    }
+    return next;
+}
+
+/* Compares the header that has come with the call that this rank made. */
+static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    dtrain__message_header came;
+    dtrain__call mine = dtrain__op_call(comm, op);
+    memcpy(&came, comm->message_in, sizeof came);
+    if (came.magic != DTRAIN__MESSAGE_MAGIC)
+        return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
+                            dtrain__op_text(comm, op).text, step->from);
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag || came.bytes != step->recv_bytes)
+        return dtrain__op_mismatch(comm, op, step->from, &came.call);
+    return DTRAIN_OK;
+}
+
+/* Counts what moved in one direction; checks a header that is whole now, folds a chunk that is. */
+static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
+                                          size_t moved)
+{
+    size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
+    size_t payload = sending ? step->send_bytes : step->recv_bytes;
+    *done += moved;
+    op->touched |= moved > 0;
+    if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
+        return op->error.status;
+    if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
+        ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
+        size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
+        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv + begin,
+                          (end - begin) / dtrain__message_width(op));
+    }
+    if (*done < header + payload)
+        return DTRAIN_OK;
+    if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
+        memcpy(step->recv, comm->message_in + header, payload);
+    *done = SIZE_MAX; /* this direction is complete */
+    return DTRAIN_OK;
 }
 
 /* Records why a step failed; the transport's text, where it has one, says more than ours. */
@@ -267,35 +201,80 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-/* Does both directions of a step: in a safe order when it may wait, else whatever moves. 1: ended by an error. */
-static int dtrain__message_step(dtrain_comm *comm, dtrain__op *op, dtrain__step *step, int64_t deadline_ns)
+static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
-    for (int turn = 0; turn < 2; turn++) {
-        int sending = (turn == 0) == (step->send_first || step->from < 0), peer = sending ? step->to : step->from;
-        size_t *done = sending ? &op->sent : &op->received;
-        if (peer < 0 || *done == SIZE_MAX)
-            continue;
-        if (sending && *done == 0) {
-            header.magic = DTRAIN__MESSAGE_MAGIC;
-            header.call = dtrain__op_call(comm, op);
-            header.step = op->at;
-            header.bytes = step->send_bytes;
-            memcpy(comm->header_out, &header, sizeof header);
-        }
-        dtrain__thread_error.status = DTRAIN_OK;
-        dtrain_status status = dtrain__message_move(comm, op, step, sending, deadline_ns);
-        if (status == DTRAIN_ERR_TIMEOUT) {
-            op->awaited = peer;
-            if (deadline_ns != 0)
-                return 0;
-            continue;
-        }
-        if (status != DTRAIN_OK)
-            return dtrain__message_failed(comm, op, status, peer);
-        *done = SIZE_MAX;
+    header.magic = DTRAIN__MESSAGE_MAGIC;
+    header.call = dtrain__op_call(comm, op);
+    header.tag = step->tag;
+    header.bytes = step->send_bytes;
+    memcpy(comm->message_out, &header, sizeof header);
+    if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
+        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+}
+
+/* Moves both directions together until the step is done or wait_ns. Returns as dtrain_transport.exchange. */
+static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
+                                              int64_t wait_ns)
+{
+    for (;;) {
+        int out = step->to >= 0 && op->sent != SIZE_MAX, in = step->from >= 0 && op->received != SIZE_MAX;
+        dtrain_transfer sending = {-1, NULL, 0, 0}, receiving = {-1, NULL, 0, 0};
+        dtrain_status status, taken = DTRAIN_OK;
+        if (!out && !in)
+            return DTRAIN_OK;
+        if (out)
+            sending = dtrain__message_next(comm, op, step, 1);
+        if (in)
+            receiving = dtrain__message_next(comm, op, step, 0);
+        status = comm->transport.exchange(comm->transport.self, out ? &sending : NULL, in ? &receiving : NULL, wait_ns);
+        if (out)
+            dtrain__message_took(comm, op, step, 1, sending.moved);
+        if (in)
+            taken = dtrain__message_took(comm, op, step, 0, receiving.moved);
+        op->awaited = in && op->received != SIZE_MAX ? step->from : step->to;
+        if (taken != DTRAIN_OK || status != DTRAIN_OK)
+            return taken != DTRAIN_OK ? taken : status;
     }
-    return 0;
+}
+
+/* Moves one direction by send or recv alone. Returns what the transport returned. */
+static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
+                                          int64_t wait_ns)
+{
+    size_t *done = sending ? &op->sent : &op->received;
+    dtrain_transport *transport = &comm->transport;
+    while (*done != SIZE_MAX) {
+        dtrain_transfer next = dtrain__message_next(comm, op, step, sending);
+        dtrain_status status =
+            sending ? transport->send(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved)
+                    : transport->recv(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved);
+        dtrain_status taken = dtrain__message_took(comm, op, step, sending, next.moved);
+        if (taken != DTRAIN_OK || status != DTRAIN_OK)
+            return taken != DTRAIN_OK ? taken : status;
+    }
+    return DTRAIN_OK;
+}
+
+/* Does both directions of a step by send and recv: in a safe order when it may wait, else whatever moves. */
+static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
+                                             int64_t wait_ns)
+{
+    dtrain_status status, result = DTRAIN_OK;
+    for (int turn = 0; turn < 2; turn++) {
+        int sending = (turn == 0) == (step->send_first || step->from < 0);
+        int peer = sending ? step->to : step->from;
+        if (peer < 0)
+            continue;
+        status = dtrain__message_move(comm, op, step, sending, wait_ns);
+        if (status == DTRAIN_OK)
+            continue;
+        op->awaited = peer;
+        result = status;
+        if (status != DTRAIN_ERR_TIMEOUT || wait_ns != 0)
+            break;
+    }
+    return result;
 }
 
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
@@ -305,13 +284,24 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
     while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
-        if (dtrain__message_step(comm, op, &step, wait_ns))
-            return 1;
-        if ((step.to >= 0 && op->sent != SIZE_MAX) || (step.from >= 0 && op->received != SIZE_MAX))
+        if (op->sent == 0 && op->received == 0 && !op->entered) {
+            dtrain__message_enter(comm, op);
+            if (step.to >= 0)
+                dtrain__message_write_header(comm, op, &step);
+            op->entered = 1;
+        }
+        dtrain__thread_error.status = DTRAIN_OK;
+        dtrain_status status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, &step, wait_ns)
+                                                                : dtrain__message_in_turn(comm, op, &step, wait_ns);
+        if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
             return 0;
-        if (step.fold != NULL && step.fold_count > 0)
+        if (status != DTRAIN_OK)
+            return dtrain__message_failed(comm, op, status, op->awaited);
+        if (step.fold != NULL && step.fold_count > 0 &&
+            !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
             dtrain__fold_pair(dtrain__message_dtype(op), op->op, step.fold, step.recv, step.fold_count);
         op->sent = op->received = 0;
+        op->entered = 0;
         op->at++;
     }
     return dtrain__message_end(comm, op);

@@ -10,9 +10,12 @@
 #include "../base/wait.c"
 #include "../tensor/fold.c"
 #include "../transport/threads.c"
+#include "../transport/socket.c"
 #include "comm.h"
 
 #define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
+#define DTRAIN__MESSAGE_BYTES (96 + DTRAIN__MESSAGE_SMALL)
 
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
@@ -52,7 +55,8 @@ typedef struct dtrain__op {
     int awaited;   /* the peer it awaits, or -1 */
     int touched;   /* peers may be inside this rank's buffers, or bytes have moved */
     size_t at;     /* progress inside the phase */
-    size_t sent, received; /* bytes of the current message step, headers included */
+    int entered;   /* the current step has been prepared */
+    size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
 
@@ -68,6 +72,10 @@ typedef struct dtrain__service dtrain__service;
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
+    dtrain__socket *socket; /* of a group of processes; NULL: another transport */
+    int forming;            /* such a group is not complete yet */
+    int64_t started_ns, form_deadline_ns;
+    pid_t process;          /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
@@ -77,7 +85,7 @@ struct dtrain_comm {
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;     /* size pointers each, for folds */
     void **outs;
-    unsigned char header_out[96], header_in[96]; /* of the message under way, in either direction */
+    unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     size_t scratch_bytes;
     int64_t blocked_ns;
@@ -181,8 +189,11 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d; %s", mine.text,
-                        comm->rank, seconds, op->awaited,
+    char silent[64] = "";
+    if (comm->socket != NULL)
+        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
+    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
+                        comm->rank, seconds, op->awaited, silent,
                         op->touched ? "data had moved, so the group is broken"
                                     : "nothing had moved, so the call can be made again");
 }

@@ -14,6 +14,7 @@
 #include "../base/memory.c"
 #include "../base/wait.c"
 #include "transport.h"
+#include "store.c"
 
 #define DTRAIN__POST_WORDS 8
 #define DTRAIN__POST_INLINE_BYTES 1024
@@ -63,7 +64,8 @@ struct dtrain__board {
     dtrain__board_end *board_ends;
     void (*last_gone)(dtrain__board *board); /* stops the service before the board is freed */
     void *service;
-    pthread_mutex_t mutex; /* guards the service's list of ranks */
+    pthread_mutex_t mutex; /* guards the service's list of ranks, and the store */
+    dtrain__store store;
 };
 
 static int dtrain__board_broken(dtrain__board *board)
@@ -240,6 +242,7 @@ static void dtrain__board_free(dtrain__board *board)
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
+    dtrain__store_free(&board->store, allocator);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));

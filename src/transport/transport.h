@@ -13,6 +13,14 @@ extern "C" {
 /* The ranks of one address space; made by the threads transport only. */
 typedef struct dtrain__board dtrain__board;
 
+/* A run of bytes on its way to or from one peer. */
+typedef struct dtrain_transfer {
+    int peer;
+    unsigned char *data; /* read when it is sent, written when it is received */
+    size_t bytes;
+    size_t moved; /* of bytes; the transport adds to it */
+} dtrain_transfer;
+
 /* One rank's end of a transport.
  *
  * send and recv move up to `bytes` bytes of the stream to or from `peer` and set *moved, on every return,
@@ -25,7 +33,14 @@ typedef struct dtrain__board dtrain__board;
  *   another status        the transport is of no more use
  *
  * The core orders blocking calls so that sends that wait for their receivers never form a cycle. It calls from
- * one thread at a time; in poll mode only with past deadlines. */
+ * one thread at a time; in poll mode only with past deadlines. The rest is optional, and NULL where it is missing:
+ *
+ *   exchange   sends and receives at once (either may be NULL) until one of the two is complete; returns as send does
+ *   poll       looks after connections until deadline_ns or until woken; called by the service thread, which then
+ *              starts with the group, or by dtrain_comm_poll
+ *   wake       cuts a blocked poll short; any thread
+ *   fail       tells the peers that the group is broken, and why; any thread
+ *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy */
 typedef struct dtrain_transport {
     void *self; /* given to every function */
     int rank;
@@ -33,7 +48,12 @@ typedef struct dtrain_transport {
     dtrain_status (*send)(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
     dtrain_status (*recv)(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
     void (*destroy)(void *self); /* may be NULL; called once, by dtrain_comm_destroy */
-    dtrain__board *board;        /* NULL in transports of your own */
+    dtrain_status (*exchange)(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
+    void (*poll)(void *self, int64_t deadline_ns);
+    void (*wake)(void *self);
+    void (*fail)(void *self, dtrain_status why, const char *text);
+    void (*leave)(void *self, const char *why);
+    dtrain__board *board; /* NULL in transports of your own */
 } dtrain_transport;
 
 #ifdef __cplusplus

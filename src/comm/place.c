@@ -1,0 +1,337 @@
+/* ---- >>place ----
+ * Where this process stands: its rank, the world's size, the root and the token, from a desc or from the
+ * environment of one of the known launchers, and what was believed, for the texts of errors. Reads, and
+ * connects to nothing. */
+#ifndef DTRAIN__PLACE
+#define DTRAIN__PLACE
+#include "op.c"
+#include "../transport/net.c"
+#include "../transport/admission.c"
+
+typedef struct dtrain__place {
+    int rank, world_size;
+    char root[DTRAIN__ADDRESS_BYTES]; /* empty in a world of one */
+    unsigned char token[256];
+    size_t token_bytes; /* 0: none */
+    char listen_on[64]; /* empty: the interface that routes to the root */
+    int insecure;
+    int listen_fd;      /* a listening socket that rank 0 inherits, or -1 */
+    int64_t timeout_ms; /* negative: none */
+    char believed[400]; /* the variables or fields, with their values; of the token its length only */
+} dtrain__place;
+
+/* The value of a variable; an empty one counts as unset. */
+static const char *dtrain__place_get(const char *name)
+{
+    const char *value = name != NULL ? getenv(name) : NULL;
+    return value != NULL && value[0] != 0 ? value : NULL;
+}
+
+__attribute__((format(printf, 2, 3))) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
+{
+    size_t used = strlen(place->believed);
+    va_list arguments;
+    va_start(arguments, format);
+    if (used > 0 && used < sizeof place->believed - 2)
+        place->believed[used++] = ' ';
+    vsnprintf(place->believed + used, sizeof place->believed - used, format, arguments);
+    va_end(arguments);
+}
+
+static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t high, int64_t *out)
+{
+    const char *text = dtrain__place_get(name);
+    char *end = NULL;
+    long long value;
+    errno = 0;
+    value = text != NULL ? strtoll(text, &end, 10) : 0;
+    if (text == NULL || *end != 0 || errno != 0 || value < low || value > high)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%.40s: a number from %lld to %lld is expected",
+                            name, text != NULL ? text : "(unset)", (long long)low, (long long)high);
+    *out = value;
+    return DTRAIN_OK;
+}
+
+/* Reads rank and size from two variables. */
+static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, const char *size)
+{
+    int64_t r = 0, n = 0;
+    dtrain_status status;
+    if (dtrain__place_get(size) == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%s is set and %s is not; set both",  rank,
+                            dtrain__place_get(rank), size);
+    status = dtrain__place_number(size, 1, DTRAIN__MAX_RANKS, &n);
+    if (status == DTRAIN_OK)
+        status = dtrain__place_number(rank, 0, n - 1, &r);
+    place->rank = (int)r;
+    place->world_size = (int)n;
+    dtrain__place_believe(place, "%s=%d %s=%d", rank, place->rank, size, place->world_size);
+    return status;
+}
+
+enum { DTRAIN__LAUNCHER_NONE, DTRAIN__LAUNCHER_OWN, DTRAIN__LAUNCHER_TORCH, DTRAIN__LAUNCHER_SLURM,
+       DTRAIN__LAUNCHER_OPENMPI, DTRAIN__LAUNCHER_PMI, DTRAIN__LAUNCHER_KUBERNETES };
+
+/* Finds the launcher whose variables are there, and reads rank and size from them. */
+static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
+{
+    const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
+    const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    place->world_size = 1;
+    *launcher = DTRAIN__LAUNCHER_OWN;
+    if (dtrain__place_get("DTRAIN_RANK") != NULL)
+        return dtrain__place_pair(place, "DTRAIN_RANK", "DTRAIN_WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_TORCH; /* names so common that one alone means nothing */
+    if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
+        return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_SLURM;
+    if (dtrain__place_get("SLURM_PROCID") != NULL)
+        return dtrain__place_pair(place, "SLURM_PROCID", tasks);
+    *launcher = DTRAIN__LAUNCHER_OPENMPI;
+    if (dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL)
+        return dtrain__place_pair(place, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_PMI;
+    if (dtrain__place_get("PMI_RANK") != NULL)
+        return dtrain__place_pair(place, "PMI_RANK", "PMI_SIZE");
+    *launcher = DTRAIN__LAUNCHER_KUBERNETES;
+    if (dtrain__place_get("JOB_COMPLETION_INDEX") != NULL && size == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: JOB_COMPLETION_INDEX=%.20s says that this is a pod of an indexed job; set "
+                            "DTRAIN_WORLD_SIZE and DTRAIN_ROOT (host:port of pod 0), or DTRAIN_WORLD_SIZE=1 for a pod "
+                            "of its own", dtrain__place_get("JOB_COMPLETION_INDEX"));
+    if (dtrain__place_get("JOB_COMPLETION_INDEX") != NULL && strcmp(size, "1") != 0)
+        return dtrain__place_pair(place, "JOB_COMPLETION_INDEX", "DTRAIN_WORLD_SIZE");
+    *launcher = DTRAIN__LAUNCHER_NONE;
+    if (size != NULL && strcmp(size, "1") != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: DTRAIN_WORLD_SIZE=%.20s is set and no rank is; set DTRAIN_RANK", size);
+    return DTRAIN_OK;
+}
+
+/* The first host of a Slurm node list: "gpu[007-009,12]-x,b" begins with gpu007-x. */
+static int dtrain__place_first_node(const char *list, char *out, size_t capacity)
+{
+    size_t n = 0;
+    int inside = 0, skip = 0;
+    for (; *list != 0 && (inside || *list != ','); list++) {
+        if (*list == '[')
+            inside = 1;
+        else if (*list == ']')
+            inside = skip = 0;
+        else if (inside && (*list == '-' || *list == ','))
+            skip = 1;
+        else if (!skip && n + 1 < capacity)
+            out[n++] = *list;
+    }
+    out[n] = 0;
+    return n > 0;
+}
+
+/* Makes the private directory in which ranks of one host meet. */
+static dtrain_status dtrain__place_directory(char *out, size_t capacity)
+{
+    const char *base = dtrain__place_get("TMPDIR");
+    struct stat what;
+    snprintf(out, capacity, "%.60s/dtrain-%lu", base != NULL ? base : "/tmp", (unsigned long)getuid());
+    if (mkdir(out, 0700) != 0 && errno != EEXIST)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
+    if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != getuid() || (what.st_mode & 077) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "comm_create: %s must be a directory of this user that nobody else may enter", out);
+    return DTRAIN_OK;
+}
+
+/* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names. */
+static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
+{
+    char directory[128], name[48];
+    int64_t local = 0;
+    size_t n = 0;
+    if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
+        local != place->world_size)
+        return DTRAIN_OK;
+    for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
+        name[n] = (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') ||
+                          (job[n] >= 'A' && job[n] <= 'Z') ? job[n] : '_';
+    name[n] = 0;
+    if (n == 0) /* the local ranks have one parent */
+        snprintf(name, sizeof name, "p%ld", (long)getppid());
+    dtrain_status status = dtrain__place_directory(directory, sizeof directory);
+    if (status != DTRAIN_OK)
+        return status;
+    snprintf(place->root, sizeof place->root, "unix:%s/%s", directory, name);
+    dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
+    return DTRAIN_OK;
+}
+
+/* Finds the root from the environment. */
+static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
+{
+    const char *root = dtrain__place_get("DTRAIN_ROOT"), *host = dtrain__place_get("MASTER_ADDR");
+    const char *port = dtrain__place_get("MASTER_PORT"), *nodes = dtrain__place_get("SLURM_STEP_NODELIST");
+    const char *job = dtrain__place_get("PMIX_NAMESPACE");
+    char node[128];
+    int64_t number = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (root != NULL) {
+        snprintf(place->root, sizeof place->root, "%s", root);
+        dtrain__place_believe(place, "DTRAIN_ROOT=%.120s", root);
+        return strlen(root) < sizeof place->root
+                   ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
+    }
+    if (host != NULL && port != NULL) {
+        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host, port);
+        dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s", host, port);
+        return DTRAIN_OK;
+    }
+    nodes = nodes != NULL ? nodes : dtrain__place_get("SLURM_JOB_NODELIST");
+    if (launcher == DTRAIN__LAUNCHER_SLURM && nodes != NULL && dtrain__place_get("SLURM_JOB_ID") != NULL &&
+        dtrain__place_first_node(nodes, node, sizeof node)) {
+        status = dtrain__place_number("SLURM_JOB_ID", 0, INT64_MAX, &number);
+        snprintf(place->root, sizeof place->root, "%s:%d", node, 15000 + (int)(number % 10000));
+        dtrain__place_believe(place, "SLURM_JOB_NODELIST=%.80s SLURM_JOB_ID=%lld", nodes, (long long)number);
+    } else if (launcher == DTRAIN__LAUNCHER_OPENMPI) {
+        status = dtrain__place_local(place, "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                     job != NULL ? job : dtrain__place_get("OMPI_MCA_ess_base_jobid"));
+    } else if (launcher == DTRAIN__LAUNCHER_PMI) {
+        status = dtrain__place_local(place, "MPI_LOCALNRANKS", job);
+    }
+    if (status != DTRAIN_OK || place->root[0] != 0)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->rank,
+                        place->world_size, place->believed,
+                        host != NULL ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
+                                     : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
+                                                    : "DTRAIN_ROOT=host:port, the same on every rank");
+}
+
+static dtrain_status dtrain__place_set_token(dtrain__place *place, const char *token, size_t bytes, const char *from)
+{
+    if (bytes > sizeof place->token - 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s has %zu bytes; 16 to 255 are possible", from,
+                            bytes);
+    if (bytes < 16)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "comm_create: %s has %zu bytes; a token needs at least 16, which nobody can guess", from,
+                            bytes);
+    memcpy(place->token, token, bytes);
+    place->token_bytes = bytes;
+    dtrain__place_believe(place, "%s (%zu bytes)", from, bytes);
+    return DTRAIN_OK;
+}
+
+/* Takes the first line of a file. */
+static dtrain_status dtrain__place_token_file(dtrain__place *place, const char *path)
+{
+    char text[512];
+    size_t bytes = 0;
+    ssize_t n = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd >= 0)
+        while (bytes < sizeof text && ((n = read(fd, text + bytes, sizeof text - bytes)) > 0 || (n < 0 && errno == EINTR)))
+            bytes += n > 0 ? (size_t)n : 0;
+    if (fd < 0 || n < 0) {
+        int error = errno;
+        if (fd >= 0)
+            close(fd);
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: DTRAIN_TOKEN_FILE=%.200s cannot be read: %s", path,
+                            strerror(error));
+    }
+    close(fd);
+    for (size_t i = 0; i < bytes; i++)
+        if (text[i] == '\n' || text[i] == '\r')
+            bytes = i;
+    dtrain_status status = dtrain__place_set_token(place, text, bytes, "DTRAIN_TOKEN_FILE");
+    memset(text, 0, sizeof text);
+    return status;
+}
+
+/* Reads what stands beside rank, size and root. */
+static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
+{
+    const char *token = desc->token, *listen_on = desc->listen_on, *file = NULL;
+    const char *from = desc->token != NULL ? "desc.token" : "DTRAIN_TOKEN";
+    int64_t number = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (environment && token == NULL) {
+        token = dtrain__place_get("DTRAIN_TOKEN");
+        file = token == NULL ? dtrain__place_get("DTRAIN_TOKEN_FILE") : NULL;
+    }
+    if (environment && listen_on == NULL)
+        listen_on = dtrain__place_get("DTRAIN_INTERFACE");
+    snprintf(place->listen_on, sizeof place->listen_on, "%s", listen_on != NULL ? listen_on : "");
+    place->insecure = desc->insecure;
+    if (environment && !place->insecure && dtrain__place_get("DTRAIN_INSECURE") != NULL) {
+        status = dtrain__place_number("DTRAIN_INSECURE", 0, 1, &number);
+        place->insecure = (int)number;
+    }
+    place->timeout_ms = desc->timeout_ms;
+    if (status == DTRAIN_OK && environment && place->timeout_ms == 0 && dtrain__place_get("DTRAIN_TIMEOUT_MS") != NULL)
+        status = dtrain__place_number("DTRAIN_TIMEOUT_MS", -1, INT_MAX, &place->timeout_ms);
+    if (place->timeout_ms == 0)
+        place->timeout_ms = 60000;
+    place->listen_fd = -1;
+    if (status == DTRAIN_OK && environment && place->rank == 0 && dtrain__place_get("DTRAIN_LISTEN_FD") != NULL &&
+        dtrain__place_get("DTRAIN_ROOT") != NULL) {
+        status = dtrain__place_number("DTRAIN_LISTEN_FD", 0, INT_MAX, &number);
+        place->listen_fd = (int)number;
+    }
+    if (status == DTRAIN_OK && token != NULL)
+        status = dtrain__place_set_token(place, token, strlen(token), from);
+    else if (status == DTRAIN_OK && file != NULL)
+        status = dtrain__place_token_file(place, file);
+    return status;
+}
+
+static dtrain_status dtrain__place_check_root(const dtrain__place *place)
+{
+    char host[DTRAIN__ADDRESS_BYTES], port[8];
+    if (strncmp(place->root, "unix:", 5) == 0 && place->root[5] != 0 && strlen(place->root) <= 100)
+        return DTRAIN_OK;
+    if (strncmp(place->root, "unix:", 5) != 0 && dtrain__net_split(place->root, host, port) && atoi(port) <= 65535 &&
+        host[0] != 0 && (place->rank == 0 || atoi(port) > 0))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "comm_create: the root \"%.120s\" of rank %d: host:port, [address]:port or unix:/path is "
+                        "expected, a port of 1 to 65535 (0, any free one, on rank 0 only), a path of at most 95 bytes",
+                        place->root, place->rank);
+}
+
+/* Finds out where this process stands; desc may not be NULL. */
+static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_desc *desc)
+{
+    int launcher = DTRAIN__LAUNCHER_NONE, environment = desc->world_size == 0;
+    dtrain_status status = DTRAIN_OK;
+    memset(place, 0, sizeof *place);
+    if (environment) {
+        status = dtrain__place_launcher(place, &launcher);
+    } else {
+        place->rank = desc->rank;
+        place->world_size = desc->world_size;
+        if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
+            desc->rank >= desc->world_size)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "comm_create: rank %d of %d ranks; ranks count from 0, and 1 to %d are possible",
+                                desc->rank, desc->world_size, DTRAIN__MAX_RANKS);
+        dtrain__place_believe(place, "desc.rank=%d desc.world_size=%d", desc->rank, desc->world_size);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__place_rest(place, desc, environment);
+    if (status != DTRAIN_OK || place->world_size == 1)
+        return status;
+    if (desc->root != NULL) {
+        snprintf(place->root, sizeof place->root, "%s", desc->root);
+        dtrain__place_believe(place, "desc.root=%.120s", desc->root);
+        status = strlen(desc->root) < sizeof place->root
+                     ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
+    } else if (environment) {
+        status = dtrain__place_root(place, launcher);
+    } else {
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d: desc.root is needed, host:port or "
+                              "unix:/path where rank 0 listens", place->rank, place->world_size);
+    }
+    return status == DTRAIN_OK ? dtrain__place_check_root(place) : status;
+}
+
+#endif

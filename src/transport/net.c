@@ -1,0 +1,386 @@
+/* ---- >>net ----
+ * Sockets as this library wants them: non-blocking, close-on-exec, silent (no SIGPIPE), named in texts.
+ * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that a host
+ * name is looked up by the system's resolver. May call base only. */
+#ifndef DTRAIN__NET
+#define DTRAIN__NET
+#include "../base/os.c"
+#include "../base/status.c"
+
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#define DTRAIN__ADDRESS_BYTES 256
+#define DTRAIN__MAX_ADDRESSES 8 /* that one name may stand for */
+
+typedef struct dtrain__address {
+    struct sockaddr_storage storage;
+    socklen_t bytes;
+} dtrain__address;
+
+typedef struct dtrain__address_text {
+    char text[DTRAIN__ADDRESS_BYTES];
+} dtrain__address_text;
+
+static dtrain__address_text dtrain__net_text(const dtrain__address *address)
+{
+    dtrain__address_text out;
+    char host[128], port[16];
+    const struct sockaddr *any = (const struct sockaddr *)&address->storage;
+    if (address->bytes > 0 && any->sa_family == AF_UNIX) {
+        const char *path = ((const struct sockaddr_un *)(const void *)any)->sun_path;
+        int named = address->bytes > offsetof(struct sockaddr_un, sun_path) && path[0] != 0;
+        snprintf(out.text, sizeof out.text, "%s%.200s", named ? "unix:" : "a unix socket", named ? path : "");
+    } else if (address->bytes == 0 || getnameinfo(any, address->bytes, host, sizeof host, port, sizeof port,
+                                                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+        snprintf(out.text, sizeof out.text, "an unknown address");
+    } else {
+        snprintf(out.text, sizeof out.text, any->sa_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+    }
+    return out;
+}
+
+/* Whether only processes of this host can be there. */
+static int dtrain__net_is_local(const dtrain__address *address)
+{
+    const void *any = &address->storage;
+    int family = ((const struct sockaddr *)any)->sa_family;
+    if (family == AF_INET)
+        return (ntohl(((const struct sockaddr_in *)any)->sin_addr.s_addr) >> 24) == 127;
+    if (family == AF_INET6) {
+        const struct in6_addr *v6 = &((const struct sockaddr_in6 *)any)->sin6_addr;
+        return IN6_IS_ADDR_LOOPBACK(v6) || (IN6_IS_ADDR_V4MAPPED(v6) && v6->s6_addr[12] == 127);
+    }
+    return family == AF_UNIX;
+}
+
+static int dtrain__net_is_unix(const dtrain__address *address)
+{
+    return ((const struct sockaddr *)&address->storage)->sa_family == AF_UNIX;
+}
+
+static void dtrain__net_set_port(dtrain__address *address, int port)
+{
+    struct sockaddr *any = (struct sockaddr *)&address->storage;
+    if (any->sa_family == AF_INET)
+        ((struct sockaddr_in *)(void *)any)->sin_port = htons((uint16_t)port);
+    else if (any->sa_family == AF_INET6)
+        ((struct sockaddr_in6 *)(void *)any)->sin6_port = htons((uint16_t)port);
+}
+
+static int dtrain__net_port(const dtrain__address *address)
+{
+    const void *any = &address->storage;
+    int family = ((const struct sockaddr *)any)->sa_family;
+    if (family == AF_INET)
+        return ntohs(((const struct sockaddr_in *)any)->sin_port);
+    return family == AF_INET6 ? ntohs(((const struct sockaddr_in6 *)any)->sin6_port) : 0;
+}
+
+/* The same family with no host: every address of this machine. */
+static void dtrain__net_set_any(dtrain__address *address)
+{
+    struct sockaddr *any = (struct sockaddr *)&address->storage;
+    if (any->sa_family == AF_INET)
+        ((struct sockaddr_in *)(void *)any)->sin_addr.s_addr = htonl(INADDR_ANY);
+    else if (any->sa_family == AF_INET6)
+        ((struct sockaddr_in6 *)(void *)any)->sin6_addr = in6addr_any;
+}
+
+static dtrain_status dtrain__net_unix_address(dtrain__address *address, const char *path)
+{
+    struct sockaddr_un *local = (struct sockaddr_un *)(void *)&address->storage;
+    size_t bytes = strlen(path);
+    memset(address, 0, sizeof *address);
+    if (bytes == 0 || bytes >= sizeof local->sun_path)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "unix:%.120s: a path of 1 to %zu bytes is possible, this has %zu",
+                            path, sizeof local->sun_path - 1, bytes);
+    local->sun_family = AF_UNIX;
+    memcpy(local->sun_path, path, bytes + 1);
+    address->bytes = (socklen_t)sizeof *local;
+    return DTRAIN_OK;
+}
+
+/* Cuts "host:port" or "[host]:port" in two. Returns 0 when it is neither. */
+static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
+{
+    const char *colon = strrchr(text, ':'), *first = text, *last = colon;
+    if (colon == NULL || strlen(colon + 1) > 5 || colon[1] == 0)
+        return 0;
+    if (*text == '[' && colon > text && colon[-1] == ']') {
+        first++;
+        last--;
+    }
+    if ((size_t)(last - first) >= DTRAIN__ADDRESS_BYTES || (first == text && memchr(first, ':', (size_t)(last - first))))
+        return 0;
+    memcpy(host, first, (size_t)(last - first));
+    host[last - first] = 0;
+    memcpy(port, colon + 1, strlen(colon + 1) + 1);
+    for (const char *digit = port; *digit != 0; digit++)
+        if (*digit < '0' || *digit > '9')
+            return 0;
+    return 1;
+}
+
+/* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. */
+static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out, int *count)
+{
+    char host[DTRAIN__ADDRESS_BYTES], port[8];
+    struct addrinfo hints, *list = NULL;
+    int error;
+    *count = 0;
+    if (strncmp(text, "unix:", 5) == 0) {
+        *count = 1;
+        return dtrain__net_unix_address(out, text + 5);
+    }
+    if (!dtrain__net_split(text, host, port))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "\"%.200s\" is no address: host:port, [address]:port or unix:/path is expected", text);
+    memset(&hints, 0, sizeof hints);
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = host[0] == 0 ? AI_PASSIVE : 0;
+    error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text, gai_strerror(error));
+    for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
+        if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->storage)
+            continue;
+        memset(&out[*count], 0, sizeof *out);
+        memcpy(&out[*count].storage, at->ai_addr, at->ai_addrlen);
+        out[(*count)++].bytes = at->ai_addrlen;
+    }
+    freeaddrinfo(list);
+    return *count > 0 ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address", text);
+}
+
+/* The address of interface `name`, or the address that name spells, of `family` where it has one. */
+static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
+{
+    struct ifaddrs *list = NULL;
+    char spelled[DTRAIN__ADDRESS_BYTES];
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count = 0, best = 0;
+    if (getifaddrs(&list) == 0) {
+        for (struct ifaddrs *at = list; at != NULL; at = at->ifa_next) {
+            int kind = at->ifa_addr != NULL && strcmp(at->ifa_name, name) == 0 ? at->ifa_addr->sa_family : 0;
+            int rank = kind == family ? 2 : 1;
+            if ((kind != AF_INET && kind != AF_INET6) || rank <= best)
+                continue;
+            memset(out, 0, sizeof *out);
+            out->bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
+            memcpy(&out->storage, at->ifa_addr, out->bytes);
+            best = rank;
+        }
+        freeifaddrs(list);
+    }
+    if (best > 0)
+        return DTRAIN_OK;
+    snprintf(spelled, sizeof spelled, strchr(name, ':') != NULL ? "[%.200s]:0" : "%.200s:0", name);
+    if (dtrain__net_resolve(spelled, found, &count) != DTRAIN_OK)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.100s\" is neither an interface of this host nor an address",
+                            name);
+    *out = found[0];
+    return DTRAIN_OK;
+}
+
+/* Gives a descriptor the manners that every one has here. Returns 0 or an errno. */
+static int dtrain__net_manners(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) < 0)
+        return errno;
+#ifdef SO_NOSIGPIPE
+    int one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
+#endif
+    return 0;
+}
+
+static int dtrain__net_socket(int family, int *fd)
+{
+    int error;
+#ifdef SOCK_CLOEXEC
+    *fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+#else
+    *fd = socket(family, SOCK_STREAM, 0);
+#endif
+    if (*fd < 0)
+        return errno;
+    error = dtrain__net_manners(*fd);
+    if (error != 0) {
+        close(*fd);
+        *fd = -1;
+    }
+    return error;
+}
+
+/* Settings of a connected socket: send at once; on one host a plain congestion control, which costs least. */
+static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
+{
+    int one = 1, buffer = (int)buffer_bytes;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+#ifdef TCP_CONGESTION
+    if (same_host && setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+#else
+    (void)same_host;
+#endif
+    if (buffer > 0) {
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
+        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+    }
+}
+
+/* Removes a unix socket that nobody listens on any more. */
+static void dtrain__net_remove_stale(const dtrain__address *address)
+{
+    const char *path = ((const struct sockaddr_un *)(const void *)&address->storage)->sun_path;
+    struct stat what;
+    int fd;
+    if (lstat(path, &what) != 0 || !S_ISSOCK(what.st_mode) || dtrain__net_socket(AF_UNIX, &fd) != 0)
+        return;
+    if (connect(fd, (const struct sockaddr *)&address->storage, address->bytes) != 0 && errno == ECONNREFUSED)
+        unlink(path);
+    close(fd);
+}
+
+/* Binds and listens; *address becomes what it is bound to. Returns 0 or an errno. */
+static int dtrain__net_listen(dtrain__address *address, int *fd)
+{
+    struct sockaddr *any = (struct sockaddr *)&address->storage;
+    int one = 1, error = dtrain__net_socket(any->sa_family, fd);
+    if (error != 0)
+        return error;
+    if (any->sa_family == AF_UNIX)
+        dtrain__net_remove_stale(address);
+    else
+        setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0) {
+        address->bytes = (socklen_t)sizeof address->storage;
+        if (getsockname(*fd, any, &address->bytes) == 0)
+            return 0;
+    }
+    error = errno;
+    close(*fd);
+    *fd = -1;
+    return error;
+}
+
+/* Starts a connection; it is made, or has failed, when the descriptor is writable. Returns 0 or an errno. */
+static int dtrain__net_connect(const dtrain__address *address, int *fd)
+{
+    const struct sockaddr *any = (const struct sockaddr *)&address->storage;
+    int error = dtrain__net_socket(any->sa_family, fd);
+    if (error != 0)
+        return error;
+    if (connect(*fd, any, address->bytes) == 0 || errno == EINPROGRESS || errno == EINTR)
+        return 0;
+    error = errno;
+    close(*fd);
+    *fd = -1;
+    return error;
+}
+
+/* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
+static int dtrain__net_connected(int fd)
+{
+    struct pollfd one;
+    int error = 0;
+    socklen_t bytes = sizeof error;
+    one.fd = fd;
+    one.events = POLLOUT;
+    one.revents = 0;
+    if (poll(&one, 1, 0) <= 0)
+        return EINPROGRESS;
+    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 ? errno : error;
+}
+
+/* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */
+static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
+{
+    int error;
+    memset(peer, 0, sizeof *peer);
+    peer->bytes = (socklen_t)sizeof peer->storage;
+#if defined(__linux__) && defined(__NR_accept4) /* the C library hides accept4 from standard C */
+    *fd = (int)syscall(__NR_accept4, listener, &peer->storage, &peer->bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
+#else
+    *fd = accept(listener, (struct sockaddr *)&peer->storage, &peer->bytes);
+#endif
+    if (*fd < 0)
+        return errno == EWOULDBLOCK || errno == EINTR || errno == ECONNABORTED ? EAGAIN : errno;
+    error = dtrain__net_manners(*fd);
+    if (error != 0)
+        close(*fd);
+    return error;
+}
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
+
+/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno). */
+static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes)
+{
+    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS))
+        return 0;
+    return n;
+}
+
+/* Receives what is there: as dtrain__net_send; the peer's orderly close is -1 with errno 0. */
+static ssize_t dtrain__net_recv(int fd, void *data, size_t bytes)
+{
+    ssize_t n = recv(fd, data, bytes, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+        return 0;
+    if (n == 0) {
+        errno = 0;
+        return -1;
+    }
+    return n;
+}
+
+static const char *dtrain__net_why(int error)
+{
+    return error == 0 ? "it was closed" : strerror(error);
+}
+
+/* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */
+static int dtrain__net_pipe(int ends[2])
+{
+    int error;
+#if defined(__linux__) && defined(__NR_pipe2)
+    if (syscall(__NR_pipe2, ends, O_CLOEXEC | O_NONBLOCK) != 0)
+        return errno;
+#else
+    if (pipe(ends) != 0)
+        return errno;
+#endif
+    error = dtrain__net_manners(ends[0]);
+    if (error == 0)
+        error = dtrain__net_manners(ends[1]);
+    return error;
+}
+
+static void dtrain__net_poke(int fd)
+{
+    ssize_t ignored = write(fd, "", 1);
+    (void)ignored; /* a full pipe wakes as well */
+}
+
+static void dtrain__net_drain(int fd)
+{
+    char bytes[64];
+    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes)
+        continue;
+}
+
+#endif

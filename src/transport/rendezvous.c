@@ -1,0 +1,570 @@
+/* ---- >>rendezvous ----
+ * How a group forms and how its connections are made. Rank 0 listens at the root address; every other rank
+ * reaches it, proves itself, listens on the way that led there, and tells its own address; when all have come,
+ * rank 0 sends the table of all. Later connections for data are made by whoever needs them first; of two made
+ * at once, the lower rank's stays. hub_step() is all of it: one poll(), then whatever can be done now. */
+#ifndef DTRAIN__RENDEZVOUS
+#define DTRAIN__RENDEZVOUS
+#include "hub.c"
+
+static void dtrain__hub_free_door(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__door_close(door);
+    dtrain__free(hub->allocator, door, sizeof *door);
+}
+
+static dtrain__door *dtrain__hub_new_door(dtrain__hub *hub, const dtrain__address *peer)
+{
+    dtrain__door *door = (dtrain__door *)dtrain__alloc(hub->allocator, sizeof *door);
+    if (door == NULL)
+        return NULL;
+    door->fd = -1;
+    door->expires_ns = dtrain__os_now_ns() + DTRAIN__DOOR_NS;
+    snprintf(door->peer_name, sizeof door->peer_name, "%s", dtrain__net_text(peer).text);
+    return door;
+}
+
+/* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
+static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, int lane,
+                                         const dtrain__address *address)
+{
+    dtrain__door *door = dtrain__hub_new_door(hub, address);
+    int error = ENOMEM;
+    if (door != NULL)
+        error = dtrain__net_connect(address, &door->fd);
+    if (error != 0) {
+        if (door != NULL)
+            dtrain__hub_free_door(hub, door);
+        errno = error;
+        return NULL;
+    }
+    door->peer = peer;
+    door->purpose = purpose;
+    door->lane = lane;
+    return door;
+}
+
+/* Where `peer` listens for data. */
+static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
+{
+    dtrain__member *member = &hub->members[peer];
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count;
+    if (peer == 0) {
+        *out = hub->reached;
+        return 1;
+    }
+    if (member->address[0] != ':') {
+        if (dtrain__net_resolve(member->address, found, &count) != DTRAIN_OK)
+            return 0;
+        *out = found[0];
+        return 1;
+    }
+    *out = hub->reached;
+    if (hub->rank == 0) {
+        out->bytes = (socklen_t)sizeof out->storage;
+        if (getpeername(member->control.fd, (struct sockaddr *)&out->storage, &out->bytes) != 0)
+            return 0;
+    }
+    dtrain__net_set_port(out, atoi(member->address + 1));
+    return 1;
+}
+
+static size_t dtrain__hub_buffer(const dtrain__hub *hub)
+{
+    return hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0;
+}
+
+static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
+{
+    return hub->members[peer].host == hub->members[hub->rank].host;
+}
+
+/* Takes a connection that was just admitted for data. Returns 0 when the lane cannot go on with it. */
+static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+        lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
+    if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
+        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
+        return 0;
+    }
+    dtrain__net_tune(door->fd, dtrain__hub_same_host(hub, door->peer), dtrain__hub_buffer(hub));
+    door->fd = -1;
+    lane->linked = 1;
+    lane->wanted = 0;
+    lane->down_ns = 0;
+    return 1;
+}
+
+static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__member *member = &hub->members[door->peer];
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+        member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
+    if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
+        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
+        return;
+    }
+    dtrain__net_tune(door->fd, 0, dtrain__hub_buffer(hub));
+    door->fd = -1;
+    member->expected = 0;
+    member->heard_ns = dtrain__os_now_ns();
+}
+
+/* Opens this rank's own listener where its control connection goes out, and says so to rank 0. */
+static dtrain_status dtrain__hub_join(dtrain__hub *hub)
+{
+    dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
+    dtrain__address *here = &hub->listening;
+    int error = 0, local;
+    here->bytes = (socklen_t)sizeof here->storage;
+    if (getsockname(root->control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
+    local = dtrain__net_is_local(here);
+    if (dtrain__net_is_unix(&hub->reached)) {
+        char path[DTRAIN__ADDRESS_BYTES];
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
+        if (dtrain__net_unix_address(here, path) != DTRAIN_OK)
+            return dtrain__report(&dtrain__thread_error);
+    } else {
+        if (hub->listen_on[0] != 0) {
+            int family = ((struct sockaddr *)&here->storage)->sa_family;
+            if (dtrain__net_interface(hub->listen_on, family, here) != DTRAIN_OK)
+                return dtrain__thread_error.status;
+            local = 0;
+        } else if (local && hub->keys.token_bytes > 0 && strncmp(hub->root, "127.", 4) != 0 &&
+                   strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0) {
+            dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+        }
+        dtrain__net_set_port(here, 0);
+    }
+    error = dtrain__net_listen(here, &hub->listener);
+    if (error != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
+                            dtrain__net_text(here).text, strerror(error));
+    if (local && !dtrain__net_is_unix(here))
+        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(here));
+    else
+        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(here).text);
+    root->joined = 1;
+    size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
+    dtrain__give_text(hub, &root->out, 1, self->address);
+    dtrain__give(hub, &root->out, self->host, 8);
+    dtrain__give_text(hub, &root->out, 1, self->name);
+    dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
+    dtrain__give_text(hub, &root->out, 2, hub->believed);
+    dtrain__frame_close(root, begin);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: when all have joined, tells everyone where everyone is. */
+static void dtrain__hub_complete(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        if (!hub->members[rank].joined)
+            return;
+    for (int to = 1; to < hub->size; to++) {
+        dtrain__member *member = &hub->members[to];
+        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_TABLE);
+        dtrain__give(hub, &member->out, (uint64_t)hub->size, 4);
+        dtrain__give(hub, &member->out, (uint64_t)hub->connections, 1);
+        for (int rank = 0; rank < hub->size; rank++) {
+            dtrain__give_text(hub, &member->out, 1, hub->members[rank].address);
+            dtrain__give(hub, &member->out, hub->members[rank].host, 8);
+            dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
+        }
+        dtrain__frame_close(member, begin);
+    }
+    hub->formed = 1;
+    dtrain__hub_tell(hub);
+}
+
+static void dtrain__hub_refuse(dtrain__hub *hub, dtrain__door *door, dtrain_status status, const char *text)
+{
+    dtrain__door_answer(door, &hub->keys, status, text);
+    if (!hub->formed) {
+        snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
+        dtrain__log(DTRAIN_LOG_WARN, "rank %d: %s", hub->rank, door->error.text);
+    }
+}
+
+/* A proved peer wants its control connection: to join, or to go on. */
+static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    dtrain__member *member = &hub->members[door->peer];
+    int again = hub->formed && member->expected;
+    if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+        dtrain__stream_cut(&member->control); /* the peer saw the reset first */
+        again = 1;
+    }
+    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+        door->received = member->control.received;
+        dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+        return;
+    }
+    if (hub->formed) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "the group is complete and runs");
+        return;
+    }
+    if (member->control.fd >= 0) {
+        snprintf(text, sizeof text, "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
+                 "a rank of its own", door->peer, member->name[0] != 0 ? member->name : "another process",
+                 door->peer_name);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+        return;
+    }
+    member->control.sent = member->control.received = 0;
+    door->received = 0;
+    door->peer_received = 0;
+    dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+}
+
+/* A proved peer wants to send and receive data. */
+static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__lane *lane;
+    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || !hub->formed || door->lane < 0 ||
+        door->lane >= hub->connections) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "this is another run's group");
+        return;
+    }
+    lane = &hub->members[door->peer].lanes[door->lane];
+    if ((lane->door != NULL && hub->rank < door->peer) || (lane->stream.fd >= 0 && hub->reconnect_ns == 0) ||
+        (lane->linked && hub->reconnect_ns == 0)) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
+        return;
+    }
+    if (lane->door != NULL)
+        dtrain__hub_free_door(hub, lane->door);
+    lane->door = NULL;
+    dtrain__stream_cut(&lane->stream);
+    door->received = lane->stream.received;
+    dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+}
+
+/* The peer has proved that it holds the token; what it said in its hello is looked at now. */
+static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    if (door->peer_world != hub->size) {
+        snprintf(text, sizeof text, "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
+                 "every process the same world size", door->peer, door->peer_name, door->peer_world, hub->rank,
+                 hub->size);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+    } else if (door->peer < 0 || door->peer >= hub->size || door->peer == hub->rank ||
+               dtrain__get_le(door->hello + 16, 4) != (uint64_t)hub->rank) {
+        snprintf(text, sizeof text, "rank %d at %.80s wants rank %u, and this is rank %d of %d", door->peer,
+                 door->peer_name, (unsigned)dtrain__get_le(door->hello + 16, 4), hub->rank, hub->size);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+    } else if (door->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0) {
+        dtrain__hub_admit_control(hub, door);
+    } else if (door->purpose == DTRAIN__PURPOSE_DATA) {
+        dtrain__hub_admit_data(hub, door);
+    } else {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
+    }
+}
+
+/* Advances one inbound connection; returns 0 when it is done with. */
+static int dtrain__hub_step_door(dtrain__hub *hub, dtrain__door *door, int64_t now)
+{
+    dtrain__door_step(door, &hub->keys);
+    if (door->state == DTRAIN__DOOR_PROVED) {
+        dtrain__hub_admit(hub, door);
+        dtrain__door_step(door, &hub->keys);
+    }
+    if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes) {
+        if (door->error.status == DTRAIN_OK && door->purpose == DTRAIN__PURPOSE_CONTROL)
+            dtrain__hub_adopt_control(hub, door);
+        else if (door->error.status == DTRAIN_OK)
+            dtrain__hub_adopt_data(hub, door);
+        else if (door->error.status == DTRAIN_ERR_DENIED && now - hub->told_ns > 1000000000) {
+            hub->told_ns = now; /* a flood of strangers writes one line a second */
+            snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
+            dtrain__log(DTRAIN_LOG_WARN, "rank %d: %s", hub->rank, door->error.text);
+        } else if (!hub->formed && door->error.status == DTRAIN_ERR_MISMATCH)
+            snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
+        if (door->error.status == DTRAIN_OK)
+            dtrain__hub_tell(hub);
+        return 0;
+    }
+    return door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns;
+}
+
+static void dtrain__hub_step_doors(dtrain__hub *hub, int64_t now)
+{
+    for (dtrain__door **at = &hub->doors, *door; (door = *at) != NULL;) {
+        if (dtrain__hub_step_door(hub, door, now)) {
+            at = &door->next;
+            continue;
+        }
+        *at = door->next;
+        hub->inbound--;
+        dtrain__hub_free_door(hub, door);
+    }
+}
+
+/* Takes waiting connections. A stranger holds one door for a few seconds; when all are held, the oldest goes. */
+static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
+{
+    for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__DOORS; i++) {
+        dtrain__address peer;
+        dtrain__door *door, **last = &hub->doors;
+        int fd, error = dtrain__net_accept(hub->listener, &fd, &peer);
+        if (error == EAGAIN)
+            return;
+        if (error != 0) {
+            hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
+            dtrain__log(DTRAIN_LOG_WARN, "rank %d cannot accept a connection (%s); this process may open more "
+                        "descriptors after \"ulimit -n\" with a higher number", hub->rank, strerror(error));
+            return;
+        }
+        door = dtrain__hub_new_door(hub, &peer);
+        if (door == NULL) {
+            close(fd);
+            return;
+        }
+        door->fd = fd;
+        door->state = DTRAIN__DOOR_HELLO;
+        while (*last != NULL)
+            last = &(*last)->next;
+        *last = door;
+        if (++hub->inbound > DTRAIN__DOORS) {
+            door = hub->doors;
+            hub->doors = door->next;
+            hub->inbound--;
+            dtrain__hub_free_door(hub, door);
+        }
+    }
+}
+
+/* Other ranks than 0: reaches rank 0, as often as it takes. */
+static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
+{
+    dtrain__member *root = &hub->members[0];
+    dtrain__door *door = hub->root_door;
+    if (hub->rank == 0 || root->control.fd >= 0 || root->left || hub->broken)
+        return;
+    if (door == NULL && now >= hub->root_retry_ns) {
+        dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
+        hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
+        hub->root_retry_ns = now + hub->root_wait_ns;
+        door = hub->root_door = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, 0, address);
+        if (door == NULL)
+            dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
+                         strerror(errno));
+        else
+            door->received = root->control.received, hub->reached = *address;
+    }
+    if (door == NULL)
+        return;
+    dtrain__door_step(door, &hub->keys);
+    if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes) {
+        if (!hub->formed)
+            memcpy(hub->keys.run, door->challenge + 16, DTRAIN__RUN_BYTES);
+        dtrain__hub_adopt_control(hub, door);
+        if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
+            dtrain__hub_end(hub, 0, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
+    } else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns) {
+        return;
+    } else {
+        if (door->state != DTRAIN__DOOR_CLOSED)
+            dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
+        hub->root_error = door->error;
+        if (door->error.status != DTRAIN_ERR_PEER_LOST) {
+            hub->cause = door->error;
+            hub->broken = 1;
+        }
+    }
+    dtrain__hub_free_door(hub, door);
+    hub->root_door = NULL;
+    dtrain__hub_tell(hub);
+}
+
+static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
+{
+    dtrain__lane *lane = &hub->members[peer].lanes[index];
+    dtrain__door *door = lane->door;
+    dtrain__address address;
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !hub->members[peer].left) {
+        lane->retry_ns = now + 50000000;
+        if (!dtrain__hub_peer_address(hub, peer, &address))
+            return;
+        door = lane->door = dtrain__hub_connect(hub, peer, DTRAIN__PURPOSE_DATA, index, &address);
+        if (door != NULL)
+            door->received = lane->stream.received;
+    }
+    if (door == NULL)
+        return;
+    dtrain__door_step(door, &hub->keys);
+    if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
+        dtrain__hub_adopt_data(hub, door);
+    else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
+        return;
+    lane->door = NULL;
+    dtrain__hub_free_door(hub, door);
+    dtrain__hub_tell(hub);
+}
+
+/* Heartbeats: sends this rank's, and judges the silence of others. */
+static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
+{
+    int64_t longest = 1200000000;
+    int suspect = -1, links = dtrain__hub_links(hub);
+    int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
+    for (int rank = 0; rank < links; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        int64_t silent = now - member->heard_ns;
+        char how[96];
+        if (rank == hub->rank || member->left || member->heard_ns == 0)
+            continue;
+        if (slept) /* this process was stopped, and cannot tell */
+            member->heard_ns = now;
+        else if (member->expected && now - member->down_ns > hub->reconnect_ns)
+            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
+        else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
+            snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone",
+                     (double)silent * 1e-9);
+            dtrain__hub_lost(hub, rank, how);
+        } else if (hub->formed && silent > longest) {
+            longest = silent;
+            suspect = rank;
+        }
+    }
+    if (hub->rank == 0 || suspect == 0) {
+        hub->suspect = suspect;
+        hub->suspect_ns = longest;
+    }
+    hub->stepped_ns = now;
+    if (now < hub->beat_ns)
+        return;
+    hub->beat_ns = now + hub->period_ns;
+    for (int rank = 0; rank < links; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        if (rank == hub->rank || !member->joined || member->left || member->out.bytes > DTRAIN__FRAME_BYTES)
+            continue;
+        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
+        dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+        dtrain__give(hub, &member->out, (uint64_t)(longest / 1000000), 4);
+        dtrain__frame_close(member, begin);
+    }
+}
+
+/* Everything that can be done without waiting; the caller holds both mutexes. */
+static void dtrain__hub_work(dtrain__hub *hub)
+{
+    int64_t now = dtrain__os_now_ns();
+    int links = dtrain__hub_links(hub);
+    dtrain__hub_accept(hub, now);
+    dtrain__hub_step_doors(hub, now);
+    dtrain__hub_step_root(hub, now);
+    for (int rank = 0; rank < links; rank++)
+        if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
+            dtrain__hub_listen_to(hub, rank);
+    if (hub->rank == 0 && !hub->formed)
+        dtrain__hub_complete(hub);
+    for (int peer = 0; hub->formed && peer < hub->size; peer++)
+        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++)
+            dtrain__hub_step_lane(hub, peer, lane, now);
+    dtrain__hub_step_hearts(hub, now);
+    for (int rank = 0; rank < links; rank++)
+        if (rank != hub->rank)
+            dtrain__hub_flush(hub, rank);
+}
+
+static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
+{
+    hub->fds[*count].fd = fd;
+    hub->fds[*count].events = (short)events;
+    hub->fds[(*count)++].revents = 0;
+}
+
+/* Fills the poll list; returns when something is due without any event. */
+static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
+{
+    int64_t due = hub->beat_ns, now = dtrain__os_now_ns();
+    *count = 0;
+    dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
+    if (hub->listener >= 0 && now >= hub->accept_ns)
+        dtrain__hub_watch(hub, count, hub->listener, POLLIN);
+    for (dtrain__door *door = hub->doors; door != NULL; door = door->next) {
+        dtrain__hub_watch(hub, count, door->fd, dtrain__door_writes(door) ? POLLOUT : POLLIN);
+        due = door->expires_ns < due ? door->expires_ns : due;
+    }
+    if (hub->root_door != NULL)
+        dtrain__hub_watch(hub, count, hub->root_door->fd, dtrain__door_writes(hub->root_door) ? POLLOUT : POLLIN);
+    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && !hub->members[0].left && hub->root_retry_ns < due)
+        due = hub->root_retry_ns;
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++) {
+        dtrain__member *member = &hub->members[rank];
+        member->poll_index = 0;
+        if (rank == hub->rank || member->control.fd < 0)
+            continue;
+        member->poll_index = *count;
+        dtrain__hub_watch(hub, count, member->control.fd, POLLIN | (member->out.bytes > 0 ? POLLOUT : 0));
+    }
+    for (int peer = 0; hub->formed && peer < hub->size; peer++)
+        for (int i = 0; peer != hub->rank && i < hub->connections; i++) {
+            dtrain__lane *lane = &hub->members[peer].lanes[i];
+            if (lane->door != NULL)
+                dtrain__hub_watch(hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
+            else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
+                due = lane->retry_ns;
+        }
+    return due;
+}
+
+/* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
+static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
+{
+    int64_t span = until_ns - dtrain__os_now_ns();
+    int ms = span <= 0 ? 0 : span > 60000000000 ? 60000 : (int)((span + 999999) / 1000000);
+    poll(fds, (nfds_t)count, ms);
+}
+
+/* One turn of the control plane; waits until until_ns at most, or until one of extra is ready. The caller holds
+ * step_mutex. */
+static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int extra_count, int64_t until_ns)
+{
+    int count;
+    pthread_mutex_lock(&hub->mutex);
+    int64_t due = dtrain__hub_prepare(hub, &count);
+    for (int i = 0; i < extra_count; i++)
+        hub->fds[count++] = extra[i];
+    __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&hub->mutex);
+    dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
+    __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    if (hub->fds[0].revents != 0)
+        dtrain__net_drain(hub->kick[0]);
+    pthread_mutex_lock(&hub->mutex);
+    dtrain__hub_work(hub);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+/* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
+ * hub->news was before the caller last looked. */
+static void dtrain__hub_wait(dtrain__hub *hub, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
+{
+    if (pthread_mutex_trylock(&hub->step_mutex) == 0) {
+        if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
+            dtrain__hub_step(hub, fds, count, until_ns);
+        pthread_mutex_unlock(&hub->step_mutex);
+        return;
+    }
+    __atomic_store_n(&hub->waiting, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
+        fds[count].fd = hub->wake[0];
+        fds[count].events = POLLIN;
+        fds[count].revents = 0;
+        dtrain__hub_poll(fds, count + 1, until_ns);
+        if (fds[count].revents != 0)
+            dtrain__net_drain(hub->wake[0]);
+    }
+    __atomic_store_n(&hub->waiting, 0, __ATOMIC_SEQ_CST);
+}
+
+#endif

@@ -1,0 +1,536 @@
+/* ---- >>socket ----
+ * The transport over TCP and unix sockets: data lanes on top of the hub. A lane is made when its peer is first
+ * needed; with several to a peer the stream goes over them in turn, DTRAIN__STRIPE bytes each. A caller tries,
+ * looks again for a while, then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
+#ifndef DTRAIN__SOCKET
+#define DTRAIN__SOCKET
+#include "transport.h"
+#include "rendezvous.c"
+
+#define DTRAIN__STRIPE ((size_t)1 << 18)
+#define DTRAIN__PATIENCE_NS 50000     /* of looking again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000   /* for the reason of a closed connection to arrive by way of rank 0 */
+
+typedef struct dtrain__socket {
+    dtrain__hub hub; /* first: the hub's owner is found from it */
+    uint64_t *sent, *received; /* bytes of data to and from each rank, over all lanes */
+    int crowded;     /* more ranks on this host than processors */
+    pthread_t service; /* the thread that must not look again and again, as others compute */
+    int has_service;
+    int forked;      /* the end of a child's copy: touches nothing that the parent still uses */
+} dtrain__socket;
+
+static dtrain__lane *dtrain__socket_lane(dtrain__socket *s, int peer, int sending, size_t *room)
+{
+    uint64_t at = sending ? s->sent[peer] : s->received[peer];
+    *room = s->hub.connections == 1 ? SIZE_MAX : DTRAIN__STRIPE - (size_t)(at % DTRAIN__STRIPE);
+    return &s->hub.members[peer].lanes[at / DTRAIN__STRIPE % (uint64_t)s->hub.connections];
+}
+
+/* The lane has no connection: asks for one, or finds that there will be none. */
+static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lane, int peer)
+{
+    dtrain__hub *hub = &s->hub;
+    dtrain__member *member = &hub->members[peer];
+    dtrain__error lost;
+    int64_t now = dtrain__os_now_ns();
+    if (member->left)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", peer,
+                     member->why[0] != 0 ? ": " : "", member->why);
+    else if (lane->linked && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
+                     member->name, hub->rank, hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
+    else {
+        if (!lane->wanted && (!lane->linked || hub->reconnect_ns > 0)) {
+            lane->wanted = 1;
+            dtrain__hub_kick(hub);
+        }
+        return DTRAIN_OK;
+    }
+    dtrain__hub_end(hub, hub->rank, peer, lost.status, lost.text);
+    return lost.status;
+}
+
+/* Moves what goes at once; sets *moved when something did. */
+static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, int *moved)
+{
+    uint64_t *total = sending ? &s->sent[transfer->peer] : &s->received[transfer->peer];
+    while (transfer->moved < transfer->bytes) {
+        size_t room, bytes = transfer->bytes - transfer->moved;
+        dtrain__lane *lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+        unsigned char *data = transfer->data + transfer->moved;
+        ssize_t n;
+        if (lane->stream.fd < 0)
+            return dtrain__socket_missing(s, lane, transfer->peer);
+        bytes = bytes < room ? bytes : room;
+        n = sending ? dtrain__stream_send(&lane->stream, data, bytes) : dtrain__stream_recv(&lane->stream, data, bytes);
+        if (n < 0) {
+            dtrain__stream_cut(&lane->stream);
+            lane->down_ns = dtrain__os_now_ns();
+            continue;
+        }
+        if (n == 0)
+            return DTRAIN_OK;
+        transfer->moved += (size_t)n;
+        *total += (uint64_t)n;
+        *moved = 1;
+        if ((size_t)n < bytes)
+            return DTRAIN_OK; /* the other direction may go on meanwhile */
+    }
+    return DTRAIN_OK;
+}
+
+/* Tries both directions once. A broken group ends every operation, with the group's cause. */
+static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int *moved)
+{
+    dtrain_status status = DTRAIN_OK;
+    pthread_mutex_lock(&s->hub.mutex);
+    if (!s->hub.broken && out != NULL)
+        status = dtrain__socket_try(s, out, 1, moved);
+    if (status == DTRAIN_OK && !s->hub.broken && in != NULL)
+        status = dtrain__socket_try(s, in, 0, moved);
+    if (s->hub.broken)
+        status = dtrain__report(&s->hub.cause);
+    pthread_mutex_unlock(&s->hub.mutex);
+    return status;
+}
+
+static void dtrain__socket_watch(dtrain__socket *s, dtrain_transfer *transfer, int sending, struct pollfd *fds,
+                                 int *count)
+{
+    size_t room;
+    dtrain__lane *lane;
+    if (transfer == NULL)
+        return;
+    lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+    if (lane->stream.fd < 0)
+        return;
+    fds[*count].fd = lane->stream.fd;
+    fds[*count].events = sending ? POLLOUT : POLLIN;
+    fds[(*count)++].revents = 0;
+}
+
+/* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
+static void dtrain__socket_sleep(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
+                                 uint64_t seen)
+{
+    struct pollfd fds[3];
+    int count = 0, missing;
+    pthread_mutex_lock(&s->hub.mutex);
+    dtrain__socket_watch(s, out, 1, fds, &count);
+    dtrain__socket_watch(s, in, 0, fds, &count);
+    missing = count < (out != NULL) + (in != NULL);
+    pthread_mutex_unlock(&s->hub.mutex);
+    if (missing) { /* a lost peer is judged by the clock as well */
+        int64_t soon = dtrain__os_now_ns() + 50000000;
+        until_ns = soon < until_ns ? soon : until_ns;
+    }
+    dtrain__hub_wait(&s->hub, fds, count, until_ns, seen);
+}
+
+static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in,
+                                             int64_t deadline_ns)
+{
+    dtrain__socket *s = (dtrain__socket *)self;
+    int64_t sleep_ns = 0, now;
+    int patient = !__atomic_load_n(&s->has_service, __ATOMIC_ACQUIRE) || !pthread_equal(s->service, pthread_self());
+    for (;;) {
+        uint64_t seen = __atomic_load_n(&s->hub.news, __ATOMIC_SEQ_CST);
+        int moved = 0;
+        dtrain_status status = dtrain__socket_turn(s, out, in, &moved);
+        if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
+            return status;
+        if (moved) {
+            sleep_ns = 0;
+            continue;
+        }
+        if (deadline_ns == 0 || (now = dtrain__os_now_ns()) >= deadline_ns)
+            return DTRAIN_ERR_TIMEOUT;
+        if (sleep_ns == 0)
+            sleep_ns = now + (patient ? DTRAIN__PATIENCE_NS : 0);
+        if (now < sleep_ns) {
+            if (s->crowded)
+                sched_yield();
+            continue;
+        }
+        dtrain__socket_sleep(s, out, in, deadline_ns, seen);
+    }
+}
+
+static dtrain_status dtrain__socket_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                         size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0};
+    dtrain_status status = DTRAIN_OK;
+    memcpy(&out.data, &data, sizeof data); /* it is only read */
+    if (bytes > 0)
+        status = dtrain__socket_exchange(self, &out, NULL, deadline_ns);
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                         size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0};
+    dtrain_status status = DTRAIN_OK;
+    if (bytes > 0)
+        status = dtrain__socket_exchange(self, NULL, &in, deadline_ns);
+    *moved = in.moved;
+    return status;
+}
+
+static void dtrain__socket_poll(void *self, int64_t deadline_ns)
+{
+    dtrain__socket *s = (dtrain__socket *)self;
+    dtrain__hub *hub = &s->hub;
+    struct pollfd none[1];
+    if (deadline_ns != 0 && !s->has_service) { /* only the service thread waits here */
+        s->service = pthread_self();
+        __atomic_store_n(&s->has_service, 1, __ATOMIC_RELEASE);
+    }
+    dtrain__hub_wait(hub, none, 0, deadline_ns, __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST));
+}
+
+static void dtrain__socket_wake(void *self)
+{
+    dtrain__hub_kick(&((dtrain__socket *)self)->hub);
+}
+
+static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
+{
+    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
+    pthread_mutex_lock(&hub->mutex);
+    dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        if (rank != hub->rank)
+            dtrain__hub_flush(hub, rank);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+static void dtrain__socket_leave(void *self, const char *why)
+{
+    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
+    if (((dtrain__socket *)self)->forked)
+        return;
+    pthread_mutex_lock(&hub->mutex);
+    dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        if (rank != hub->rank)
+            dtrain__hub_flush(hub, rank);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
+static void dtrain__socket_hang_up(const dtrain__socket *s, dtrain__stream *stream)
+{
+    unsigned char waste[4096];
+    if (stream->fd < 0 || s->forked) {
+        dtrain__stream_cut(stream);
+        return;
+    }
+    shutdown(stream->fd, SHUT_WR);
+    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+        continue;
+    dtrain__stream_cut(stream);
+}
+
+static void dtrain__socket_free_members(dtrain__socket *s)
+{
+    dtrain__hub *hub = &s->hub;
+    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        for (int i = 0; member->lanes != NULL && i < DTRAIN__MAX_LANES; i++) {
+            dtrain__lane *lane = &member->lanes[i];
+            dtrain__socket_hang_up(s, &lane->stream);
+            if (lane->door != NULL)
+                dtrain__hub_free_door(hub, lane->door);
+            if (lane->stream.replay != NULL)
+                dtrain__free(hub->allocator, lane->stream.replay, DTRAIN__REPLAY_BYTES);
+        }
+        dtrain__socket_hang_up(s, &member->control);
+        if (member->control.replay != NULL)
+            dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
+        dtrain__free(hub->allocator, member->lanes, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
+        dtrain__bytes_free(hub->allocator, &member->in);
+        dtrain__bytes_free(hub->allocator, &member->out);
+    }
+    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
+}
+
+static size_t dtrain__socket_fds(int size)
+{
+    return (size_t)(DTRAIN__DOORS + 16) + (size_t)size * (1 + DTRAIN__MAX_LANES);
+}
+
+static void dtrain__socket_destroy(void *self)
+{
+    dtrain__socket *s = (dtrain__socket *)self;
+    dtrain__hub *hub = &s->hub;
+    dtrain_allocator *allocator = hub->allocator;
+    size_t words = (size_t)hub->size * sizeof(uint64_t);
+    if (hub->listener >= 0) {
+        close(hub->listener);
+        if (dtrain__net_is_unix(&hub->listening) && !s->forked)
+            unlink(((struct sockaddr_un *)(void *)&hub->listening.storage)->sun_path);
+    }
+    while (hub->doors != NULL) {
+        dtrain__door *door = hub->doors;
+        hub->doors = door->next;
+        dtrain__hub_free_door(hub, door);
+    }
+    if (hub->root_door != NULL)
+        dtrain__hub_free_door(hub, hub->root_door);
+    dtrain__socket_free_members(s);
+    for (int i = 0; i < 2; i++) {
+        if (hub->kick[i] >= 0)
+            close(hub->kick[i]);
+        if (hub->wake[i] >= 0)
+            close(hub->wake[i]);
+    }
+    for (int rank = 0; rank < hub->size; rank++)
+        dtrain__store_forget(hub, rank);
+    dtrain__store_free(&hub->store, allocator);
+    dtrain__bytes_free(allocator, &hub->store_value);
+    dtrain__free(allocator, hub->fds, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
+    dtrain__free(allocator, s->sent, words);
+    dtrain__free(allocator, s->received, words);
+    memset(&hub->keys, 0, sizeof hub->keys);
+    pthread_mutex_destroy(&hub->mutex);
+    pthread_mutex_destroy(&hub->step_mutex);
+    dtrain__free(allocator, s, sizeof *s);
+}
+
+/* Names the rank that has been silent for longest, if any has: ", of whom nothing ...". */
+static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+{
+    pthread_mutex_lock(&s->hub.mutex);
+    if (s->hub.suspect >= 0)
+        snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
+                 (double)s->hub.suspect_ns * 1e-9);
+    pthread_mutex_unlock(&s->hub.mutex);
+}
+
+/* Whether this address may be used: beyond this host only with a token, or where that is waived. */
+static int dtrain__socket_allowed(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_local(address);
+}
+
+static dtrain_status dtrain__socket_closed(dtrain__hub *hub)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                        "comm_create: rank %d: %.200s is beyond this host and there is no token: set DTRAIN_TOKEN to one "
+                        "secret of 16 bytes or more on every rank (or DTRAIN_INSECURE=1, on a network that is yours "
+                        "alone)", hub->rank, hub->root);
+}
+
+/* Rank 0: opens the listener that everyone comes to. */
+static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
+{
+    dtrain__address chosen = hub->root_addresses[0];
+    char text[DTRAIN__ADDRESS_BYTES + 8];
+    int error = 0, port = dtrain__net_port(&chosen);
+    if (inherited >= 0) {
+        hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
+        hub->listener = inherited;
+        if (getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
+            (error = dtrain__net_manners(inherited)) != 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: DTRAIN_LISTEN_FD=%d is no listening socket (%s)",
+                                inherited, strerror(error != 0 ? error : errno));
+        return DTRAIN_OK;
+    }
+    if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
+        dtrain_status status = dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family,
+                                                     &chosen);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__net_set_port(&chosen, port);
+    }
+    if (!dtrain__socket_allowed(hub, &chosen))
+        return dtrain__socket_closed(hub);
+    hub->listening = chosen;
+    error = dtrain__net_listen(&hub->listening, &hub->listener);
+    if (error == EADDRNOTAVAIL) { /* a name for this host that its interfaces do not have */
+        hub->listening = chosen;
+        dtrain__net_set_any(&hub->listening);
+        error = dtrain__socket_allowed(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener)
+                                                             : error;
+    }
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s: %s%s", hub->root,
+                            strerror(error), error == EADDRINUSE ? "; another group, or the last one, is there" : "");
+    snprintf(text, sizeof text, "%.200s", hub->root);
+    if (port == 0 && !dtrain__net_is_unix(&hub->listening))
+        snprintf(strrchr(text, ':'), 8, ":%d", dtrain__net_port(&hub->listening));
+    snprintf(hub->root, sizeof hub->root, "%.255s", text);
+    return DTRAIN_OK;
+}
+
+/* Looks the root up; where no token is, only what is on this host counts. */
+static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    int kept = 0;
+    dtrain_status status = dtrain__net_resolve(hub->root, hub->root_addresses, &hub->root_count);
+    if (status != DTRAIN_OK) {
+        cause = dtrain__thread_error;
+        return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
+    }
+    for (int i = 0; i < hub->root_count; i++)
+        if (dtrain__socket_allowed(hub, &hub->root_addresses[i]))
+            hub->root_addresses[kept++] = hub->root_addresses[i];
+    hub->root_count = kept;
+    return kept > 0 ? DTRAIN_OK : dtrain__socket_closed(hub);
+}
+
+static int dtrain__socket_make_members(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].control.fd = -1;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__lane *lanes = (dtrain__lane *)dtrain__alloc(hub->allocator, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
+        if (lanes == NULL)
+            return 0;
+        for (int i = 0; i < DTRAIN__MAX_LANES; i++)
+            lanes[i].stream.fd = -1;
+        hub->members[rank].lanes = lanes;
+    }
+    return 1;
+}
+
+/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
+                                           dtrain_allocator *allocator)
+{
+    size_t size = (size_t)keys->world_size;
+    char host[64] = "?";
+    unsigned char id[128], digest[32];
+    dtrain_status status = DTRAIN_OK;
+    int error;
+    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
+    if (s == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
+    dtrain__hub *hub = &s->hub;
+    hub->allocator = allocator;
+    hub->keys = *keys;
+    hub->rank = keys->rank;
+    hub->size = keys->world_size;
+    hub->insecure = desc->insecure;
+    hub->connections = desc->connections > 0 ? desc->connections : 1;
+    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
+    hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
+    hub->suspect = -1;
+    hub->root_wait_ns = 2000000;
+    snprintf(hub->root, sizeof hub->root, "%s", desc->root);
+    snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
+    snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);
+    snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
+    pthread_mutex_init(&hub->mutex, NULL);
+    pthread_mutex_init(&hub->step_mutex, NULL);
+    s->sent = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
+    s->received = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
+    hub->members = (dtrain__member *)dtrain__alloc(allocator, size * sizeof(dtrain__member));
+    hub->fds = (struct pollfd *)dtrain__alloc(allocator, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
+    if (s->sent == NULL || s->received == NULL || hub->members == NULL || hub->fds == NULL)
+        status = DTRAIN_ERR_MEMORY;
+    if (status == DTRAIN_OK && !dtrain__socket_make_members(hub))
+        status = DTRAIN_ERR_MEMORY;
+    if (status != DTRAIN_OK) {
+        dtrain__socket_destroy(s);
+        return dtrain__fail(NULL, status, "comm_create: no memory for rank %d of %zu", keys->rank, size);
+    }
+    gethostname(host, sizeof host - 1);
+    snprintf(hub->members[hub->rank].name, DTRAIN__NAME_BYTES, "pid %ld on %.60s", (long)getpid(), host);
+    dtrain__os_host_id(id);
+    dtrain_sha256(id, sizeof id, digest);
+    hub->members[hub->rank].host = dtrain__get_le(digest, 8);
+    hub->members[hub->rank].joined = 1;
+    error = dtrain__net_pipe(hub->kick);
+    if (error == 0)
+        error = dtrain__net_pipe(hub->wake);
+    if (error == 0 && hub->rank == 0)
+        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
+    if (error != 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
+    if (status == DTRAIN_OK)
+        status = dtrain__socket_find_root(hub);
+    if (status == DTRAIN_OK && hub->rank == 0)
+        status = dtrain__socket_listen(hub, desc->listen_fd);
+    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
+        desc->on_address(desc->on_address_user, hub->root);
+    if (status != DTRAIN_OK) {
+        dtrain__error kept = dtrain__thread_error;
+        dtrain__socket_destroy(s);
+        return dtrain__report(&kept);
+    }
+    *out = s;
+    return DTRAIN_OK;
+}
+
+/* Says why a group has not formed: who came, who did not, who was sent away. */
+static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
+{
+    dtrain__hub *hub = &s->hub;
+    char missing[160] = "";
+    size_t used = 0;
+    for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
+        if (!hub->members[rank].joined && used < sizeof missing - 16)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+    if (hub->rank == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                            "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
+                            hub->size, seconds, hub->root, missing, hub->believed,
+                            hub->refused[0] != 0 ? "; came and was refused: " : "", hub->refused);
+    if (hub->members[0].control.fd >= 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
+                            "have not come; believed: %.200s", hub->rank, hub->size, hub->root, seconds, hub->believed);
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
+                        "0 started, and can it be reached from here?", hub->rank, hub->size, seconds, hub->root,
+                        hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer", hub->believed);
+}
+
+/* Looks whether the group has formed, or never will. */
+static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64_t started_ns, int64_t deadline_ns)
+{
+    dtrain__hub *hub = &s->hub;
+    dtrain_status status = DTRAIN_OK;
+    int neighbours = 0;
+    pthread_mutex_lock(&hub->mutex);
+    *formed = hub->formed && !hub->broken;
+    if (hub->broken)
+        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
+                              hub->size, hub->cause.text, hub->believed);
+    else if (!hub->formed && hub->rank != 0 && hub->members[0].left)
+        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s", hub->rank,
+                              hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
+    else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
+        status = dtrain__socket_unformed(s, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
+    for (int rank = 0; *formed && rank < hub->size; rank++)
+        neighbours += dtrain__hub_same_host(hub, rank);
+    s->crowded = neighbours > dtrain__os_processors();
+    pthread_mutex_unlock(&hub->mutex);
+    return status;
+}
+
+static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
+{
+    memset(transport, 0, sizeof *transport);
+    transport->self = s;
+    transport->rank = s->hub.rank;
+    transport->size = s->hub.size;
+    transport->send = dtrain__socket_send;
+    transport->recv = dtrain__socket_recv;
+    transport->exchange = dtrain__socket_exchange;
+    transport->poll = dtrain__socket_poll;
+    transport->wake = dtrain__socket_wake;
+    transport->fail = dtrain__socket_fail;
+    transport->leave = dtrain__socket_leave;
+    transport->destroy = dtrain__socket_destroy;
+}
+
+#endif
