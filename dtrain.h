@@ -5896,7 +5896,8 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
 static int dtrain__hub_step_door(dtrain__hub *hub, dtrain__door *door, int64_t now)
 {
     dtrain__door_step(door, &hub->keys);
-    if (door->state == DTRAIN__DOOR_PROVED) {
+    if (door->state == DTRAIN__DOOR_PROVED && (hub->formed || door->purpose != DTRAIN__PURPOSE_DATA)) {
+        /* a peer that has the table already may come before this rank has it: its door waits */
         dtrain__hub_admit(hub, door);
         dtrain__door_step(door, &hub->keys);
     }

@@ -1,0 +1,124 @@
+/* Ranks as real processes for tests: run_ranks() forks them, a body returns 0 when its checks held. */
+#ifndef DTRAIN_TEST_PROCESSES_H
+#define DTRAIN_TEST_PROCESSES_H
+#include <signal.h>
+#include <sys/wait.h>
+
+#define MAX_PROCESSES 64
+
+typedef struct scene {
+    int ranks;
+    char root[128];
+    dtrain_comm_desc desc; /* rank, world_size and root are filled in */
+    void *user;
+} scene;
+
+typedef int (*rank_body)(dtrain_comm *world, scene *s);
+
+static char scene_directory[64];
+
+static void scene_clean(void)
+{
+    if (scene_directory[0] != 0)
+        rmdir(scene_directory);
+}
+
+/* A root that nobody else uses: a path in a directory of this program's, or a free port of the loopback device. */
+static void scene_root(scene *s, int tcp)
+{
+    static int serial;
+    if (tcp) {
+        dtrain__address address;
+        int count, fd;
+        dtrain__net_resolve("127.0.0.1:0", &address, &count);
+        CHECK_EQ(dtrain__net_listen(&address, &fd), 0);
+        snprintf(s->root, sizeof s->root, "127.0.0.1:%d", dtrain__net_port(&address));
+        close(fd);
+        return;
+    }
+    if (scene_directory[0] == 0) {
+        snprintf(scene_directory, sizeof scene_directory, "/tmp/dtrain-test-XXXXXX");
+        CHECK(mkdtemp(scene_directory) != NULL);
+        atexit(scene_clean);
+    }
+    snprintf(s->root, sizeof s->root, "unix:%s/r%d", scene_directory, serial++);
+}
+
+static void scene_begin(scene *s, int ranks, int tcp)
+{
+    memset(s, 0, sizeof *s);
+    s->ranks = ranks;
+    s->desc.timeout_ms = 20000;
+    scene_root(s, tcp);
+}
+
+static dtrain_comm_desc scene_desc(scene *s, int rank)
+{
+    dtrain_comm_desc desc = s->desc;
+    desc.rank = rank;
+    desc.world_size = s->ranks;
+    desc.root = s->root;
+    return desc;
+}
+
+static double now_s(void)
+{
+    return (double)dtrain__os_now_ns() * 1e-9;
+}
+
+/* One rank's process: joins, runs the body, leaves. */
+static int rank_main(scene *s, int rank, rank_body body)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world = NULL;
+    int before = test_failures;
+    if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+        TEST_FAIL("rank %d: %s", rank, dtrain_last_error());
+        return 1;
+    }
+    int bad = body(world, s);
+    dtrain_comm_destroy(world);
+    return bad || test_failures != before;
+}
+
+static pid_t start_rank(scene *s, int rank, rank_body body)
+{
+    fflush(stdout);
+    fflush(stderr);
+    pid_t pid = fork();
+    if (pid == 0)
+        _exit(rank_main(s, rank, body));
+    return pid;
+}
+
+/* Waits for a process; -1 when it has not ended in time and had to be killed. */
+static int end_of(pid_t pid, double seconds)
+{
+    int status;
+    double until = now_s() + seconds;
+    while (waitpid(pid, &status, WNOHANG) == 0) {
+        if (now_s() > until) {
+            kill(pid, SIGCONT);
+            kill(pid, SIGKILL);
+            waitpid(pid, &status, 0);
+            return -1;
+        }
+        usleep(2000);
+    }
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+/* Runs the body once a rank, each in a process of its own; all must return 0. */
+static void run_ranks(scene *s, rank_body body)
+{
+    pid_t pids[MAX_PROCESSES];
+    for (int rank = 0; rank < s->ranks; rank++)
+        pids[rank] = start_rank(s, rank, body);
+    for (int rank = 0; rank < s->ranks; rank++) {
+        int end = end_of(pids[rank], 60);
+        if (end != 0)
+            TEST_FAIL("rank %d of %d at %s ended with %d", rank, s->ranks, s->root, end);
+    }
+}
+
+#endif

@@ -1,0 +1,695 @@
+/* Groups of processes over TCP and unix sockets: bits, failures, strangers. Every rank is a process of its own. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "processes.h"
+
+static const char token[] = "sixteen bytes or more of secret";
+
+/* Fills a buffer with one hash of many collectives, the same on every transport. */
+static int many_collectives(dtrain_comm *world, unsigned char digest[32])
+{
+    static const size_t counts[] = {0, 1, 2, 7, 1000, 1025, 20011, 70001, 300007};
+    static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_F64, DTRAIN_BF16, DTRAIN_F16, DTRAIN_I32};
+    int rank = dtrain_comm_rank(world), bad = 0;
+    dtrain__sha256 sha;
+    dtrain__sha256_start(&sha);
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++)
+        for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+            size_t count = counts[c], bytes = count * (dtrain_dtype_bits(dtypes[d]) / 8), low, n;
+            dtrain_op op = dtypes[d] == DTRAIN_I32 ? DTRAIN_SUM : c % 2 ? DTRAIN_MEAN : DTRAIN_SUM;
+            float *values = (float *)malloc(count * 4 + 4);
+            unsigned char *in = (unsigned char *)malloc(bytes + 8), *out = (unsigned char *)malloc(bytes + 8);
+            for (size_t i = 0; i < count; i++)
+                values[i] = 8 * dtrain_random_uniform(77 + (uint64_t)rank, i) - 4;
+            if (dtypes[d] == DTRAIN_I32)
+                memcpy(in, values, bytes);
+            else
+                dtrain_convert(values, DTRAIN_F32, in, dtypes[d], count);
+            bad |= dtrain_all_reduce(world, in, out, count, dtypes[d], op) != DTRAIN_OK;
+            dtrain__sha256_add(&sha, out, bytes);
+            n = dtrain_shard(world, count, rank, &low);
+            bad |= dtrain_reduce_scatter(world, in, in + low * (bytes / (count > 0 ? count : 1)), count, dtypes[d], op) !=
+                   DTRAIN_OK;
+            bad |= dtrain_all_gather(world, in + low * (bytes / (count > 0 ? count : 1)), in, count, dtypes[d]) !=
+                   DTRAIN_OK;
+            CHECK(memcmp(in, out, bytes) == 0);
+            bad |= dtrain_broadcast(world, out, count, dtypes[d], (int)(c % (size_t)dtrain_comm_size(world))) != DTRAIN_OK;
+            bad |= n > count;
+            free(values);
+            free(in);
+            free(out);
+        }
+    if (bad)
+        TEST_FAIL("rank %d: %s", rank, dtrain_last_error());
+    dtrain__sha256_finish(&sha, digest);
+    return bad;
+}
+
+static unsigned char expected_digest[32];
+
+static dtrain_status on_threads(dtrain_comm *world, void *user)
+{
+    unsigned char digest[32];
+    (void)user;
+    CHECK_EQ(many_collectives(world, digest), 0);
+    if (dtrain_comm_rank(world) == 0)
+        memcpy(expected_digest, digest, 32);
+    return DTRAIN_OK;
+}
+
+static int as_on_threads(dtrain_comm *world, scene *s)
+{
+    unsigned char digest[32];
+    (void)s;
+    CHECK_EQ(many_collectives(world, digest), 0);
+    CHECK(memcmp(digest, expected_digest, 32) == 0);
+    return 0;
+}
+
+static void same_bits(int tcp, int connections)
+{
+    static const int sizes[] = {2, 3, 4, 8};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        scene s;
+        CHECK_EQ(dtrain_run_threads(sizes[i], on_threads, NULL, NULL), DTRAIN_OK);
+        scene_begin(&s, sizes[i], tcp);
+        s.desc.connections = connections;
+        run_ranks(&s, as_on_threads);
+    }
+}
+
+TEST(tcp_gives_the_bits_of_threads_at_2_3_4_and_8_ranks)
+{
+    same_bits(1, 0);
+}
+
+TEST(unix_sockets_give_the_bits_of_threads_at_2_3_4_and_8_ranks)
+{
+    same_bits(0, 0);
+}
+
+TEST(three_connections_to_a_peer_give_the_same_bits)
+{
+    same_bits(1, 3);
+}
+
+TEST(the_six_addresses_of_ipv6_work_as_well)
+{
+    scene s;
+    dtrain__address address;
+    int count, fd;
+    if (dtrain__net_resolve("[::1]:0", &address, &count) != DTRAIN_OK || dtrain__net_listen(&address, &fd) != 0) {
+        printf("skipped: no IPv6 here\n");
+        return;
+    }
+    CHECK_EQ(dtrain_run_threads(3, on_threads, NULL, NULL), DTRAIN_OK);
+    scene_begin(&s, 3, 0);
+    snprintf(s.root, sizeof s.root, "[::1]:%d", dtrain__net_port(&address));
+    close(fd);
+    run_ranks(&s, as_on_threads);
+}
+
+static int polled(dtrain_comm *world, scene *s)
+{
+    float x[3000];
+    dtrain_work *work;
+    (void)s;
+    for (int turn = 0; turn < 20; turn++) {
+        for (int i = 0; i < 3000; i++)
+            x[i] = (float)(dtrain_comm_rank(world) + 1);
+        CHECK_EQ(dtrain_all_reduce_async(world, x, x, 3000, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+        while (!dtrain_work_done(work))
+            CHECK_EQ(dtrain_comm_poll(world, 200), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        CHECK(x[0] == 10 && x[2999] == 10);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(polling_alone_moves_a_group_of_processes)
+{
+    scene s;
+    scene_begin(&s, 4, 1);
+    s.desc.progress = DTRAIN_PROGRESS_POLL;
+    run_ranks(&s, polled);
+}
+
+static int in_flight(dtrain_comm *world, scene *s)
+{
+    enum { N = 6, COUNT = 100003 };
+    static float x[N][COUNT];
+    dtrain_work *work[N];
+    (void)s;
+    for (int k = 0; k < N; k++) {
+        for (int i = 0; i < COUNT; i++)
+            x[k][i] = (float)(dtrain_comm_rank(world) + k);
+        CHECK_EQ(dtrain_all_reduce_async(world, x[k], x[k], COUNT, DTRAIN_F32, DTRAIN_SUM, &work[k]), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    for (int k = 0; k < N; k++) {
+        CHECK_EQ(dtrain_work_wait(work[k]), DTRAIN_OK);
+        CHECK(x[k][0] == (float)(3 + 3 * k) && x[k][COUNT - 1] == (float)(3 + 3 * k));
+    }
+    return 0;
+}
+
+TEST(async_work_is_driven_by_the_service_thread)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    run_ranks(&s, in_flight);
+}
+
+/* What a rank says of the end of its group; the victim dies or stops in the 20th step. */
+typedef struct victim {
+    int rank, signal;
+    dtrain_status expected;
+    const char *text;
+    double within;
+} victim;
+
+static int until_it_breaks(dtrain_comm *world, scene *s)
+{
+    const victim *v = (const victim *)s->user;
+    float x[5000] = {0};
+    dtrain_status status = DTRAIN_OK;
+    double begin = 0;
+    for (int step = 0; status == DTRAIN_OK && step < 100000; step++) {
+        if (step == 20) {
+            begin = now_s();
+            if (dtrain_comm_rank(world) == v->rank)
+                kill(getpid(), v->signal);
+        }
+        status = dtrain_all_reduce(world, x, x, 5000, DTRAIN_F32, DTRAIN_SUM);
+    }
+    CHECK_EQ(status, v->expected);
+    CHECK_CONTAINS(dtrain_comm_error(world), v->text);
+    if (now_s() - begin > v->within)
+        TEST_FAIL("rank %d heard of it after %.2f s", dtrain_comm_rank(world), now_s() - begin);
+    status = dtrain_barrier(world);
+    CHECK(status != DTRAIN_OK);
+    CHECK_CONTAINS(dtrain_comm_error(world), v->text);
+    return 0;
+}
+
+static void with_a_victim(victim v, int64_t timeout_ms, int64_t heartbeat_ms)
+{
+    scene s;
+    pid_t pids[4];
+    scene_begin(&s, 4, 1);
+    s.user = &v;
+    s.desc.timeout_ms = timeout_ms;
+    s.desc.heartbeat_ms = heartbeat_ms;
+    for (int rank = 0; rank < 4; rank++)
+        pids[rank] = start_rank(&s, rank, until_it_breaks);
+    for (int rank = 0; rank < 4; rank++)
+        if (rank != v.rank)
+            CHECK_EQ(end_of(pids[rank], 30), 0);
+    kill(pids[v.rank], SIGKILL);
+    kill(pids[v.rank], SIGCONT);
+    end_of(pids[v.rank], 5);
+}
+
+TEST(a_killed_rank_is_named_by_all_others_within_two_seconds)
+{
+    victim v = {2, SIGKILL, DTRAIN_ERR_PEER_LOST, "rank 2 (", 2};
+    with_a_victim(v, 60000, 0);
+    v.rank = 3;
+    v.text = "rank 3 (";
+    with_a_victim(v, 60000, 0);
+}
+
+TEST(a_killed_rank_0_is_named_by_all_others_within_two_seconds)
+{
+    victim v = {0, SIGKILL, DTRAIN_ERR_PEER_LOST, "rank 0 (", 2};
+    with_a_victim(v, 60000, 0);
+}
+
+TEST(a_stopped_rank_is_named_when_its_heartbeat_is_overdue)
+{
+    victim v = {2, SIGSTOP, DTRAIN_ERR_PEER_LOST, "rank 2 (", 3};
+    with_a_victim(v, 60000, 1000);
+    v.rank = 0;
+    v.text = "rank 0 (";
+    with_a_victim(v, 60000, 1000);
+}
+
+TEST(a_stopped_rank_is_named_at_the_deadline)
+{
+    victim v = {3, SIGSTOP, DTRAIN_ERR_TIMEOUT, "rank 3", 6};
+    with_a_victim(v, 2500, 0);
+}
+
+static int leaves_early(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    (void)s;
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 1)
+        return 0;
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 1 has left the group");
+    return 0;
+}
+
+TEST(a_rank_that_leaves_is_named)
+{
+    scene s;
+    scene_begin(&s, 3, 0);
+    run_ranks(&s, leaves_early);
+}
+
+static int ends_in_step(dtrain_comm *world, scene *s)
+{
+    static float x[1 << 18];
+    (void)s;
+    for (int i = 0; i < 3; i++)
+        CHECK_EQ(dtrain_all_reduce(world, x, x, 1 << 18, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 3)
+        usleep(100000);
+    CHECK_EQ(dtrain_broadcast(world, x, 1 << 18, DTRAIN_F32, 3), DTRAIN_OK);
+    return 0;
+}
+
+TEST(leaving_right_after_the_last_call_disturbs_nobody)
+{
+    scene s;
+    for (int round = 0; round < 5; round++) {
+        scene_begin(&s, 4, round % 2);
+        run_ranks(&s, ends_in_step);
+    }
+}
+
+static int calls_something_else(dtrain_comm *world, scene *s)
+{
+    float x[8] = {0};
+    dtrain_status status;
+    (void)s;
+    if (dtrain_comm_rank(world) == 1)
+        status = dtrain_broadcast(world, x, 8, DTRAIN_F32, 0);
+    else
+        status = dtrain_all_reduce(world, x, x, 8, DTRAIN_F32, DTRAIN_SUM);
+    CHECK_EQ(status, DTRAIN_ERR_MISMATCH);
+    CHECK_CONTAINS(dtrain_comm_error(world), "broadcast #1 (f32 x 8, root 0)");
+    CHECK_CONTAINS(dtrain_comm_error(world), "all_reduce #1 (sum, f32 x 8)");
+    return 0;
+}
+
+TEST(a_mismatch_quotes_both_calls_on_both_ranks)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    run_ranks(&s, calls_something_else);
+}
+
+/* Ranks that do not get in: each runs create and expects an error. */
+typedef struct misfit {
+    dtrain_status expected;
+    const char *text;
+} misfit;
+
+static int refused(scene *s, int rank, misfit m)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world;
+    int before = test_failures;
+    CHECK_EQ(dtrain_comm_create(&world, &desc), m.expected);
+    CHECK(world == NULL);
+    CHECK_CONTAINS(dtrain_last_error(), m.text);
+    return test_failures != before;
+}
+
+static pid_t start_refused(scene *s, int rank, dtrain_status expected, const char *text)
+{
+    misfit m = {expected, text};
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0)
+        _exit(refused(s, rank, m));
+    return pid;
+}
+
+static void quiet(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)text;
+}
+
+TEST(a_wrong_token_is_denied_and_the_owner_told)
+{
+    scene s, stranger;
+    scene_begin(&s, 2, 1);
+    s.desc.token = token;
+    s.desc.timeout_ms = 1500;
+    stranger = s;
+    stranger.desc.token = "another secret of many bytes";
+    dtrain_set_log(quiet, NULL);
+    pid_t owner = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "does not hold this group's token");
+    pid_t other = start_refused(&stranger, 1, DTRAIN_ERR_DENIED, "give every rank the same DTRAIN_TOKEN");
+    CHECK_EQ(end_of(owner, 10), 0);
+    CHECK_EQ(end_of(other, 10), 0);
+    stranger.desc.token = NULL;
+    owner = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "waited 1.5 s");
+    other = start_refused(&stranger, 1, DTRAIN_ERR_DENIED, "this rank's has 0 bytes");
+    CHECK_EQ(end_of(owner, 10), 0);
+    CHECK_EQ(end_of(other, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(a_short_token_is_refused_before_anything_is_sent)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.token = "fifteen bytes..";
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "15 bytes"), 5), 0);
+}
+
+TEST(beyond_this_host_a_token_is_needed)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    snprintf(s.root, sizeof s.root, "0.0.0.0:0");
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "there is no token: set DTRAIN_TOKEN"), 5), 0);
+    snprintf(s.root, sizeof s.root, "192.0.2.1:29500");
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_DENIED, "192.0.2.1:29500 is beyond this host"), 5), 0);
+}
+
+TEST(another_world_size_is_a_mismatch_that_names_both)
+{
+    scene s, larger;
+    scene_begin(&s, 2, 1);
+    s.desc.timeout_ms = 1500;
+    larger = s;
+    larger.ranks = 3;
+    dtrain_set_log(quiet, NULL);
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "believes in a world of 3 ranks");
+    pid_t other = start_refused(&larger, 1, DTRAIN_ERR_MISMATCH, "believes in a world of 3 ranks, rank 0 in one of 2");
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(other, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+static int nothing(dtrain_comm *world, scene *s)
+{
+    (void)s;
+    return dtrain_barrier(world) != DTRAIN_OK;
+}
+
+TEST(two_processes_with_one_rank_are_told_apart)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    dtrain_set_log(quiet, NULL);
+    pid_t root = start_rank(&s, 0, nothing), first = start_rank(&s, 1, nothing);
+    usleep(300000);
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "two processes say they are rank 1"), 10), 0);
+    pid_t last = start_rank(&s, 2, nothing);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(first, 10), 0);
+    CHECK_EQ(end_of(last, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(another_fingerprint_is_a_mismatch_that_quotes_both)
+{
+    scene s, other;
+    scene_begin(&s, 2, 0);
+    s.desc.timeout_ms = 1500;
+    s.desc.fingerprint = "gpt-4x128 v7";
+    other = s;
+    other.desc.fingerprint = "gpt-4x128 v8";
+    dtrain_set_log(quiet, NULL);
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "gpt-4x128 v8");
+    pid_t one = start_refused(&other, 1, DTRAIN_ERR_MISMATCH, "\"gpt-4x128 v8\", rank 0 \"gpt-4x128 v7\"");
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(a_timeout_says_who_is_missing_and_what_was_believed)
+{
+    scene s;
+    scene_begin(&s, 4, 1);
+    s.desc.timeout_ms = 700;
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "for rank 1, 3;");
+    pid_t two = start_refused(&s, 2, DTRAIN_ERR_TIMEOUT, "waited 0.7 s for other ranks");
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(two, 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "desc.rank=1 desc.world_size=4"), 10), 0);
+}
+
+TEST(early_and_late_starters_meet)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    pid_t two = start_rank(&s, 2, nothing);
+    usleep(400000);
+    pid_t root = start_rank(&s, 0, nothing);
+    usleep(200000);
+    pid_t one = start_rank(&s, 1, nothing);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+    CHECK_EQ(end_of(two, 10), 0);
+}
+
+static int address_pipe[2];
+
+static void tell_address(void *user, const char *address)
+{
+    (void)user;
+    ssize_t ignored = write(address_pipe[1], address, strlen(address) + 1);
+    (void)ignored;
+}
+
+TEST(port_0_becomes_a_port_that_rank_0_is_told)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    CHECK_EQ(pipe(address_pipe), 0);
+    snprintf(s.root, sizeof s.root, "127.0.0.1:0");
+    s.desc.on_address = tell_address;
+    pid_t root = start_rank(&s, 0, nothing);
+    s.desc.on_address = NULL;
+    CHECK(read(address_pipe[0], s.root, sizeof s.root) > 0);
+    CHECK(strcmp(s.root, "127.0.0.1:0") != 0);
+    pid_t one = start_rank(&s, 1, nothing);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+    close(address_pipe[0]);
+    close(address_pipe[1]);
+}
+
+static int async_rank(scene *s, int rank)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world;
+    float x = 1;
+    int ready = 0, frames = 0, before = test_failures;
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    if (rank == 0) {
+        CHECK_EQ(dtrain_barrier(world), DTRAIN_ERR_INVALID);
+        CHECK_CONTAINS(dtrain_comm_error(world), "still forming");
+    }
+    for (; !ready && frames < 20000; frames++) {
+        CHECK_EQ(dtrain_comm_poll(world, 100), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_ready(world, &ready), DTRAIN_OK);
+        usleep(500);
+    }
+    CHECK(ready);
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    CHECK(x == 2);
+    dtrain_comm_destroy(world);
+    return test_failures != before;
+}
+
+TEST(a_group_forms_by_polling_without_blocking)
+{
+    scene s;
+    pid_t pids[2];
+    scene_begin(&s, 2, 1);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(async_rank(&s, rank));
+    }
+    CHECK_EQ(end_of(pids[0], 20), 0);
+    CHECK_EQ(end_of(pids[1], 20), 0);
+}
+
+static int store_calls(dtrain_comm *world, scene *s)
+{
+    char text[64], key[16];
+    unsigned char large[65536];
+    size_t bytes;
+    int rank = dtrain_comm_rank(world);
+    (void)s;
+    CHECK_EQ(dtrain_store_get(world, "never", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == DTRAIN_STORE_ABSENT);
+    if (rank == 2) {
+        usleep(50000);
+        CHECK_EQ(dtrain_store_set(world, "late", "so it is", 9), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_store_wait(world, "late", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == 9 && strcmp(text, "so it is") == 0);
+    snprintf(key, sizeof key, "of %d", rank);
+    memset(large, rank, sizeof large);
+    CHECK_EQ(dtrain_store_set(world, key, large, sizeof large), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_set(world, key, large, sizeof large), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    snprintf(key, sizeof key, "of %d", (rank + 1) % 3);
+    CHECK_EQ(dtrain_store_get(world, key, large, 10, &bytes), DTRAIN_OK);
+    CHECK(bytes == 65536 && large[0] == (rank + 1) % 3 && large[10] == rank);
+    CHECK_EQ(dtrain_store_set(world, "empty", NULL, 0), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_get(world, "empty", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == 0);
+    CHECK_EQ(dtrain_store_set(world, "", text, 1), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_store_set(world, "k", large, 65537), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+static dtrain_status store_on_threads(dtrain_comm *world, void *user)
+{
+    (void)user;
+    return store_calls(world, NULL) ? DTRAIN_ERR_ABORTED : DTRAIN_OK;
+}
+
+TEST(the_store_keeps_byte_strings_on_processes_and_on_threads)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    run_ranks(&s, store_calls);
+    CHECK_EQ(dtrain_run_threads(3, store_on_threads, NULL, NULL), DTRAIN_OK);
+}
+
+static int waits_in_vain(dtrain_comm *world, scene *s)
+{
+    char text[8];
+    size_t bytes;
+    (void)s;
+    CHECK_EQ(dtrain_store_wait(world, "nobody", text, sizeof text, &bytes), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(dtrain_comm_error(world), "nobody has set \"nobody\"");
+    return 0;
+}
+
+TEST(a_wait_for_a_key_that_nobody_sets_ends_at_the_deadline)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    s.desc.timeout_ms = 600;
+    run_ranks(&s, waits_in_vain);
+}
+
+/* Cuts this rank's data connections and, on the last rank, its control connection, as a lost link would. */
+static int cut_and_go_on(dtrain_comm *world, scene *s)
+{
+    enum { COUNT = 400009 };
+    static float x[COUNT];
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    (void)s;
+    for (int turn = 0; turn < 24; turn++) {
+        for (int i = 0; i < COUNT; i++)
+            x[i] = (float)(rank + turn + i % 5);
+        if (turn % 6 == rank) {
+            dtrain__hub *hub = &world->socket->hub;
+            pthread_mutex_lock(&hub->mutex);
+            for (int peer = 0; peer < ranks; peer++)
+                if (hub->members[peer].lanes[0].stream.fd >= 0)
+                    shutdown(hub->members[peer].lanes[0].stream.fd, SHUT_RDWR);
+            if (rank == ranks - 1)
+                shutdown(hub->members[0].control.fd, SHUT_RDWR);
+            pthread_mutex_unlock(&hub->mutex);
+        }
+        if (dtrain_all_reduce(world, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM) != DTRAIN_OK) {
+            TEST_FAIL("turn %d: %s", turn, dtrain_comm_error(world));
+            return 1;
+        }
+        for (int i = 0; i < COUNT; i += 997)
+            CHECK(x[i] == (float)(ranks * (ranks - 1) / 2 + ranks * (turn + i % 5)));
+    }
+    return 0;
+}
+
+TEST(a_reset_link_comes_back_and_loses_nothing)
+{
+    scene s;
+    for (int tcp = 0; tcp < 2; tcp++) {
+        scene_begin(&s, 4, tcp);
+        s.desc.reconnect_ms = 5000;
+        s.desc.token = token;
+        run_ranks(&s, cut_and_go_on);
+    }
+}
+
+static int descriptors(void)
+{
+    int open_now = 0;
+    for (int fd = 0; fd < 1024; fd++)
+        open_now += fcntl(fd, F_GETFD) >= 0;
+    return open_now;
+}
+
+static int comes_and_goes(scene *s, int rank, int rounds)
+{
+    dtrain_allocator heap;
+    int before = test_failures, at_first = descriptors();
+    memset(&heap, 0, sizeof heap);
+    for (int round = 0; round < rounds; round++) {
+        dtrain_comm_desc desc = scene_desc(s, rank);
+        dtrain_comm *world;
+        float x = 1;
+        desc.allocator = &heap;
+        if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+            TEST_FAIL("round %d, rank %d: %s", round, rank, dtrain_last_error());
+            return 1;
+        }
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        dtrain_comm_destroy(world);
+    }
+    CHECK_EQ(descriptors(), at_first);
+    CHECK_EQ(heap.bytes, 0);
+    return test_failures != before;
+}
+
+TEST(coming_and_going_leaves_no_descriptor_and_no_byte)
+{
+    scene s;
+    pid_t pids[2];
+    scene_begin(&s, 2, 0);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(comes_and_goes(&s, rank, 100));
+    }
+    CHECK_EQ(end_of(pids[0], 60), 0);
+    CHECK_EQ(end_of(pids[1], 60), 0);
+}
+
+static int has_a_child(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    pid_t child = fork();
+    if (child == 0) {
+        int good = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM) == DTRAIN_ERR_INVALID &&
+                   strstr(dtrain_comm_error(world), "forked child") != NULL;
+        dtrain_comm_destroy(world);
+        _exit(!good);
+    }
+    CHECK_EQ(end_of(child, 10), 0);
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    CHECK(x == 2);
+    return 0;
+}
+
+TEST(a_forked_child_is_refused_and_harms_nothing)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, has_a_child);
+}
