@@ -183,13 +183,16 @@ static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_
 static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
     dtrain__socket *s = (dtrain__socket *)self;
-    dtrain__hub *hub = &s->hub;
-    struct pollfd none[1];
     if (deadline_ns != 0 && !s->has_service) { /* only the service thread waits here */
         s->service = pthread_self();
         __atomic_store_n(&s->has_service, 1, __ATOMIC_RELEASE);
     }
-    dtrain__hub_wait(hub, none, 0, deadline_ns, __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST));
+    if (deadline_ns != 0)
+        pthread_mutex_lock(&s->hub.step_mutex);
+    else if (pthread_mutex_trylock(&s->hub.step_mutex) != 0)
+        return;
+    dtrain__hub_step(&s->hub, NULL, 0, deadline_ns);
+    pthread_mutex_unlock(&s->hub.step_mutex);
 }
 
 static void dtrain__socket_wake(void *self)
