@@ -8447,7 +8447,7 @@ static dtrain_status dtrain__service_join(dtrain_comm *comm)
     if (status != DTRAIN_OK)
         return status;
     pthread_mutex_lock(&service->mutex);
-    service->comms[board != NULL ? comm->rank : 0] = comm;
+    __atomic_store_n(&service->comms[board != NULL ? comm->rank : 0], comm, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
     comm->service = service;
     return DTRAIN_OK;
@@ -8459,7 +8459,8 @@ static void dtrain__service_leave(dtrain_comm *comm)
     if (service == NULL)
         return;
     pthread_mutex_lock(&service->mutex);
-    service->comms[comm->transport.board != NULL ? comm->rank : 0] = NULL;
+    __atomic_store_n(&service->comms[comm->transport.board != NULL ? comm->rank : 0], (dtrain_comm *)NULL,
+                     __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
     if (comm->transport.board == NULL)
         dtrain__service_stop(service);
@@ -8810,8 +8811,8 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->started_ns = dtrain__os_now_ns();
     comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
     if (desc->progress == DTRAIN_PROGRESS_THREAD && (status = dtrain__service_join(comm)) != DTRAIN_OK) {
-        dtrain__comm_free(comm);
         dtrain__socket_destroy(s);
+        dtrain__comm_free(comm);
         return status;
     }
     *out = comm;
@@ -8943,9 +8944,12 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
         transport.board->slots[comm->rank].why = *why;
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
-    dtrain__comm_free(comm);
+    if (transport.board != NULL) /* it owns the allocator of its ranks; else the rank does */
+        dtrain__comm_free(comm);
     if (transport.destroy != NULL)
         transport.destroy(transport.self);
+    if (transport.board == NULL)
+        dtrain__comm_free(comm);
 }
 
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)

@@ -7,8 +7,8 @@
  *   ranks=2      threads that take part
  *   bytes=N      of the whole buffer of a rank, 1 MiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
- *   transport=threads
- *   algorithm=auto | fused | recursive_doubling | tree | ring
+ *   transport=threads | tcp | unix: the last two start a process a rank, over the loopback device
+ *   algorithm=auto | fused | recursive_doubling | tree | ring | halving_doubling
  *   huge=0       1: asks for huge pages
  *   runs=11      at least 7; medians are printed
  *   size=1024    gemm: all three sizes
@@ -16,7 +16,8 @@
  * Prints op transport ranks bytes us algbw_GBps limit_GBps of_limit; algbw is bytes / us, of_limit the median of
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
  * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
- * through one mailbox a rank, guarded by a number that is spun on, then yielded for. adamw's is a bare loop over
+ * through one mailbox a rank, guarded by a number that is spun on, then yielded for. Between processes it is the best
+ * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). adamw's is a bare loop over
  * arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -79,9 +80,13 @@ typedef struct bench_mailbox {
     float data[2][BENCH_MAILBOX / sizeof(float)];
 } bench_mailbox;
 
+enum { THREADS, TCP, UNIX };
+static const char *const bench_transports[] = {"threads", "tcp", "unix"};
+
 typedef struct bench {
     bench_op op;
     int ranks, runs, huge, threads; /* threads: min(ranks, processors) */
+    int transport, variant;         /* variant: of the limit over sockets */
     size_t bytes, size, count;
     dtrain_algorithm algorithm;
     float *buffers[BENCH_RANKS];
@@ -214,16 +219,38 @@ static int bench_is_small(const bench *b)
     return b->count * sizeof(float) <= BENCH_MAILBOX;
 }
 
+/* bytes rounded up to 2 MiB, and touched; ends the program where there is no memory. */
+static float *bench_memory(size_t bytes, int huge)
+{
+    size_t align = (size_t)2 << 20, whole = (bytes + align - 1) / align * align;
+    void *memory = NULL;
+    if (posix_memalign(&memory, huge ? align : 4096, whole > 0 ? whole : align) != 0) {
+        fprintf(stderr, "bench: no memory for %zu bytes\n", bytes);
+        exit(1);
+    }
+#ifdef MADV_HUGEPAGE
+    if (huge)
+        madvise(memory, whole, MADV_HUGEPAGE);
+#endif
+    memset(memory, 0, whole);
+    return (float *)memory;
+}
+
+#include "bench_wire.h"
+
 /* Repeats the operation or its limit on every rank; returns microseconds apiece, on rank 0. */
 static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
 {
-    int rank = dtrain_comm_rank(world), takes_part = !limit || bench_is_small(b) || rank < b->threads;
+    int rank = dtrain_comm_rank(world);
+    int takes_part = !limit || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
     int64_t first = INT64_MAX, last = 0;
     DTRAIN_CHECK(dtrain_barrier(world));
     b->begin_ns[rank] = takes_part ? bench_now_ns() : INT64_MAX;
     for (uint64_t k = 0; k < b->repeats[limit] && takes_part; k++)
         if (!limit)
             DTRAIN_CHECK(bench_call(b, world));
+        else if (b->transport != THREADS)
+            wire_limit(b, rank, b->variant);
         else if (bench_is_small(b))
             bench_limit_small(b, rank, ++*number);
         else
@@ -268,6 +295,31 @@ static void bench_verify(bench *b, dtrain_comm *world)
     }
 }
 
+/* Finds the fastest way through the bare sockets. */
+static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
+{
+    double best = 0;
+    int chosen = 0, variants = b->transport == THREADS ? 0 : b->ranks == 2 ? WIRE_VARIANTS : WIRE_VARIANTS / 2;
+    for (int variant = 0; variant < variants; variant++) {
+        double us[3];
+        DTRAIN_CHECK(dtrain_barrier(world));
+        b->variant = variant;
+        DTRAIN_CHECK(dtrain_barrier(world));
+        for (int run = 0; run < 3; run++)
+            us[run] = bench_collective_run(b, world, 1, number);
+        double middle = us[0] > us[1] ? (us[1] > us[2] ? us[1] : us[0] < us[2] ? us[0] : us[2])
+                                      : (us[0] > us[2] ? us[0] : us[1] < us[2] ? us[1] : us[2]);
+        DTRAIN_CHECK(dtrain_broadcast(world, &middle, 1, DTRAIN_F64, 0));
+        if (variant == 0 || middle < best) {
+            best = middle;
+            chosen = variant;
+        }
+    }
+    DTRAIN_CHECK(dtrain_barrier(world));
+    b->variant = chosen;
+    DTRAIN_CHECK(dtrain_barrier(world));
+}
+
 static dtrain_status bench_rank(dtrain_comm *world, void *user)
 {
     bench *b = (bench *)user;
@@ -277,6 +329,7 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
     memset(b->buffers[rank], 0, b->bytes); /* sums of zeros stay zeros however often they are repeated */
     bench_calibrate(b, world, 0, &number);
     bench_calibrate(b, world, 1, &number);
+    bench_choose(b, world, &number);
     for (int run = 0; run < b->runs; run++) {
         double us = bench_collective_run(b, world, 0, &number);
         DTRAIN_CHECK(dtrain_barrier(world));
@@ -288,23 +341,6 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
         }
     }
     return DTRAIN_OK;
-}
-
-/* bytes rounded up to 2 MiB, and touched; ends the program where there is no memory. */
-static float *bench_memory(size_t bytes, int huge)
-{
-    size_t align = (size_t)2 << 20, whole = (bytes + align - 1) / align * align;
-    void *memory = NULL;
-    if (posix_memalign(&memory, huge ? align : 4096, whole > 0 ? whole : align) != 0) {
-        fprintf(stderr, "bench: no memory for %zu bytes\n", bytes);
-        exit(1);
-    }
-#ifdef MADV_HUGEPAGE
-    if (huge)
-        madvise(memory, whole, MADV_HUGEPAGE);
-#endif
-    memset(memory, 0, whole);
-    return (float *)memory;
 }
 
 static int bench_compare(const void *a, const void *b)
@@ -328,7 +364,7 @@ static void bench_print(const bench *b)
         ratios[i] = b->limit_us[i] / b->us[i];
     printf("op=%s transport=%s ranks=%d bytes=%zu huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f limit_GBps=%.4f "
            "of_limit=%.3f\n",
-           bench_names[b->op], b->op == ADAMW ? "none" : "threads", b->ranks, b->bytes, b->huge, us,
+           bench_names[b->op], b->op == ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes, b->huge, us,
            (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
            bench_median(ratios, b->runs));
 }
@@ -347,6 +383,43 @@ static int bench_collective(bench *b)
         free(b->buffers[r]);
     free(b->mailboxes);
     return 0;
+}
+
+/* Runs one rank a process; what they share is the struct, which lies in shared memory. */
+static int bench_processes(const bench *plan)
+{
+    char root[64];
+    int status = 0, bad = 0;
+    bench *b = (bench *)mmap(NULL, sizeof *b, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (b == MAP_FAILED)
+        return 1;
+    *b = *plan;
+    if (b->transport == TCP)
+        snprintf(root, sizeof root, "127.0.0.1:%d", 20000 + (int)getpid() % 20000);
+    else
+        snprintf(root, sizeof root, "unix:/tmp/dtrain-bench-%ld", (long)getpid());
+    wire_open(b->ranks, b->transport == TCP);
+    for (int rank = 0; rank < b->ranks; rank++) {
+        dtrain_comm_desc desc;
+        dtrain_comm *world;
+        if (fork() != 0)
+            continue;
+        memset(&desc, 0, sizeof desc);
+        desc.rank = rank;
+        desc.world_size = b->ranks;
+        desc.root = root;
+        desc.algorithm = b->algorithm;
+        b->buffers[rank] = bench_memory(b->bytes, b->huge);
+        DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
+        DTRAIN_CHECK(bench_rank(world, b));
+        dtrain_comm_destroy(world);
+        _exit(0);
+    }
+    while (wait(&status) > 0)
+        bad |= status;
+    if (!bad)
+        bench_print(b);
+    return bad != 0;
 }
 
 static int bench_gemm(bench *b)
@@ -428,11 +501,12 @@ static int bench_number(const char *text, size_t least, size_t most, size_t *val
 
 static int bench_algorithm(const char *name, dtrain_algorithm *algorithm)
 {
-    static const char *const names[] = {"auto", "fused", "recursive_doubling", "tree", "ring"};
+    static const char *const names[] = {"auto", "fused", "recursive_doubling", "tree", "ring",
+                                        "halving_doubling"};
     static const dtrain_algorithm values[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_FUSED,
                                               DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, DTRAIN_ALGORITHM_TREE,
-                                              DTRAIN_ALGORITHM_RING};
-    for (int i = 0; i < 5; i++)
+                                              DTRAIN_ALGORITHM_RING, DTRAIN_ALGORITHM_HALVING_DOUBLING};
+    for (int i = 0; i < 6; i++)
         if (strcmp(name, names[i]) == 0) {
             *algorithm = values[i];
             return 1;
@@ -451,8 +525,12 @@ static int bench_key(bench *b, const char *argument)
     if (value == NULL)
         return 0;
     value++;
-    if (strncmp(argument, "transport=", 10) == 0)
-        return strcmp(value, "threads") == 0;
+    if (strncmp(argument, "transport=", 10) == 0) {
+        for (b->transport = THREADS; b->transport <= UNIX; b->transport++)
+            if (strcmp(value, bench_transports[b->transport]) == 0)
+                return 1;
+        return 0;
+    }
     if (strncmp(argument, "algorithm=", 10) == 0)
         return bench_algorithm(value, &b->algorithm);
     for (k = 0; k < 6; k++)
@@ -494,5 +572,7 @@ int main(int argc, char **argv)
     b.bytes = op == BARRIER ? 0 : b.bytes / sizeof(float) * sizeof(float);
     b.count = b.bytes / sizeof(float);
     b.threads = processors > 0 && processors < b.ranks ? (int)processors : b.ranks;
-    return op == GEMM ? bench_gemm(&b) : op == ADAMW ? bench_adam_run(&b) : bench_collective(&b);
+    if (op == GEMM || op == ADAMW)
+        return op == GEMM ? bench_gemm(&b) : bench_adam_run(&b);
+    return b.transport != THREADS && b.ranks > 1 ? bench_processes(&b) : bench_collective(&b);
 }

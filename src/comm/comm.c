@@ -237,7 +237,7 @@ static dtrain_status dtrain__service_join(dtrain_comm *comm)
     if (status != DTRAIN_OK)
         return status;
     pthread_mutex_lock(&service->mutex);
-    service->comms[board != NULL ? comm->rank : 0] = comm;
+    __atomic_store_n(&service->comms[board != NULL ? comm->rank : 0], comm, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
     comm->service = service;
     return DTRAIN_OK;
@@ -249,7 +249,8 @@ static void dtrain__service_leave(dtrain_comm *comm)
     if (service == NULL)
         return;
     pthread_mutex_lock(&service->mutex);
-    service->comms[comm->transport.board != NULL ? comm->rank : 0] = NULL;
+    __atomic_store_n(&service->comms[comm->transport.board != NULL ? comm->rank : 0], (dtrain_comm *)NULL,
+                     __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
     if (comm->transport.board == NULL)
         dtrain__service_stop(service);

@@ -156,8 +156,8 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->started_ns = dtrain__os_now_ns();
     comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
     if (desc->progress == DTRAIN_PROGRESS_THREAD && (status = dtrain__service_join(comm)) != DTRAIN_OK) {
-        dtrain__comm_free(comm);
         dtrain__socket_destroy(s);
+        dtrain__comm_free(comm);
         return status;
     }
     *out = comm;
@@ -289,9 +289,12 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
         transport.board->slots[comm->rank].why = *why;
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
-    dtrain__comm_free(comm);
+    if (transport.board != NULL) /* it owns the allocator of its ranks; else the rank does */
+        dtrain__comm_free(comm);
     if (transport.destroy != NULL)
         transport.destroy(transport.self);
+    if (transport.board == NULL)
+        dtrain__comm_free(comm);
 }
 
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
