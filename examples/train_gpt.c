@@ -1,7 +1,8 @@
-/* Trains a byte-level GPT data-parallel on the threads of one process, on any text file.
+/* Trains a byte-level GPT data-parallel on threads or processes, on any text file.
  *
  * cc -O3 -march=native -fno-math-errno -I. examples/train_gpt.c -o build/train_gpt -lpthread -lm
  * build/train_gpt --ranks 4 --steps 200
+ * build/dtrun -n 4 build/train_gpt --steps 200
  *
  * A decoder-only transformer: learned positions, pre-norm blocks, GELU, untied output. --batch is sequences a
  * micro-batch, --micro micro-batches a step over all ranks together; with a power of two of them, 1, 2, 4 and 8
@@ -80,6 +81,7 @@ typedef struct gpt_job {
     double *losses; /* [steps], written by rank 0 */
     long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
     gpt_output csv, svg;
+    dtrain_comm *world; /* of processes, when a launcher has started several; else NULL */
 } gpt_job;
 
 static int64_t gpt_now_ns(void)
@@ -760,9 +762,26 @@ static gpt_flags gpt_defaults(void)
     return f;
 }
 
+/* Joins the group of processes that the environment describes, if it describes one. */
+static int gpt_join(gpt_job *job)
+{
+    dtrain_status status = dtrain_comm_create(&job->world, NULL);
+    if (status != DTRAIN_OK) {
+        fprintf(stderr, "train_gpt: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
+        return 1;
+    }
+    if (dtrain_comm_size(job->world) == 1) {
+        dtrain_comm_destroy(job->world);
+        job->world = NULL;
+    } else if (job->flags.ranks > 1)
+        return gpt_complain("flag", "--ranks", "is for threads; a launcher has started processes already");
+    return 0;
+}
+
 static int gpt_run(gpt_job *job)
 {
-    dtrain_status status = dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
+    dtrain_status status = job->world != NULL ? gpt_rank(job->world, job)
+                                              : dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
     if (status == DTRAIN_OK && job->diverged > 0)
         fprintf(stderr, "train_gpt: the loss of step %ld is not finite: a lower --lr than %g may help\n", job->diverged,
                 job->flags.lr);
@@ -774,7 +793,7 @@ static int gpt_run(gpt_job *job)
 
 static int gpt_help(void)
 {
-    puts("train_gpt trains a byte-level GPT on the threads of this process. Flags, with their defaults:\n"
+    puts("train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.\n"
          "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
          "  --batch 8        sequences a micro-batch\n"
          "  --micro 8        micro-batches a step, over all ranks together\n"
@@ -788,6 +807,8 @@ static int gpt_help(void)
 
 static int gpt_open_outputs(gpt_job *job)
 {
+    if (dtrain_comm_rank(job->world) != 0)
+        return 0; /* rank 0 writes */
     if (gpt_open(&job->csv, job->flags.csv) != 0 || gpt_open(&job->svg, job->flags.svg) != 0)
         return 1;
     if (gpt_same_file(&job->csv, &job->svg))
@@ -808,8 +829,9 @@ static int gpt_main(int argc, char **argv)
     job.flags = gpt_defaults();
     if (argc == 2 && strcmp(argv[1], "--help") == 0)
         return gpt_help();
-    bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_open_outputs(&job) || gpt_run(&job);
-    if (!bad) {
+    bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_join(&job) || gpt_open_outputs(&job) ||
+          gpt_run(&job);
+    if (!bad && job.svg.file != NULL) {
         gpt_draw_curve(job.svg.file, job.losses, job.flags.steps);
         bad = gpt_close(&job.csv) | gpt_close(&job.svg);
         if (fflush(stdout) != 0 || ferror(stdout))
@@ -817,6 +839,7 @@ static int gpt_main(int argc, char **argv)
     }
     gpt_discard(&job.csv);
     gpt_discard(&job.svg);
+    dtrain_comm_destroy(job.world);
     free(job.losses);
     free(job.text);
     return bad;

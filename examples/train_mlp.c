@@ -85,7 +85,13 @@ static dtrain_status train(dtrain_comm *world, void *user)
 int main(int argc, char **argv)
 {
     int ranks = argc > 1 ? atoi(argv[1]) : 2;
-    DTRAIN_CHECK(dtrain_run_threads(ranks, train, NULL, NULL));
+    dtrain_comm *world;
+    DTRAIN_CHECK(dtrain_comm_create(&world, NULL)); /* of processes, under a launcher such as dtrun */
+    if (dtrain_comm_size(world) > 1)
+        DTRAIN_CHECK(train(world, NULL));
+    else
+        DTRAIN_CHECK(dtrain_run_threads(ranks, train, NULL, NULL));
+    dtrain_comm_destroy(world);
     return 0;
 }
 
