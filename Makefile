@@ -2,6 +2,7 @@
 # make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
 # make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
 # make soak      the long random runs, MINUTES=n (default 10)
+# make fuzz      libFuzzer on what comes over a connection, MINUTES=n; installs clang where it must
 # make bench     the benchmark table into build/bench.csv
 CC ?= cc
 CFLAGS ?= -O2
@@ -31,11 +32,12 @@ build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
 build/bench: CFLAGS += -fno-math-errno
+build/bench: tools/bench_wire.h
 
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
-$(test_dir)/%: tests/%.c tests/test.h dtrain.h $(wildcard examples/*) | $(test_dir)
+$(test_dir)/%: tests/%.c tests/test.h tests/processes.h dtrain.h $(wildcard examples/*) | $(test_dir)
 	$(CC) $(test_flags) -I. $< -o $@ $(LIBS)
 
 test: all $(test_programs)
@@ -50,10 +52,13 @@ bench: all
 soak: $(test_dir)/soak
 	$(test_dir)/soak $(MINUTES)
 
+fuzz:
+	@sh tests/fuzz.sh $(MINUTES)
+
 check:
 	@tools/amalgamate --check
 
 clean:
 	rm -rf build
 
-.PHONY: all test demo bench soak check clean
+.PHONY: all test demo bench soak fuzz check clean

@@ -81,7 +81,7 @@ static int rank_main(scene *s, int rank, rank_body body)
     return bad || test_failures != before;
 }
 
-static pid_t start_rank(scene *s, int rank, rank_body body)
+__attribute__((unused)) static pid_t start_rank(scene *s, int rank, rank_body body)
 {
     fflush(stdout);
     fflush(stderr);
@@ -109,7 +109,7 @@ static int end_of(pid_t pid, double seconds)
 }
 
 /* Runs the body once a rank, each in a process of its own; all must return 0. */
-static void run_ranks(scene *s, rank_body body)
+__attribute__((unused)) static void run_ranks(scene *s, rank_body body)
 {
     pid_t pids[MAX_PROCESSES];
     for (int rank = 0; rank < s->ranks; rank++)

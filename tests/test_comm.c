@@ -405,7 +405,8 @@ TEST(bad_arguments_are_named)
     CHECK_EQ(dtrain_run_threads(2, NULL, NULL, NULL), DTRAIN_ERR_INVALID);
     memset(&desc, 0, sizeof desc);
     desc.world_size = 2;
-    CHECK_EQ(dtrain_comm_create(&none, &desc), DTRAIN_ERR_UNSUPPORTED);
+    CHECK_EQ(dtrain_comm_create(&none, &desc), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "desc.root is needed");
     CHECK(none == NULL);
     desc.world_size = 0;
     desc.algorithm = (dtrain_algorithm)7;
