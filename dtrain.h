@@ -143,14 +143,14 @@ DTRAIN_API const char *dtrain_last_error(void);
 
 /* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
  * Expands in the program's own code; the library itself never exits. */
-#define DTRAIN_CHECK(call)                                                                                   \
-    do {                                                                                                     \
-        dtrain_status dtrain_check_status_ = (call);                                                         \
-        if (dtrain_check_status_ != DTRAIN_OK) {                                                             \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_), \
-                    dtrain_last_error());                                                                    \
-            exit(1);                                                                                         \
-        }                                                                                                    \
+#define DTRAIN_CHECK(call)                                                                                             \
+    do {                                                                                                               \
+        dtrain_status dtrain_check_status_ = (call);                                                                   \
+        if (dtrain_check_status_ != DTRAIN_OK) {                                                                       \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_),           \
+                    dtrain_last_error());                                                                              \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
@@ -525,7 +525,7 @@ typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
     DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
     DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING    /* messages, tree order: all_reduce in pieces of which each rank folds a part */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING /* messages, tree order: all_reduce in pieces of which each rank folds a part */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -553,20 +553,20 @@ typedef enum dtrain_progress {
  * token only the loopback device and unix sockets are used. Traffic itself is neither encrypted nor signed: across
  * a network that others share, put the ranks into a tunnel (WireGuard, IPsec, ssh). */
 typedef struct dtrain_comm_desc {
-    int rank;                   /* used when world_size is not 0 */
-    int world_size;             /* 0: from the environment */
-    const char *root;           /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
-    const char *token;          /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
-    const char *fingerprint;    /* of model and program, compared when ranks meet; NULL: not compared */
-    const char *listen_on;      /* interface or address of this rank; NULL: the one that routes to the root */
-    int insecure;               /* 1: without a token listen and connect beyond this host all the same */
-    int connections;            /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
-    int64_t timeout_ms;         /* deadline of every blocking or async call; 0: 60,000; negative: none */
-    int64_t heartbeat_ms;       /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
-    int64_t reconnect_ms;       /* a reset connection may be made again within; 0: it ends the group */
-    dtrain_algorithm algorithm; /* all_reduce and reduce_scatter; 0: chosen by size and transport */
-    dtrain_progress progress;   /* 0: a service thread */
-    size_t stack_bytes;         /* of dtrain_run_threads' threads; 0: 8 MiB */
+    int rank;                    /* used when world_size is not 0 */
+    int world_size;              /* 0: from the environment */
+    const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
+    const char *token;           /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
+    const char *fingerprint;     /* of model and program, compared when ranks meet; NULL: not compared */
+    const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
+    int insecure;                /* 1: without a token listen and connect beyond this host all the same */
+    int connections;             /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
+    int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
+    int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
+    int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
+    dtrain_algorithm algorithm;  /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_progress progress;    /* 0: a service thread */
+    size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
@@ -786,8 +786,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us);
  *                                 its first element that does. The same on every rank
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count,
-                                                 dtrain_dtype dtype);
+DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count, dtrain_dtype dtype);
 
 /* What dtrain_store_get says of a key that nobody has set. */
 #define DTRAIN_STORE_ABSENT ((size_t)-1)
@@ -1297,8 +1296,7 @@ static void *dtrain__os_thread_main(void *pointer)
 }
 
 /* Starts body(argument); the struct stays in place until the join. Returns 0 or an errno. */
-static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument,
-                                   size_t stack_bytes)
+static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
 {
     pthread_attr_t attributes;
     sigset_t all, before;
@@ -1442,9 +1440,9 @@ DTRAIN_API const char *dtrain_last_error(void)
 
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
-    static const char *const names[] = {"OK",           "ERR_INVALID",  "ERR_MEMORY",      "ERR_IO",
-                                        "ERR_TIMEOUT",  "ERR_PEER_LOST", "ERR_MISMATCH",   "ERR_CORRUPT",
-                                        "ERR_UNSUPPORTED", "ERR_DENIED", "ERR_ABORTED"};
+    static const char *const names[] = {
+        "OK",           "ERR_INVALID", "ERR_MEMORY",      "ERR_IO",     "ERR_TIMEOUT", "ERR_PEER_LOST",
+        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED", "ERR_ABORTED"};
     size_t index = (size_t)status;
     return index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
 }
@@ -1471,7 +1469,7 @@ static int dtrain__mul_size(size_t a, size_t b, size_t *product)
 }
 
 #ifndef DTRAIN_RESIZE
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) \
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
     dtrain__resize_default(pointer, old_bytes, new_bytes, align)
 
 static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
@@ -1497,8 +1495,8 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t o
         return NULL;
     size_t in_use = __atomic_add_fetch(&allocator->bytes, new_bytes - old_bytes, __ATOMIC_RELAXED);
     size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
-    while (in_use > peak && !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED,
-                                                         __ATOMIC_RELAXED))
+    while (in_use > peak &&
+           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         continue;
     return block;
 }
@@ -1625,7 +1623,8 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index)
  *            of Computer Programming 1, exercise 1.2.2-28; what remains, d < 2^-20, by -ln(1-d) = d + d^2/2 */
 static uint64_t dtrain__random_minus_log(uint64_t v)
 {
-    static const uint64_t log_factor[20] = { /* ln(1 + 2^-k) for k = 1 ... 20, times 2^57 */
+    static const uint64_t log_factor[20] = {
+        /* ln(1 + 2^-k) for k = 1 ... 20, times 2^57 */
         0x0cf991f65fcc260u, 0x0723fdf1e6a6887u, 0x03c4e0edc55e5ccu, 0x01f0a30c01162a6u, 0x00fc14d873c1980u,
         0x007f02a2c3f00f9u, 0x003fc054d620cf1u, 0x001ff00aa2b10bcu, 0x000ffc0154d5887u, 0x0007ff002aa2ac4u,
         0x0003ffc00554d56u, 0x0001fff000aaa2bu, 0x0000fffc001554du, 0x00007fff0002aaau, 0x00003fffc000555u,
@@ -1688,7 +1687,7 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index)
 {
     uint32_t word[4];
     dtrain_random_u32x4(seed, index, word);
-    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1; /* 0 stands for 2^64, whose logarithm is none */
+    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1;       /* 0 stands for 2^64, whose logarithm is none */
     uint64_t square = v != 0 ? dtrain__random_minus_log(v) : 0; /* of the radius, times 2^56 */
     if (square == 0)
         return 0.0f;
@@ -2638,10 +2637,10 @@ typedef struct dtrain__dtype_row {
 } dtrain__dtype_row;
 
 static const dtrain__dtype_row dtrain__dtypes[] = {
-    {"?", 0},        {"BOOL", 8},    {"F4", 4},          {"F6_E2M3", 6},     {"F6_E3M2", 6}, {"U8", 8},
-    {"I8", 8},       {"F8_E5M2", 8}, {"F8_E4M3", 8},     {"F8_E8M0", 8},     {"F8_E4M3FNUZ", 8},
-    {"F8_E5M2FNUZ", 8}, {"I16", 16}, {"U16", 16},        {"F16", 16},        {"BF16", 16},   {"I32", 32},
-    {"U32", 32},     {"F32", 32},    {"C64", 64},        {"F64", 64},        {"I64", 64},    {"U64", 64}};
+    {"?", 0},    {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},
+    {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8},
+    {"I16", 16}, {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},
+    {"F32", 32}, {"C64", 64},    {"F64", 64},    {"I64", 64},    {"U64", 64}};
 
 static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
 {
@@ -2666,8 +2665,10 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
             *dtype = (dtrain_dtype)i;
             return DTRAIN_OK;
         }
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
-                        name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
+        name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
 DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
@@ -2872,7 +2873,8 @@ static void dtrain__convert(const void *in, dtrain_dtype from, void *out, dtrain
         dtrain__format_of(from, &f);
         dtrain__format_of(to, &t);
         for (size_t i = 0; i < count; i++) {
-            uint64_t wide = dtrain__widen(dtrain__load_bits((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
+            uint64_t wide =
+                dtrain__widen(dtrain__load_bits((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
             dtrain__store_bits((unsigned char *)out + i * (size_t)t.bytes, dtrain__narrow(wide, t), t.bytes);
         }
     }
@@ -2944,30 +2946,31 @@ static int dtrain__fold_left(int n)
 DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
-#define DTRAIN__PAIR(name, type, expression)                                      \
-    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)  \
-    {                                                                             \
-        type *a = (type *)left;                                                   \
-        const type *b = (const type *)right;                                      \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression; \
-    }                                                                             \
+#define DTRAIN__PAIR(name, type, expression)                                                                           \
+    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)                                       \
+    {                                                                                                                  \
+        type *a = (type *)left;                                                                                        \
+        const type *b = (const type *)right;                                                                           \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;                                      \
+    }                                                                                                                  \
     DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
-#define DTRAIN__PAIR_INT(name, type, expression)                                          \
-    static void name(void *left, const void *right, size_t count)                         \
-    {                                                                                     \
-        type *a = (type *)left;                                                           \
-        const type *b = (const type *)right;                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression); \
+#define DTRAIN__PAIR_INT(name, type, expression)                                                                       \
+    static void name(void *left, const void *right, size_t count)                                                      \
+    {                                                                                                                  \
+        type *a = (type *)left;                                                                                        \
+        const type *b = (const type *)right;                                                                           \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression);                              \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
 #define DTRAIN__BITS_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__BITS_PICK(type, top, infinity, relation)           \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i] \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i] \
-     : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i] : b[i])
+#define DTRAIN__BITS_PICK(type, top, infinity, relation)                                                               \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i]                             \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i]                             \
+     : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i]                             \
+                                                                                    : b[i])
 
 DTRAIN__PAIR(dtrain__sum_f32, dtrain__f32, a[i] + b[i])
 DTRAIN__PAIR(dtrain__sum_f64, dtrain__f64, a[i] + b[i])
@@ -2997,13 +3000,13 @@ DTRAIN__PAIR_INT(dtrain__max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 /* x[i] = x[i] / divisor */
-#define DTRAIN__DIVIDE(name, type)                                               \
-    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)    \
-    {                                                                            \
-        type *x = (type *)data;                                                  \
-        type by = (type)divisor;                                                 \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by; \
-    }                                                                            \
+#define DTRAIN__DIVIDE(name, type)                                                                                     \
+    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)                                          \
+    {                                                                                                                  \
+        type *x = (type *)data;                                                                                        \
+        type by = (type)divisor;                                                                                       \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;                                       \
+    }                                                                                                                  \
     DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
 
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
@@ -3011,8 +3014,8 @@ DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
 #define DTRAIN__DIRECT(name, type)                                                                                     \
-    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin,               \
-                                    size_t count, double divisor, int mean)                                            \
+    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
+                                    double divisor, int mean)                                                          \
     {                                                                                                                  \
         const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin;                   \
         const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin;       \
@@ -3049,8 +3052,8 @@ DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin,               \
-                                    size_t count, double divisor, int mean)                                            \
+    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
+                                    double divisor, int mean)                                                          \
     {                                                                                                                  \
         int copies = m == n;                                                                                           \
         if (n == 2 && copies && !mean)                                                                                 \
@@ -3070,10 +3073,10 @@ DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
         else                                                                                                           \
             name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
     }                                                                                                                  \
-    DTRAIN__KERNEL(name,                                                                                               \
-                   (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, \
-                    int mean),                                                                                         \
-                   (in, n, out, m, begin, count, divisor, mean))
+    DTRAIN__KERNEL(                                                                                                    \
+        name,                                                                                                          \
+        (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, int mean), \
+        (in, n, out, m, begin, count, divisor, mean))
 
 DTRAIN__DIRECT(dtrain__direct_f32, dtrain__f32)
 DTRAIN__DIRECT(dtrain__direct_f64, dtrain__f64)
@@ -3335,8 +3338,9 @@ static void dtrain__vector(dtrain__vector_op op, dtrain_dtype dtype, void *y, do
 /* ---- >>gemm ----
  * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
  * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
- * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction
- * set alone. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
+ * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum
+ * over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction set alone. Goto and
+ * van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
 
@@ -3354,8 +3358,8 @@ typedef struct dtrain__gemm_shape {
     size_t rows, width;
 } dtrain__gemm_shape;
 
-#define DTRAIN__GEMM_PARAMETERS                                                                                 \
-    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
+#define DTRAIN__GEMM_PARAMETERS                                                                                        \
+    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows,    \
         size_t columns, int accumulate
 
 static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
@@ -3368,39 +3372,39 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
  * and the padding of the panel give is not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add) \
-    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                      \
-    {                                                                                                         \
-        vector sum[ROWS][VECTORS];                                                                            \
-        const float *row[ROWS];                                                                               \
-        for (size_t i = 0; i < ROWS; i++) {                                                                   \
-            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                   \
-            for (size_t v = 0; v < VECTORS; v++)                                                              \
-                sum[i][v] = zero();                                                                           \
-        }                                                                                                     \
-        for (size_t p = 0; p < k; p++) {                                                                      \
-            vector b[VECTORS];                                                                                \
-            for (size_t v = 0; v < VECTORS; v++)                                                              \
-                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                       \
-            for (size_t i = 0; i < ROWS; i++) {                                                               \
-                vector x = broadcast(row[i][p * a_column]);                                                   \
-                for (size_t v = 0; v < VECTORS; v++)                                                          \
-                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                      \
-            }                                                                                                 \
-        }                                                                                                     \
-        if (rows == ROWS && columns == VECTORS * LANES) {                                                     \
-            for (size_t i = 0; i < ROWS; i++)                                                                 \
-                for (size_t v = 0; v < VECTORS; v++) {                                                        \
-                    float *to = c + i * ldc + v * LANES;                                                      \
-                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                             \
-                }                                                                                             \
-        } else {                                                                                              \
-            float tile[ROWS * VECTORS * LANES];                                                               \
-            for (size_t i = 0; i < ROWS; i++)                                                                 \
-                for (size_t v = 0; v < VECTORS; v++)                                                          \
-                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                               \
-            dtrain__gemm_store(tile, VECTORS * LANES, c, ldc, rows, columns, accumulate);                     \
-        }                                                                                                     \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add)    \
+    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
+    {                                                                                                                  \
+        vector sum[ROWS][VECTORS];                                                                                     \
+        const float *row[ROWS];                                                                                        \
+        for (size_t i = 0; i < ROWS; i++) {                                                                            \
+            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
+            for (size_t v = 0; v < VECTORS; v++)                                                                       \
+                sum[i][v] = zero();                                                                                    \
+        }                                                                                                              \
+        for (size_t p = 0; p < k; p++) {                                                                               \
+            vector b[VECTORS];                                                                                         \
+            for (size_t v = 0; v < VECTORS; v++)                                                                       \
+                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                                \
+            for (size_t i = 0; i < ROWS; i++) {                                                                        \
+                vector x = broadcast(row[i][p * a_column]);                                                            \
+                for (size_t v = 0; v < VECTORS; v++)                                                                   \
+                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                               \
+            }                                                                                                          \
+        }                                                                                                              \
+        if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
+            for (size_t i = 0; i < ROWS; i++)                                                                          \
+                for (size_t v = 0; v < VECTORS; v++) {                                                                 \
+                    float *to = c + i * ldc + v * LANES;                                                               \
+                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                                      \
+                }                                                                                                      \
+        } else {                                                                                                       \
+            float tile[ROWS * VECTORS * LANES];                                                                        \
+            for (size_t i = 0; i < ROWS; i++)                                                                          \
+                for (size_t v = 0; v < VECTORS; v++)                                                                   \
+                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                                        \
+            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
+        }                                                                                                              \
     }
 
 DTRAIN__EXACT_BEGIN
@@ -3465,8 +3469,8 @@ DTRAIN__INLINE dtrain__f32x4 dtrain__x4_fma(dtrain__f32x4 a, dtrain__f32x4 b, dt
 #else
 #define DTRAIN__GEMM_BASE_ROWS 4
 #endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4_zero, dtrain__x4_set, dtrain__x4_load,
-                    dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4_zero, dtrain__x4_set,
+                    dtrain__x4_load, dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
 
 DTRAIN__EXACT_END
 
@@ -3630,7 +3634,8 @@ static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dt
     }
     if (total == SIZE_MAX || !dtrain__mul_size(total, bits, &bits)) {
         memset(tensor, 0, sizeof *tensor);
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits", ndim);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits",
+                            ndim);
     }
     if (bits % 8 != 0) {
         memset(tensor, 0, sizeof *tensor);
@@ -3698,9 +3703,11 @@ static size_t dtrain__tensor_outer(const dtrain_tensor *tensor, int dim, size_t 
 static dtrain_status dtrain__tensor_check_dim(const char *call, const dtrain_tensor *tensor, int dim, int parts)
 {
     if (dim < 0 || dim >= tensor->ndim || parts < 1 || dtrain_dtype_bits(tensor->dtype) % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: dimension %d of %s into %d parts; needs a dimension that it has, at least one part, and "
-                            "elements of whole bytes", call, dim, dtrain__tensor_text(tensor).text, parts);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "%s: dimension %d of %s into %d parts; needs a dimension that it has, at least one part, and "
+            "elements of whole bytes",
+            call, dim, dtrain__tensor_text(tensor).text, parts);
     return DTRAIN_OK;
 }
 
@@ -3747,9 +3754,10 @@ DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrai
         for (int i = 0; fits && i < shards[0].ndim; i++)
             fits = i == dim || shards[p].shape[i] == shards[0].shape[i];
         if (!fits || !dtrain__add_size(shape[dim], shards[p].shape[dim], &shape[dim]))
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_unshard: shard %d is %s, which does not join %s along "
-                                "dimension %d", p, dtrain__tensor_text(&shards[p]).text,
-                                dtrain__tensor_text(&shards[0]).text, dim);
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "tensor_unshard: shard %d is %s, which does not join %s along "
+                                "dimension %d",
+                                p, dtrain__tensor_text(&shards[p]).text, dtrain__tensor_text(&shards[0]).text, dim);
     }
     status = dtrain_tensor_create(whole, shards[0].dtype, shards[0].ndim, shape, allocator);
     if (status != DTRAIN_OK)
@@ -3857,8 +3865,9 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
     n = b->shape[transpose_b ? 0 : 1];
     if (out->ndim != 2 || a->ndim != 2 || b->ndim != 2 || k != inner || out->shape[0] != m || out->shape[1] != n)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_matmul: %s = %s%s x %s%s; the sizes do not meet",
-                            dtrain__tensor_text(out).text, dtrain__tensor_text(a).text, transpose_a ? " transposed" : "",
-                            dtrain__tensor_text(b).text, transpose_b ? " transposed" : "");
+                            dtrain__tensor_text(out).text, dtrain__tensor_text(a).text,
+                            transpose_a ? " transposed" : "", dtrain__tensor_text(b).text,
+                            transpose_b ? " transposed" : "");
     dtrain_sgemm(transpose_a, transpose_b, m, n, k, 1, (const float *)a->data, a->shape[1], (const float *)b->data,
                  b->shape[1], accumulate ? 1.0f : 0.0f, (float *)out->data, n);
     return DTRAIN_OK;
@@ -3918,8 +3927,8 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
         entry = (dtrain__entry *)dtrain__alloc(allocator, all);
     if (entry == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu", all,
-                            store->total, DTRAIN__STORE_TOTAL_BYTES);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu",
+                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
     if (*old != NULL)
         dtrain__store_remove(store, allocator, old);
     entry->key_bytes = key_bytes;
@@ -3965,13 +3974,14 @@ typedef struct dtrain__post {
 } dtrain__post;
 
 typedef struct dtrain__slot {
-    uint64_t arrived; /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t arrived;  /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
     uint64_t finished; /* number of the last operation whose buffers this rank has left */
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
     dtrain__error why; /* it left; readable once left is set */
-    dtrain__post posts[2] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
+    dtrain__post posts[2] __attribute__((
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
@@ -3989,8 +3999,8 @@ typedef struct dtrain__board_end {
 
 struct dtrain__board {
     dtrain__bell bell;
-    uint32_t broken;   /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
-    uint32_t ends;     /* ranks that have not left */
+    uint32_t broken; /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
+    uint32_t ends;   /* ranks that have not left */
     int size;
     dtrain__error cause;
     dtrain_allocator own;
@@ -4105,8 +4115,7 @@ static int dtrain__ring_ready(void *pointer)
 {
     dtrain__ring_wait *wait = (dtrain__ring_wait *)pointer;
     dtrain__ring *ring = dtrain__threads_ring(wait->board, wait->from, wait->to);
-    if (dtrain__board_broken(wait->board) ||
-        __atomic_load_n(&wait->board->slots[wait->peer].left, __ATOMIC_SEQ_CST))
+    if (dtrain__board_broken(wait->board) || __atomic_load_n(&wait->board->slots[wait->peer].left, __ATOMIC_SEQ_CST))
         return 1;
     if (ring == NULL)
         return 0;
@@ -4360,7 +4369,8 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
         first++;
         last--;
     }
-    if ((size_t)(last - first) >= DTRAIN__ADDRESS_BYTES || (first == text && memchr(first, ':', (size_t)(last - first))))
+    if ((size_t)(last - first) >= DTRAIN__ADDRESS_BYTES ||
+        (first == text && memchr(first, ':', (size_t)(last - first))))
         return 0;
     memcpy(host, first, (size_t)(last - first));
     host[last - first] = 0;
@@ -4390,7 +4400,8 @@ static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out,
     hints.ai_flags = host[0] == 0 ? AI_PASSIVE : 0;
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text, gai_strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text,
+                            gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->storage)
             continue;
@@ -4655,7 +4666,7 @@ static void dtrain__net_drain(int fd)
 /* What both sides of every door of one rank share. */
 typedef struct dtrain__keys {
     unsigned char token[256];
-    size_t token_bytes; /* 0: the proof is made with an empty key */
+    size_t token_bytes;                   /* 0: the proof is made with an empty key */
     unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
     int rank, world_size;
 } dtrain__keys;
@@ -4891,7 +4902,8 @@ static void dtrain__door_take_verdict(dtrain__door *door, const dtrain__keys *ke
     if (!dtrain__equal_secret(mac, verdict + 16 + DTRAIN__VERDICT_TEXT, sizeof mac)) {
         dtrain__fail(&door->error, DTRAIN_ERR_DENIED,
                      "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes): give every "
-                     "rank the same DTRAIN_TOKEN", door->peer, door->peer_name, keys->token_bytes);
+                     "rank the same DTRAIN_TOKEN",
+                     door->peer, door->peer_name, keys->token_bytes);
         dtrain__door_close(door);
         return;
     }
@@ -4929,8 +4941,10 @@ static int dtrain__door_writes(const dtrain__door *door)
 
 static void dtrain__door_lost(dtrain__door *door, int error)
 {
-    dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: the connection to %s ended while both were introducing "
-                 "themselves (%s)", door->initiator ? "connect" : "accept", door->peer_name, dtrain__net_why(error));
+    dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST,
+                 "%s: the connection to %s ended while both were introducing "
+                 "themselves (%s)",
+                 door->initiator ? "connect" : "accept", door->peer_name, dtrain__net_why(error));
     dtrain__door_close(door);
 }
 
@@ -5119,13 +5133,13 @@ typedef struct dtrain__lane {
 } dtrain__lane;
 
 typedef struct dtrain__member {
-    dtrain__lane *lanes;             /* hub->connections of them */
+    dtrain__lane *lanes;                     /* hub->connections of them */
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
-    char name[DTRAIN__NAME_BYTES];   /* "pid 4711 on alpha" */
-    char why[DTRAIN__WHY_BYTES];     /* it left; may be empty */
-    uint64_t host;                   /* equal on ranks of one host */
-    int joined, left, expected;      /* expected: the control connection may come back */
-    dtrain__stream control;          /* rank 0 has one to each; the others one, to rank 0 */
+    char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
+    char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    uint64_t host;                           /* equal on ranks of one host */
+    int joined, left, expected;              /* expected: the control connection may come back */
+    dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
@@ -5160,7 +5174,7 @@ typedef struct dtrain__hub {
     int64_t root_retry_ns, root_wait_ns;
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
-    int kick[2], wake[2];      /* pipes: to whoever steps, to a caller that waits */
+    int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
     uint32_t stepping, waiting;
     uint64_t news;
     dtrain__door *doors;
@@ -5170,8 +5184,8 @@ typedef struct dtrain__hub {
     dtrain__error cause;
     struct pollfd *fds;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
-    int suspect;               /* the rank that rank 0 has not heard for longest, or -1 */
-    int64_t suspect_ns;        /* for how long, when it was last said */
+    int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
+    int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
     dtrain__store store;
     dtrain__asker *askers;
@@ -5182,8 +5196,14 @@ typedef struct dtrain__hub {
 } dtrain__hub;
 
 enum {
-    DTRAIN__FRAME_JOIN = 1, DTRAIN__FRAME_TABLE, DTRAIN__FRAME_REFUSE, DTRAIN__FRAME_BEAT, DTRAIN__FRAME_END,
-    DTRAIN__FRAME_BYE, DTRAIN__FRAME_ASK, DTRAIN__FRAME_ANSWER
+    DTRAIN__FRAME_JOIN = 1,
+    DTRAIN__FRAME_TABLE,
+    DTRAIN__FRAME_REFUSE,
+    DTRAIN__FRAME_BEAT,
+    DTRAIN__FRAME_END,
+    DTRAIN__FRAME_BYE,
+    DTRAIN__FRAME_ASK,
+    DTRAIN__FRAME_ANSWER
 };
 
 /* Something happened that a caller may wait for. */
@@ -5488,8 +5508,10 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
         !dtrain__take_text(reader, 2, believed, sizeof believed))
         return 0;
     if (strcmp(fingerprint, hub->fingerprint) != 0) {
-        snprintf(text, sizeof text, "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
-                 "program and model on every rank", rank, member->name, fingerprint, hub->fingerprint);
+        snprintf(text, sizeof text,
+                 "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
+                 "program and model on every rank",
+                 rank, member->name, fingerprint, hub->fingerprint);
         dtrain__frame_reason(hub, member, DTRAIN__FRAME_REFUSE, rank, DTRAIN_ERR_MISMATCH, text);
         snprintf(hub->refused, sizeof hub->refused, "%s", text);
         dtrain__log(DTRAIN_LOG_WARN, "rank 0 sent away %s", text);
@@ -5737,41 +5759,52 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
-/* Opens this rank's own listener where its control connection goes out, and says so to rank 0. */
+/* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
+ * ranks that reach rank 0 as this one does can come there. */
+static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
+{
+    dtrain__address *here = &hub->listening;
+    const char *root = hub->root;
+    char path[DTRAIN__ADDRESS_BYTES];
+    here->bytes = (socklen_t)sizeof here->storage;
+    if (getsockname(hub->members[0].control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
+    *local = dtrain__net_is_local(here);
+    if (dtrain__net_is_unix(&hub->reached)) {
+        *local = 0;
+        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        return dtrain__net_unix_address(here, path);
+    }
+    if (hub->listen_on[0] != 0) {
+        int family = ((struct sockaddr *)&here->storage)->sa_family;
+        *local = 0;
+        dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
+        if (status != DTRAIN_OK)
+            return status;
+    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
+               strncmp(root, "localhost:", 10) != 0) {
+        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    }
+    dtrain__net_set_port(here, 0);
+    return DTRAIN_OK;
+}
+
+/* Opens this rank's own listener, and says to rank 0 where it is. */
 static dtrain_status dtrain__hub_join(dtrain__hub *hub)
 {
     dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
-    dtrain__address *here = &hub->listening;
-    int error = 0, local;
-    here->bytes = (socklen_t)sizeof here->storage;
-    if (getsockname(root->control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
-        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
-    local = dtrain__net_is_local(here);
-    if (dtrain__net_is_unix(&hub->reached)) {
-        char path[DTRAIN__ADDRESS_BYTES];
-        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
-        if (dtrain__net_unix_address(here, path) != DTRAIN_OK)
-            return dtrain__report(&dtrain__thread_error);
-    } else {
-        if (hub->listen_on[0] != 0) {
-            int family = ((struct sockaddr *)&here->storage)->sa_family;
-            if (dtrain__net_interface(hub->listen_on, family, here) != DTRAIN_OK)
-                return dtrain__thread_error.status;
-            local = 0;
-        } else if (local && hub->keys.token_bytes > 0 && strncmp(hub->root, "127.", 4) != 0 &&
-                   strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0) {
-            dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
-        }
-        dtrain__net_set_port(here, 0);
-    }
-    error = dtrain__net_listen(here, &hub->listener);
+    int local, error;
+    dtrain_status status = dtrain__hub_own_address(hub, &local);
+    if (status != DTRAIN_OK)
+        return status;
+    error = dtrain__net_listen(&hub->listening, &hub->listener);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
-                            dtrain__net_text(here).text, strerror(error));
-    if (local && !dtrain__net_is_unix(here))
-        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(here));
+                            dtrain__net_text(&hub->listening).text, strerror(error));
+    if (local)
+        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
-        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(here).text);
+        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&hub->listening).text);
     root->joined = 1;
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
     dtrain__give_text(hub, &root->out, 1, self->address);
@@ -5822,7 +5855,8 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
     int again = hub->formed && member->expected;
     if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
-        again = 1;
+        member->down_ns = dtrain__os_now_ns();
+        member->expected = again = 1;
     }
     if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
         door->received = member->control.received;
@@ -5830,13 +5864,15 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
         return;
     }
     if (hub->formed) {
-        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "the group is complete and runs");
+        /* perhaps the last one, about to end: the peer may try again */
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "its group is complete and runs");
         return;
     }
     if (member->control.fd >= 0) {
-        snprintf(text, sizeof text, "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
-                 "a rank of its own", door->peer, member->name[0] != 0 ? member->name : "another process",
-                 door->peer_name);
+        snprintf(text, sizeof text,
+                 "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
+                 "a rank of its own",
+                 door->peer, member->name[0] != 0 ? member->name : "another process", door->peer_name);
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
         return;
     }
@@ -5864,6 +5900,9 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
     if (lane->door != NULL)
         dtrain__hub_free_door(hub, lane->door);
     lane->door = NULL;
+    if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
+        lane->down_ns = dtrain__os_now_ns();
+    lane->wanted |= lane->linked;
     dtrain__stream_cut(&lane->stream);
     door->received = lane->stream.received;
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
@@ -5874,9 +5913,10 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     if (door->peer_world != hub->size) {
-        snprintf(text, sizeof text, "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
-                 "every process the same world size", door->peer, door->peer_name, door->peer_world, hub->rank,
-                 hub->size);
+        snprintf(text, sizeof text,
+                 "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
+                 "every process the same world size",
+                 door->peer, door->peer_name, door->peer_world, hub->rank, hub->size);
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
     } else if (door->peer < 0 || door->peer >= hub->size || door->peer == hub->rank ||
                dtrain__get_le(door->hello + 16, 4) != (uint64_t)hub->rank) {
@@ -5943,8 +5983,10 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             return;
         if (error != 0) {
             hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
-            dtrain__log(DTRAIN_LOG_WARN, "rank %d cannot accept a connection (%s); this process may open more "
-                        "descriptors after \"ulimit -n\" with a higher number", hub->rank, strerror(error));
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "rank %d cannot accept a connection (%s); this process may open more "
+                        "descriptors after \"ulimit -n\" with a higher number",
+                        hub->rank, strerror(error));
             return;
         }
         door = dtrain__hub_new_door(hub, &peer);
@@ -5999,7 +6041,8 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (door->state != DTRAIN__DOOR_CLOSED)
             dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
         hub->root_error = door->error;
-        if (door->error.status != DTRAIN_ERR_PEER_LOST) {
+        if (hub->formed ? door->error.status != DTRAIN_ERR_PEER_LOST
+                        : door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED) {
             hub->cause = door->error;
             hub->broken = 1;
         }
@@ -6202,16 +6245,16 @@ static void dtrain__hub_wait(dtrain__hub *hub, struct pollfd *fds, int count, in
 #define DTRAIN__SOCKET
 
 #define DTRAIN__STRIPE ((size_t)1 << 18)
-#define DTRAIN__PATIENCE_NS 50000     /* of looking again before sleeping */
-#define DTRAIN__GRACE_NS 1000000000   /* for the reason of a closed connection to arrive by way of rank 0 */
+#define DTRAIN__PATIENCE_NS 50000   /* of looking again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000 /* for the reason of a closed connection to arrive by way of rank 0 */
 
 typedef struct dtrain__socket {
-    dtrain__hub hub; /* first: the hub's owner is found from it */
+    dtrain__hub hub;           /* first: the hub's owner is found from it */
     uint64_t *sent, *received; /* bytes of data to and from each rank, over all lanes */
-    int crowded;     /* more ranks on this host than processors */
-    pthread_t service; /* the thread that must not look again and again, as others compute */
+    int crowded;               /* more ranks on this host than processors */
+    pthread_t service;         /* the thread that must not look again and again, as others compute */
     int has_service;
-    int forked;      /* the end of a child's copy: touches nothing that the parent still uses */
+    int forked; /* the end of a child's copy: touches nothing that the parent still uses */
 } dtrain__socket;
 
 static dtrain__lane *dtrain__socket_lane(dtrain__socket *s, int peer, int sending, size_t *room)
@@ -6233,7 +6276,8 @@ static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lan
                      member->why[0] != 0 ? ": " : "", member->why);
     else if (lane->linked && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
-                     member->name, hub->rank, hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
+                     member->name, hub->rank,
+                     hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
         if (!lane->wanted && (!lane->linked || hub->reconnect_ns > 0)) {
             lane->wanted = 1;
@@ -6274,16 +6318,17 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
     return DTRAIN_OK;
 }
 
-/* Tries both directions once. A broken group ends every operation, with the group's cause. */
+/* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
+ * what a peer sent before it failed still completes what it was sent for. */
 static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int *moved)
 {
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&s->hub.mutex);
-    if (!s->hub.broken && out != NULL)
-        status = dtrain__socket_try(s, out, 1, moved);
-    if (status == DTRAIN_OK && !s->hub.broken && in != NULL)
+    if (in != NULL)
         status = dtrain__socket_try(s, in, 0, moved);
-    if (s->hub.broken)
+    if (status == DTRAIN_OK && out != NULL)
+        status = dtrain__socket_try(s, out, 1, moved);
+    if (s->hub.broken && (status != DTRAIN_OK || !*moved))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
     return status;
@@ -6322,8 +6367,7 @@ static void dtrain__socket_sleep(dtrain__socket *s, dtrain_transfer *out, dtrain
     dtrain__hub_wait(&s->hub, fds, count, until_ns, seen);
 }
 
-static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in,
-                                             int64_t deadline_ns)
+static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
     dtrain__socket *s = (dtrain__socket *)self;
     int64_t sleep_ns = 0, now;
@@ -6516,10 +6560,12 @@ static int dtrain__socket_allowed(const dtrain__hub *hub, const dtrain__address 
 
 static dtrain_status dtrain__socket_closed(dtrain__hub *hub)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                        "comm_create: rank %d: %.200s is beyond this host and there is no token: set DTRAIN_TOKEN to one "
-                        "secret of 16 bytes or more on every rank (or DTRAIN_INSECURE=1, on a network that is yours "
-                        "alone)", hub->rank, hub->root);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_DENIED,
+        "comm_create: rank %d: %.200s is beyond this host and there is no token: set DTRAIN_TOKEN to one "
+        "secret of 16 bytes or more on every rank (or DTRAIN_INSECURE=1, on a network that is yours "
+        "alone)",
+        hub->rank, hub->root);
 }
 
 /* Rank 0: opens the listener that everyone comes to. */
@@ -6538,8 +6584,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         return DTRAIN_OK;
     }
     if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
-        dtrain_status status = dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family,
-                                                     &chosen);
+        dtrain_status status =
+            dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family, &chosen);
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
@@ -6551,8 +6597,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error == EADDRNOTAVAIL) { /* a name for this host that its interfaces do not have */
         hub->listening = chosen;
         dtrain__net_set_any(&hub->listening);
-        error = dtrain__socket_allowed(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener)
-                                                             : error;
+        error =
+            dtrain__socket_allowed(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : error;
     }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s: %s%s", hub->root,
@@ -6596,20 +6642,9 @@ static int dtrain__socket_make_members(dtrain__hub *hub)
     return 1;
 }
 
-/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
-static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
-                                           dtrain_allocator *allocator)
+/* Copies what the desc says, with its defaults. */
+static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
-    size_t size = (size_t)keys->world_size;
-    char host[64] = "?";
-    unsigned char id[128], digest[32];
-    dtrain_status status = DTRAIN_OK;
-    int error;
-    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
-    if (s == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
-    dtrain__hub *hub = &s->hub;
-    hub->allocator = allocator;
     hub->keys = *keys;
     hub->rank = keys->rank;
     hub->size = keys->world_size;
@@ -6625,39 +6660,66 @@ static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__k
     snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
     snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);
     snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
+}
+
+/* Says who this process is. */
+static void dtrain__socket_introduce(dtrain__hub *hub)
+{
+    dtrain__member *self = &hub->members[hub->rank];
+    unsigned char id[128], digest[32];
+    char host[64] = "?";
+    gethostname(host, sizeof host - 1);
+    snprintf(self->name, sizeof self->name, "pid %ld on %.60s", (long)getpid(), host);
+    dtrain__os_host_id(id);
+    dtrain_sha256(id, sizeof id, digest);
+    self->host = dtrain__get_le(digest, 8);
+    self->joined = 1;
+}
+
+/* Pipes, the run's name, the root's addresses, and on rank 0 the listener. */
+static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
+{
+    dtrain_status status;
+    int error = dtrain__net_pipe(hub->kick);
+    if (error == 0)
+        error = dtrain__net_pipe(hub->wake);
+    if (error == 0 && hub->rank == 0)
+        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
+    status = dtrain__socket_find_root(hub);
+    if (status == DTRAIN_OK && hub->rank == 0)
+        status = dtrain__socket_listen(hub, desc->listen_fd);
+    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
+        desc->on_address(desc->on_address_user, hub->root);
+    return status;
+}
+
+/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
+                                           dtrain_allocator *allocator)
+{
+    size_t size = (size_t)keys->world_size;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
+    if (s == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
+    dtrain__hub *hub = &s->hub;
+    hub->allocator = allocator;
+    dtrain__socket_describe(hub, keys, desc);
     pthread_mutex_init(&hub->mutex, NULL);
     pthread_mutex_init(&hub->step_mutex, NULL);
     s->sent = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
     s->received = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
     hub->members = (dtrain__member *)dtrain__alloc(allocator, size * sizeof(dtrain__member));
     hub->fds = (struct pollfd *)dtrain__alloc(allocator, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
-    if (s->sent == NULL || s->received == NULL || hub->members == NULL || hub->fds == NULL)
-        status = DTRAIN_ERR_MEMORY;
-    if (status == DTRAIN_OK && !dtrain__socket_make_members(hub))
-        status = DTRAIN_ERR_MEMORY;
-    if (status != DTRAIN_OK) {
-        dtrain__socket_destroy(s);
-        return dtrain__fail(NULL, status, "comm_create: no memory for rank %d of %zu", keys->rank, size);
+    if (hub->members == NULL || !dtrain__socket_make_members(hub) || s->sent == NULL || s->received == NULL ||
+        hub->fds == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", keys->rank, size);
+    } else {
+        dtrain__socket_introduce(hub);
+        status = dtrain__socket_open(hub, desc);
     }
-    gethostname(host, sizeof host - 1);
-    snprintf(hub->members[hub->rank].name, DTRAIN__NAME_BYTES, "pid %ld on %.60s", (long)getpid(), host);
-    dtrain__os_host_id(id);
-    dtrain_sha256(id, sizeof id, digest);
-    hub->members[hub->rank].host = dtrain__get_le(digest, 8);
-    hub->members[hub->rank].joined = 1;
-    error = dtrain__net_pipe(hub->kick);
-    if (error == 0)
-        error = dtrain__net_pipe(hub->wake);
-    if (error == 0 && hub->rank == 0)
-        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
-    if (error != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
-    if (status == DTRAIN_OK)
-        status = dtrain__socket_find_root(hub);
-    if (status == DTRAIN_OK && hub->rank == 0)
-        status = dtrain__socket_listen(hub, desc->listen_fd);
-    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
-        desc->on_address(desc->on_address_user, hub->root);
     if (status != DTRAIN_OK) {
         dtrain__error kept = dtrain__thread_error;
         dtrain__socket_destroy(s);
@@ -6682,13 +6744,17 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
                             hub->size, seconds, hub->root, missing, hub->believed,
                             hub->refused[0] != 0 ? "; came and was refused: " : "", hub->refused);
     if (hub->members[0].control.fd >= 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
-                            "have not come; believed: %.200s", hub->rank, hub->size, hub->root, seconds, hub->believed);
-    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
-                        "0 started, and can it be reached from here?", hub->rank, hub->size, seconds, hub->root,
-                        hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer", hub->believed);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_TIMEOUT,
+            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
+            "have not come; believed: %.200s",
+            hub->rank, hub->size, hub->root, seconds, hub->believed);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_TIMEOUT,
+        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
+        "0 started, and can it be reached from here?",
+        hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
+        hub->believed);
 }
 
 /* Looks whether the group has formed, or never will. */
@@ -6700,11 +6766,11 @@ static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64
     pthread_mutex_lock(&hub->mutex);
     *formed = hub->formed && !hub->broken;
     if (hub->broken)
-        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
-                              hub->size, hub->cause.text, hub->believed);
+        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s",
+                              hub->rank, hub->size, hub->cause.text, hub->believed);
     else if (!hub->formed && hub->rank != 0 && hub->members[0].left)
-        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s", hub->rank,
-                              hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
+        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s",
+                              hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
     else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
         status = dtrain__socket_unformed(s, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
     for (int rank = 0; *formed && rank < hub->size; rank++)
@@ -6777,11 +6843,11 @@ typedef struct dtrain__op {
     uint64_t number;
     int64_t started_ns, deadline_ns;
     int phase;
-    int warned;    /* the log has said whom this operation awaits */
-    int awaited;   /* the peer it awaits, or -1 */
-    int touched;   /* peers may be inside this rank's buffers, or bytes have moved */
-    size_t at;     /* progress inside the phase */
-    int entered;   /* the current step has been prepared */
+    int warned;            /* the log has said whom this operation awaits */
+    int awaited;           /* the peer it awaits, or -1 */
+    int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;             /* progress inside the phase */
+    int entered;           /* the current step has been prepared */
     size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
@@ -6801,15 +6867,15 @@ struct dtrain_comm {
     dtrain__socket *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
     int64_t started_ns, form_deadline_ns;
-    pid_t process;          /* that made it */
+    pid_t process; /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
-    dtrain__error broken; /* by a message operation; the board keeps its own */
-    uint64_t number;      /* of the last collective */
+    dtrain__error broken;      /* by a message operation; the board keeps its own */
+    uint64_t number;           /* of the last collective */
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
-    const void **ins;     /* size pointers each, for folds */
+    const void **ins;          /* size pointers each, for folds */
     void **outs;
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
@@ -6836,8 +6902,12 @@ static const char *dtrain__kind_name(uint64_t kind)
 
 static const char *dtrain__op_name(uint64_t op)
 {
-    return op == DTRAIN_SUM ? "sum" : op == DTRAIN_MEAN ? "mean" : op == DTRAIN_PROD ? "product"
-           : op == DTRAIN_MIN ? "min" : op == DTRAIN_MAX ? "max" : "no operation";
+    return op == DTRAIN_SUM    ? "sum"
+           : op == DTRAIN_MEAN ? "mean"
+           : op == DTRAIN_PROD ? "product"
+           : op == DTRAIN_MIN  ? "min"
+           : op == DTRAIN_MAX  ? "max"
+                               : "no operation";
 }
 
 static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
@@ -6895,9 +6965,10 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
     if (theirs->ranks != (uint64_t)comm->size)
-        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
-                            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size",
-                            mine.text, peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+        return dtrain__fail(
+            &op->error, DTRAIN_ERR_MISMATCH,
+            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
+            peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
                         mine.text, peer, other.text, comm->rank, mine.text);
@@ -6966,10 +7037,10 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     const char *kind = dtrain__kind_name((uint64_t)op->kind);
     int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
     if (bits == 0 || bits % 8 != 0 || (reduces && !dtrain__fold_supported(op->dtype, op->op)))
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?",
-                            kind, comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op,
-                            dtrain__op_name((uint64_t)op->op));
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID,
+            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?", kind,
+            comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op));
     if (!dtrain__mul_size(op->count, bits / 8, &bytes) || bytes > SIZE_MAX / 4)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
                             kind, comm->rank, op->count, bits);
@@ -7049,7 +7120,7 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     int64_t r = 0, n = 0;
     dtrain_status status;
     if (dtrain__place_get(size) == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%s is set and %s is not; set both",  rank,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%s is set and %s is not; set both", rank,
                             dtrain__place_get(rank), size);
     status = dtrain__place_number(size, 1, DTRAIN__MAX_RANKS, &n);
     if (status == DTRAIN_OK)
@@ -7060,8 +7131,15 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     return status;
 }
 
-enum { DTRAIN__LAUNCHER_NONE, DTRAIN__LAUNCHER_OWN, DTRAIN__LAUNCHER_TORCH, DTRAIN__LAUNCHER_SLURM,
-       DTRAIN__LAUNCHER_OPENMPI, DTRAIN__LAUNCHER_PMI, DTRAIN__LAUNCHER_KUBERNETES };
+enum {
+    DTRAIN__LAUNCHER_NONE,
+    DTRAIN__LAUNCHER_OWN,
+    DTRAIN__LAUNCHER_TORCH,
+    DTRAIN__LAUNCHER_SLURM,
+    DTRAIN__LAUNCHER_OPENMPI,
+    DTRAIN__LAUNCHER_PMI,
+    DTRAIN__LAUNCHER_KUBERNETES
+};
 
 /* Finds the launcher whose variables are there, and reads rank and size from them. */
 static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
@@ -7089,7 +7167,8 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_create: JOB_COMPLETION_INDEX=%.20s says that this is a pod of an indexed job; set "
                             "DTRAIN_WORLD_SIZE and DTRAIN_ROOT (host:port of pod 0), or DTRAIN_WORLD_SIZE=1 for a pod "
-                            "of its own", dtrain__place_get("JOB_COMPLETION_INDEX"));
+                            "of its own",
+                            dtrain__place_get("JOB_COMPLETION_INDEX"));
     if (dtrain__place_get("JOB_COMPLETION_INDEX") != NULL && strcmp(size, "1") != 0)
         return dtrain__place_pair(place, "JOB_COMPLETION_INDEX", "DTRAIN_WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_NONE;
@@ -7142,8 +7221,10 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
         local != place->world_size)
         return DTRAIN_OK;
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
-        name[n] = (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') ||
-                          (job[n] >= 'A' && job[n] <= 'Z') ? job[n] : '_';
+        name[n] =
+            (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') || (job[n] >= 'A' && job[n] <= 'Z')
+                ? job[n]
+                : '_';
     name[n] = 0;
     if (n == 0) /* the local ranks have one parent */
         snprintf(name, sizeof name, "p%ld", (long)getppid());
@@ -7168,10 +7249,12 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
         snprintf(place->root, sizeof place->root, "%s", root);
         dtrain__place_believe(place, "DTRAIN_ROOT=%.120s", root);
         return strlen(root) < sizeof place->root
-                   ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
+                   ? DTRAIN_OK
+                   : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
     }
     if (host != NULL && port != NULL) {
-        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host, port);
+        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host,
+                 port);
         dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s", host, port);
         return DTRAIN_OK;
     }
@@ -7192,9 +7275,9 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->rank,
                         place->world_size, place->believed,
-                        host != NULL ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
-                                     : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
-                                                    : "DTRAIN_ROOT=host:port, the same on every rank");
+                        host != NULL   ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
+                        : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
+                                       : "DTRAIN_ROOT=host:port, the same on every rank");
 }
 
 static dtrain_status dtrain__place_set_token(dtrain__place *place, const char *token, size_t bytes, const char *from)
@@ -7220,7 +7303,8 @@ static dtrain_status dtrain__place_token_file(dtrain__place *place, const char *
     ssize_t n = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd >= 0)
-        while (bytes < sizeof text && ((n = read(fd, text + bytes, sizeof text - bytes)) > 0 || (n < 0 && errno == EINTR)))
+        while (bytes < sizeof text &&
+               ((n = read(fd, text + bytes, sizeof text - bytes)) > 0 || (n < 0 && errno == EINTR)))
             bytes += n > 0 ? (size_t)n : 0;
     if (fd < 0 || n < 0) {
         int error = errno;
@@ -7315,12 +7399,15 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         snprintf(place->root, sizeof place->root, "%s", desc->root);
         dtrain__place_believe(place, "desc.root=%.120s", desc->root);
         status = strlen(desc->root) < sizeof place->root
-                     ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
+                     ? DTRAIN_OK
+                     : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
     } else if (environment) {
         status = dtrain__place_root(place, launcher);
     } else {
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d: desc.root is needed, host:port or "
-                              "unix:/path where rank 0 listens", place->rank, place->world_size);
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "comm_create: rank %d of %d: desc.root is needed, host:port or "
+                              "unix:/path where rank 0 listens",
+                              place->rank, place->world_size);
     }
     return status == DTRAIN_OK ? dtrain__place_check_root(place) : status;
 }
@@ -7599,16 +7686,16 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 
 typedef struct dtrain__step {
-    int to, from;     /* -1: none */
+    int to, from; /* -1: none */
     int send_first;
     const unsigned char *send;
     size_t send_bytes;
     unsigned char *recv;
     size_t recv_bytes;
-    void *fold;       /* what the received partial sums are folded into; NULL: nothing */
+    void *fold; /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
-    int fold_early;   /* nothing of it is still to be sent: folds while more arrives */
-    uint64_t tag;     /* the same at both ends of a message */
+    int fold_early; /* nothing of it is still to be sent: folds while more arrives */
+    uint64_t tag;   /* the same at both ends of a message */
 } dtrain__step;
 
 /* Where partial sums are kept, all of them in the partial dtype. */
@@ -7756,9 +7843,9 @@ static dtrain__part dtrain__plan_half(int index, int halvings, size_t n)
 /* Where step k of a halving-doubling stands. */
 typedef struct dtrain__halving {
     dtrain__blocks blocks;
-    size_t begin, n;       /* elements of the whole that this piece of work covers */
-    unsigned char *held;   /* its partial sums, n of them */
-    unsigned char *out;    /* its results */
+    size_t begin, n;     /* elements of the whole that this piece of work covers */
+    unsigned char *held; /* its partial sums, n of them */
+    unsigned char *out;  /* its results */
     unsigned char *recv;
     int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
 } dtrain__halving;
@@ -7806,8 +7893,7 @@ static void dtrain__plan_recv(dtrain__step *step, int from, unsigned char *base,
     step->recv_bytes = (range.end - range.begin) * width;
 }
 
-static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
-                              size_t width)
+static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range, size_t width)
 {
     dtrain__part all = {0, range.end - range.begin};
     dtrain__plan_recv(step, from, at->recv, all, width);
@@ -7879,8 +7965,7 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
         step->recv = (unsigned char *)op->out;
         step->send_bytes = step->recv_bytes = dtrain__op_bytes(op);
         return k == 0;
-    case DTRAIN__BROADCAST:
-        return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
+    case DTRAIN__BROADCAST: return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
     case DTRAIN__ALL_GATHER: return dtrain__plan_ring(comm, op, k, 0, (unsigned char *)op->out, NULL, step);
     case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
     default: break;
@@ -8193,8 +8278,7 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
             return 0;
         if (status != DTRAIN_OK)
             return dtrain__message_failed(comm, op, status, op->awaited);
-        if (step.fold != NULL && step.fold_count > 0 &&
-            !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
+        if (step.fold != NULL && step.fold_count > 0 && !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
             dtrain__fold_pair(dtrain__message_dtype(op), op->op, step.fold, step.recv, step.fold_count);
         op->sent = op->received = 0;
         op->entered = 0;
@@ -8424,7 +8508,8 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
     dtrain__free(allocator, service, sizeof *service);
     return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
                         "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
-                        "without", comm->rank, strerror(error));
+                        "without",
+                        comm->rank, strerror(error));
 }
 
 /* Puts the group under a service thread, at the first asynchronous call. */
@@ -8480,7 +8565,8 @@ static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrai
     int power_of_two = (comm->size & (comm->size - 1)) == 0;
     if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
         return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL && (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+    if (comm->transport.board != NULL &&
+        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
         return DTRAIN_ALGORITHM_FUSED;
     if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
         return DTRAIN_ALGORITHM_TREE;
@@ -8498,9 +8584,10 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
 {
     int ready = 1;
     if (comm->process != getpid())
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                            call, (long)comm->process, (long)getpid());
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID,
+            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
+            (long)comm->process, (long)getpid());
     if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
         return comm->error.status;
     if (!ready)
@@ -8769,19 +8856,16 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
-static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
+/* Makes the transport of a group of processes. */
+static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
-    dtrain_transport transport;
-    dtrain_comm *comm;
     dtrain__keys keys;
     dtrain__hub_desc hub;
     dtrain__socket *s = NULL;
     dtrain_status status;
     memset(&keys, 0, sizeof keys);
-    memset(&transport, 0, sizeof transport);
-    keys.rank = transport.rank = place->rank;
-    keys.world_size = transport.size = place->world_size;
+    keys.rank = place->rank;
+    keys.world_size = place->world_size;
     memcpy(keys.token, place->token, sizeof keys.token);
     keys.token_bytes = place->token_bytes;
     hub.root = place->root;
@@ -8795,28 +8879,42 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     hub.reconnect_ms = desc->reconnect_ms;
     hub.on_address = desc->on_address;
     hub.on_address_user = desc->on_address_user;
+    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
+    memset(&keys, 0, sizeof keys);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__socket_transport(&comm->transport, s);
+    comm->socket = s;
+    return DTRAIN_OK;
+}
+
+/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
+static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
+{
+    dtrain_transport transport;
+    dtrain_comm *comm;
+    dtrain_status status;
+    memset(&transport, 0, sizeof transport);
+    transport.rank = place->rank;
+    transport.size = place->world_size;
     status = dtrain__comm_new(&comm, &transport, desc);
     if (status != DTRAIN_OK)
         return status;
     comm->desc.timeout_ms = place->timeout_ms;
-    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
-    memset(&keys, 0, sizeof keys);
-    if (status != DTRAIN_OK) {
-        dtrain__comm_free(comm);
-        return status;
-    }
-    dtrain__socket_transport(&comm->transport, s);
-    comm->socket = s;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
     comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
-    if (desc->progress == DTRAIN_PROGRESS_THREAD && (status = dtrain__service_join(comm)) != DTRAIN_OK) {
-        dtrain__socket_destroy(s);
-        dtrain__comm_free(comm);
-        return status;
+    status = dtrain__comm_open(comm, place, desc);
+    if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status == DTRAIN_OK) {
+        *out = comm;
+        return DTRAIN_OK;
     }
-    *out = comm;
-    return DTRAIN_OK;
+    if (comm->socket != NULL)
+        dtrain__socket_destroy(comm->socket);
+    dtrain__comm_free(comm);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
@@ -8838,8 +8936,10 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
     if (place.world_size == 1)
         return dtrain_threads_create(comm, 1, desc);
     if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
-                            "address space; choose another for %d processes", place.world_size);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
+                            "address space; choose another for %d processes",
+                            place.world_size);
     status = dtrain__comm_connect(comm, &place, desc);
     memset(&place, 0, sizeof place);
     return status;
@@ -9008,6 +9108,41 @@ static void dtrain__runner_main(void *pointer)
     dtrain__comm_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 
+/* Starts a thread for each rank; returns how many, fewer than `ranks` when *status says why. */
+static int dtrain__runners_start(dtrain__runner *runners, dtrain_comm **comms, int ranks, size_t stack,
+                                 dtrain_status *status)
+{
+    for (int rank = 0; rank < ranks; rank++) {
+        runners[rank].comm = comms[rank];
+        int error = dtrain__os_thread_start(&runners[rank].thread, dtrain__runner_main, &runners[rank], stack);
+        if (error == 0)
+            continue;
+        *status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", rank, ranks,
+                               strerror(error));
+        for (int left = rank; left < ranks; left++)
+            dtrain_comm_destroy(comms[left]);
+        return rank;
+    }
+    return ranks;
+}
+
+/* Waits for the ranks; the error of the one that failed first is the call's. */
+static dtrain_status dtrain__runners_join(dtrain__runner *runners, int started, dtrain_status status)
+{
+    dtrain__error first = dtrain__thread_error;
+    for (int rank = 0; rank < started; rank++) {
+        dtrain__os_thread_join(&runners[rank].thread);
+        if (status == DTRAIN_OK && runners[rank].place == 1)
+            first = runners[rank].error;
+    }
+    for (int rank = 0; status == DTRAIN_OK && rank < started; rank++)
+        if (runners[rank].place == 1)
+            status = first.status;
+    if (status != DTRAIN_OK)
+        dtrain__thread_error = first;
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
                                             void *user, const dtrain_comm_desc *desc)
 {
@@ -9015,46 +9150,28 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
     size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
     uint32_t failures = 0;
-    int started = 0;
     dtrain_status status = DTRAIN_OK;
     if (n == 0 || body == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
                             DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
     dtrain__runner *runners = (dtrain__runner *)dtrain__alloc(&heap, n * sizeof(dtrain__runner));
     dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
+    for (size_t rank = 0; runners != NULL && rank < n; rank++) {
+        runners[rank].body = body;
+        runners[rank].user = user;
+        runners[rank].failures = &failures;
+    }
     if (runners == NULL || comms == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
     else
         status = dtrain_threads_create(comms, ranks, desc);
-    for (; status == DTRAIN_OK && started < ranks; started++) {
-        dtrain__runner *runner = &runners[started];
-        runner->comm = comms[started];
-        runner->body = body;
-        runner->user = user;
-        runner->failures = &failures;
-        int error = dtrain__os_thread_start(&runner->thread, dtrain__runner_main, runner, stack);
-        if (error != 0) {
-            status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started,
-                                  ranks, strerror(error));
-            break;
-        }
-    }
-    if (comms != NULL && status != DTRAIN_OK)
-        for (int rank = started; rank < ranks; rank++)
-            dtrain_comm_destroy(comms[rank]);
-    dtrain__error first = dtrain__thread_error;
-    for (int rank = 0; rank < started; rank++) {
-        dtrain__os_thread_join(&runners[rank].thread);
-        if (status == DTRAIN_OK && runners[rank].place == 1)
-            first = runners[rank].error;
+    if (status == DTRAIN_OK) {
+        int started = dtrain__runners_start(runners, comms, ranks, stack, &status);
+        status = dtrain__runners_join(runners, started, status);
     }
     dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
     dtrain__free(&heap, runners, n * sizeof(dtrain__runner));
-    if (status != DTRAIN_OK || failures > 0) {
-        dtrain__thread_error = first;
-        return first.status;
-    }
-    return DTRAIN_OK;
+    return status;
 }
 
 #endif
@@ -9224,8 +9341,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "check_equal on rank %d: no memory for %zu bytes",
                             comm->rank, piece_bytes + table_bytes);
     uint64_t *table = (uint64_t *)(void *)(piece + piece_bytes), mine;
-    dtrain_status status = dtrain__compare_with_root(comm, (const unsigned char *)data, count, dtype, piece,
-                                                     piece_bytes / width, &first);
+    dtrain_status status =
+        dtrain__compare_with_root(comm, (const unsigned char *)data, count, dtype, piece, piece_bytes / width, &first);
     mine = first;
     if (status == DTRAIN_OK)
         status = dtrain_all_gather(comm, &mine, table, (size_t)comm->size, DTRAIN_U64);
@@ -9233,8 +9350,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
         if (table[rank] != count)
             status = dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
                                   "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
-                                  "replicas took different steps", dtrain_dtype_name(dtype), count, rank,
-                                  (unsigned long long)table[rank]);
+                                  "replicas took different steps",
+                                  dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
     return status;
 }
@@ -9371,8 +9488,9 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
         dtrain__hub_wait(hub, none, 0, deadline_ns, seen);
     }
     return dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
-                        what == DTRAIN__STORE_WAIT ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
-                                                   : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
+                        what == DTRAIN__STORE_WAIT
+                            ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
+                            : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
                         dtrain__store_names[what], comm->rank, key);
 }
 
@@ -9384,9 +9502,11 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
-        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
-                            "places for what comes back", dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
+        return dtrain__fail(
+            comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
+            "places for what comes back",
+            dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
     deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);

@@ -100,7 +100,7 @@ static inline float nn_max(const float *x, size_t n)
 
 /* out[BT, OC] = in[BT, C] x w[OC, C]^T + b[OC]; b may be NULL */
 static inline void nn_linear_forward(float *out, const float *in, const float *w, const float *b, size_t BT, size_t C,
-                              size_t OC)
+                                     size_t OC)
 {
     dtrain_sgemm(0, 1, BT, OC, C, 1, in, C, w, C, 0, out, OC);
     for (size_t t = 0; b != NULL && t < BT; t++)
@@ -109,8 +109,8 @@ static inline void nn_linear_forward(float *out, const float *in, const float *w
 }
 
 /* din[BT, C] = dout[BT, OC] x w;  dw[OC, C] += dout^T x in;  db[OC] += sum of dout's rows; db may be NULL */
-static inline void nn_linear_backward(float *din, float *dw, float *db, const float *dout, const float *in, const float *w,
-                               size_t BT, size_t C, size_t OC)
+static inline void nn_linear_backward(float *din, float *dw, float *db, const float *dout, const float *in,
+                                      const float *w, size_t BT, size_t C, size_t OC)
 {
     dtrain_sgemm(0, 0, BT, C, OC, 1, dout, OC, w, C, 0, din, C);
     dtrain_sgemm(1, 0, OC, C, BT, 1, dout, OC, in, C, 1, dw, C);
@@ -120,8 +120,8 @@ static inline void nn_linear_backward(float *din, float *dw, float *db, const fl
 }
 
 /* out[BT, C] = (in - mean) * rstd * w[C] + b[C]; mean[BT] and rstd[BT] are kept for backward */
-static inline void nn_layernorm_forward(float *out, float *mean, float *rstd, const float *in, const float *w, const float *b,
-                                 size_t BT, size_t C)
+static inline void nn_layernorm_forward(float *out, float *mean, float *rstd, const float *in, const float *w,
+                                        const float *b, size_t BT, size_t C)
 {
     for (size_t t = 0; t < BT; t++) {
         const float *x = in + t * C;
@@ -138,8 +138,9 @@ static inline void nn_layernorm_forward(float *out, float *mean, float *rstd, co
 }
 
 /* din[BT, C] += gradient of the input; dw[C], db[C] += theirs. scratch[2 C] */
-static inline void nn_layernorm_backward(float *din, float *dw, float *db, const float *dout, const float *in, const float *w,
-                                  const float *mean, const float *rstd, size_t BT, size_t C, float *scratch)
+static inline void nn_layernorm_backward(float *din, float *dw, float *db, const float *dout, const float *in,
+                                         const float *w, const float *mean, const float *rstd, size_t BT, size_t C,
+                                         float *scratch)
 {
     float *norm = scratch, *dnorm = scratch + C;
     for (size_t t = 0; t < BT; t++) {
@@ -191,7 +192,8 @@ static inline void nn_causal_softmax(float *scores, size_t t, size_t T)
 }
 
 /* out[B, T, C] from qkv[B, T, 3 C] (query, key, value; heads side by side in each); att[B, H, T, T] is kept */
-static inline void nn_attention_forward(float *out, float *att, const float *qkv, size_t B, size_t T, size_t C, size_t H)
+static inline void nn_attention_forward(float *out, float *att, const float *qkv, size_t B, size_t T, size_t C,
+                                        size_t H)
 {
     size_t D = C / H;
     float scale = 1.0f / sqrtf((float)D);
@@ -208,7 +210,7 @@ static inline void nn_attention_forward(float *out, float *att, const float *qkv
 
 /* dqkv[B, T, 3 C] from dout[B, T, C]; scratch[T, T] */
 static inline void nn_attention_backward(float *dqkv, const float *dout, const float *att, const float *qkv, size_t B,
-                                  size_t T, size_t C, size_t H, float *scratch)
+                                         size_t T, size_t C, size_t H, float *scratch)
 {
     size_t D = C / H;
     float scale = 1.0f / sqrtf((float)D);
@@ -232,8 +234,8 @@ static inline void nn_attention_backward(float *dqkv, const float *dout, const f
 }
 
 /* out[B, T, C] = wte[V, C] of each token + wpe[T, C] of its position */
-static inline void nn_embedding_forward(float *out, const unsigned char *tokens, const float *wte, const float *wpe, size_t B,
-                                 size_t T, size_t C)
+static inline void nn_embedding_forward(float *out, const unsigned char *tokens, const float *wte, const float *wpe,
+                                        size_t B, size_t T, size_t C)
 {
     for (size_t i = 0; i < B * T; i++)
         for (size_t c = 0; c < C; c++)
@@ -241,8 +243,8 @@ static inline void nn_embedding_forward(float *out, const unsigned char *tokens,
 }
 
 /* dwte, dwpe += */
-static inline void nn_embedding_backward(float *dwte, float *dwpe, const float *dout, const unsigned char *tokens, size_t B,
-                                  size_t T, size_t C)
+static inline void nn_embedding_backward(float *dwte, float *dwpe, const float *dout, const unsigned char *tokens,
+                                         size_t B, size_t T, size_t C)
 {
     for (size_t i = 0; i < B * T; i++)
         for (size_t c = 0; c < C; c++) {

@@ -690,7 +690,8 @@ static int gpt_check_size(const gpt_flags *f)
     memory = memory > 0 ? memory : (double)(SIZE_MAX / 64); /* not told: what can be addressed */
     if (needed <= memory)
         return 0;
-    fprintf(stderr, "train_gpt: this model is too large: %ld ranks need about %.3g GB of memory, this machine has %.3g\n",
+    fprintf(stderr,
+            "train_gpt: this model is too large: %ld ranks need about %.3g GB of memory, this machine has %.3g\n",
             f->ranks, needed * 1e-9, memory * 1e-9);
     return 1;
 }
@@ -780,8 +781,8 @@ static int gpt_join(gpt_job *job)
 
 static int gpt_run(gpt_job *job)
 {
-    dtrain_status status = job->world != NULL ? gpt_rank(job->world, job)
-                                              : dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
+    dtrain_status status =
+        job->world != NULL ? gpt_rank(job->world, job) : dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
     if (status == DTRAIN_OK && job->diverged > 0)
         fprintf(stderr, "train_gpt: the loss of step %ld is not finite: a lower --lr than %g may help\n", job->diverged,
                 job->flags.lr);
@@ -856,5 +857,6 @@ int main(int argc, char **argv)
  *
  * step 190/200 loss 2.0479 lr 1.08e-04 norm 0.751 12727 tokens/s comm 7.2% left 3 s
  * step 200/200 loss 2.0548 lr 1.00e-04 norm 0.772 12620 tokens/s comm 7.0% left 0 s
- * result weights_sha256=4ecc593d6d9900fcf6c32e07705b982029f42247bdff26fea87ec9c00896a72f loss=2.054758 val_loss=2.256497 tokens_per_s=12620 comm_share=0.0696 peak_bytes=165938104
+ * result weights_sha256=4ecc593d6d9900fcf6c32e07705b982029f42247bdff26fea87ec9c00896a72f loss=2.054758
+ * val_loss=2.256497 tokens_per_s=12620 comm_share=0.0696 peak_bytes=165938104
  */

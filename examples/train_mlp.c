@@ -1,7 +1,8 @@
 /* A trainer as it was before dtrain, flat arrays and its own loop, made data-parallel by one broadcast and one
  * all-reduce. Two spirals of points are told apart by a network of two layers.
  *
- * cc -O3 -march=native -fno-math-errno -I. examples/train_mlp.c -o build/train_mlp -lpthread -lm && build/train_mlp 2 */
+ * cc -O3 -march=native -fno-math-errno -I. examples/train_mlp.c -o build/train_mlp -lpthread -lm && build/train_mlp 2
+ */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -10,7 +11,16 @@
 
 #include "nn.h"
 
-enum { POINTS = 512, HIDDEN = 64, STEPS = 600, W1 = 0, B1 = 2 * HIDDEN, W2 = 3 * HIDDEN, B2 = 5 * HIDDEN, COUNT = B2 + 2 };
+enum {
+    POINTS = 512,
+    HIDDEN = 64,
+    STEPS = 600,
+    W1 = 0,
+    B1 = 2 * HIDDEN,
+    W2 = 3 * HIDDEN,
+    B2 = 5 * HIDDEN,
+    COUNT = B2 + 2
+};
 
 typedef struct mlp {
     float params[COUNT], grads[COUNT], m[COUNT], v[COUNT];

@@ -55,10 +55,10 @@ static void add_memory(const void *data, size_t bytes)
 static void fill(unsigned char *to, dtrain_dtype dtype, size_t count, int ordinary)
 {
     size_t width = dtrain_dtype_bits(dtype) / 8;
-    uint64_t infinity = infinity_of(dtype), one = dtype == DTRAIN_F64    ? UINT64_C(0x3ff0000000000000)
-                                                  : dtype == DTRAIN_F32  ? 0x3f800000u
-                                                  : dtype == DTRAIN_F16  ? 0x3c00u
-                                                                         : 0x3f80u;
+    uint64_t infinity = infinity_of(dtype), one = dtype == DTRAIN_F64   ? UINT64_C(0x3ff0000000000000)
+                                                  : dtype == DTRAIN_F32 ? 0x3f800000u
+                                                  : dtype == DTRAIN_F16 ? 0x3c00u
+                                                                        : 0x3f80u;
     uint64_t top = (uint64_t)1 << (8 * width - 1), step = infinity & (~infinity + 1);
     for (size_t i = 0; i < count; i++) {
         uint64_t raw = draw() ^ draw() << 40, kind = draw() % 32, bits = raw;
@@ -187,7 +187,7 @@ static void randoms(void)
 
 static void products(void)
 {
-    static const size_t shapes[][3] = {{1, 1, 1},   {3, 5, 7},    {8, 32, 16},  {9, 33, 17},
+    static const size_t shapes[][3] = {{1, 1, 1},    {3, 5, 7},     {8, 32, 16},   {9, 33, 17},
                                        {13, 47, 64}, {17, 129, 31}, {37, 70, 120}, {5, 20, 300}};
     for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++)
         for (int form = 0; form < 16; form++) {

@@ -38,8 +38,8 @@ static float tree(int first, int n, size_t i, uint64_t salt)
 static void report(const episode *e, int rank, int op, const char *what)
 {
     __atomic_add_fetch(&failures, 1, __ATOMIC_SEQ_CST);
-    fprintf(stderr, "round %llu, %d ranks, operation %d, rank %d: %s: %s\n", (unsigned long long)e->number, e->ranks, op,
-            rank, what, dtrain_last_error());
+    fprintf(stderr, "round %llu, %d ranks, operation %d, rank %d: %s: %s\n", (unsigned long long)e->number, e->ranks,
+            op, rank, what, dtrain_last_error());
 }
 
 /* One operation; what it must give is computed apart from it. */

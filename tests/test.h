@@ -1,4 +1,5 @@
-/* A small harness: TEST(name) { CHECK(...); } per fact, main is here. Checks may run on any thread. Arguments name the tests to run; none runs all. */
+/* A small harness: TEST(name) { CHECK(...); } per fact, main is here. Checks may run on any thread. Arguments name the
+ * tests to run; none runs all. */
 #ifndef DTRAIN_TEST_H
 #define DTRAIN_TEST_H
 
@@ -15,42 +16,42 @@ typedef struct test_case {
 static test_case *test_first, **test_last = &test_first;
 static int test_failures;
 
-#define TEST(name)                                                                          \
-    static void test_body_##name(void);                                                     \
-    static test_case test_case_##name = {#name, test_body_##name, NULL};                    \
-    __attribute__((constructor)) static void test_add_##name(void)                          \
-    {                                                                                       \
-        *test_last = &test_case_##name;                                                     \
-        test_last = &test_case_##name.next;                                                 \
-    }                                                                                       \
+#define TEST(name)                                                                                                     \
+    static void test_body_##name(void);                                                                                \
+    static test_case test_case_##name = {#name, test_body_##name, NULL};                                               \
+    __attribute__((constructor)) static void test_add_##name(void)                                                     \
+    {                                                                                                                  \
+        *test_last = &test_case_##name;                                                                                \
+        test_last = &test_case_##name.next;                                                                            \
+    }                                                                                                                  \
     static void test_body_##name(void)
 
-#define TEST_FAIL(...)                                      \
-    do {                                                    \
-        __atomic_add_fetch(&test_failures, 1, __ATOMIC_SEQ_CST); \
-        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);     \
-        fprintf(stderr, __VA_ARGS__);                       \
-        fputc('\n', stderr);                                \
+#define TEST_FAIL(...)                                                                                                 \
+    do {                                                                                                               \
+        __atomic_add_fetch(&test_failures, 1, __ATOMIC_SEQ_CST);                                                       \
+        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);                                                                \
+        fprintf(stderr, __VA_ARGS__);                                                                                  \
+        fputc('\n', stderr);                                                                                           \
     } while (0)
 
-#define CHECK(fact)                                         \
-    do {                                                    \
-        if (!(fact))                                        \
-            TEST_FAIL("%s is false", #fact);                \
+#define CHECK(fact)                                                                                                    \
+    do {                                                                                                               \
+        if (!(fact))                                                                                                   \
+            TEST_FAIL("%s is false", #fact);                                                                           \
     } while (0)
 
-#define CHECK_EQ(got, expected)                                                                     \
-    do {                                                                                            \
-        long long test_got_ = (long long)(got), test_expected_ = (long long)(expected);             \
-        if (test_got_ != test_expected_)                                                            \
-            TEST_FAIL("%s is %lld, expected %lld", #got, test_got_, test_expected_);                \
+#define CHECK_EQ(got, expected)                                                                                        \
+    do {                                                                                                               \
+        long long test_got_ = (long long)(got), test_expected_ = (long long)(expected);                                \
+        if (test_got_ != test_expected_)                                                                               \
+            TEST_FAIL("%s is %lld, expected %lld", #got, test_got_, test_expected_);                                   \
     } while (0)
 
-#define CHECK_CONTAINS(text, part)                                                  \
-    do {                                                                            \
-        const char *test_text_ = (text);                                            \
-        if (strstr(test_text_, (part)) == NULL)                                     \
-            TEST_FAIL("\"%s\" does not contain \"%s\"", test_text_, (part));        \
+#define CHECK_CONTAINS(text, part)                                                                                     \
+    do {                                                                                                               \
+        const char *test_text_ = (text);                                                                               \
+        if (strstr(test_text_, (part)) == NULL)                                                                        \
+            TEST_FAIL("\"%s\" does not contain \"%s\"", test_text_, (part));                                           \
     } while (0)
 
 static int test_wanted(int argc, char **argv, const char *name)

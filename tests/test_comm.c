@@ -47,8 +47,7 @@ static dtrain_status reductions(dtrain_comm *world, void *user)
 {
     scenario *s = (scenario *)user;
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
-    int (*equal)(const float *, const float *, size_t) =
-        s->desc.algorithm == DTRAIN_ALGORITHM_RING ? close_to : same;
+    int (*equal)(const float *, const float *, size_t) = s->desc.algorithm == DTRAIN_ALGORITHM_RING ? close_to : same;
     size_t count = s->count, low, n = dtrain_shard(world, count, rank, &low);
     float *mine = floats(count), *out = floats(count), *sum = floats(count), *mean = floats(count);
     for (size_t i = 0; i < count; i++) {
@@ -274,8 +273,7 @@ static dtrain_status different_calls(dtrain_comm *world, void *user)
     CHECK_CONTAINS(dtrain_last_error(), "broadcast #1 (f32 x 4, root 0)");
     CHECK_CONTAINS(dtrain_last_error(), rank == 2 ? "rank 0 called all_reduce" : "rank 2 called broadcast");
     CHECK(x[0] == 1 && x[3] == 4);
-    CHECK_EQ(dtrain_all_reduce(world, x, x, (size_t)(rank == 1 ? 0 : 4), DTRAIN_F32, DTRAIN_SUM),
-             DTRAIN_ERR_MISMATCH);
+    CHECK_EQ(dtrain_all_reduce(world, x, x, (size_t)(rank == 1 ? 0 : 4), DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_MISMATCH);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     return DTRAIN_OK;
 }

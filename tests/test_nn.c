@@ -609,8 +609,8 @@ static void ref_train(const gpt_job *job, const gpt *m, double *losses)
                 first[i] = adam ? 0.9 * first[i] + 0.1 * d : 0.9 * first[i] + d + decay * w[i];
                 second[i] = 0.95 * second[i] + 0.05 * d * d;
                 if (adam)
-                    w[i] -= lr * decay * w[i] + lr * first[i] / (1 - pow(0.9, s + 1)) /
-                                                    (sqrt(second[i] / (1 - pow(0.95, s + 1))) + 1e-8);
+                    w[i] -= lr * decay * w[i] +
+                            lr * first[i] / (1 - pow(0.9, s + 1)) / (sqrt(second[i] / (1 - pow(0.95, s + 1))) + 1e-8);
                 else
                     w[i] -= lr * first[i];
             }

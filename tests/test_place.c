@@ -3,12 +3,34 @@
 #include "dtrain.h"
 #include "test.h"
 
-static const char *const variables[] = {
-    "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_ROOT", "DTRAIN_TOKEN", "DTRAIN_TOKEN_FILE", "DTRAIN_INTERFACE",
-    "DTRAIN_INSECURE", "DTRAIN_TIMEOUT_MS", "DTRAIN_LISTEN_FD", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_JOB_ID",
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid",
-    "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "JOB_COMPLETION_INDEX"};
+static const char *const variables[] = {"DTRAIN_RANK",
+                                        "DTRAIN_WORLD_SIZE",
+                                        "DTRAIN_ROOT",
+                                        "DTRAIN_TOKEN",
+                                        "DTRAIN_TOKEN_FILE",
+                                        "DTRAIN_INTERFACE",
+                                        "DTRAIN_INSECURE",
+                                        "DTRAIN_TIMEOUT_MS",
+                                        "DTRAIN_LISTEN_FD",
+                                        "RANK",
+                                        "WORLD_SIZE",
+                                        "MASTER_ADDR",
+                                        "MASTER_PORT",
+                                        "SLURM_PROCID",
+                                        "SLURM_NTASKS",
+                                        "SLURM_STEP_NUM_TASKS",
+                                        "SLURM_JOB_NODELIST",
+                                        "SLURM_STEP_NODELIST",
+                                        "SLURM_JOB_ID",
+                                        "OMPI_COMM_WORLD_RANK",
+                                        "OMPI_COMM_WORLD_SIZE",
+                                        "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                        "OMPI_MCA_ess_base_jobid",
+                                        "PMIX_NAMESPACE",
+                                        "PMI_RANK",
+                                        "PMI_SIZE",
+                                        "MPI_LOCALNRANKS",
+                                        "JOB_COMPLETION_INDEX"};
 
 /* Clears the environment of all launchers, then sets name, value, name, value, ..., NULL. */
 static void environment(const char *name, ...)
@@ -58,8 +80,8 @@ TEST(without_a_launcher_it_is_a_world_of_one)
 
 TEST(dtrain_variables_come_first)
 {
-    environment("DTRAIN_RANK", "2", "DTRAIN_WORLD_SIZE", "4", "DTRAIN_ROOT", "10.0.0.1:29500", "RANK", "0", "WORLD_SIZE",
-                "9", "MASTER_ADDR", "elsewhere", "MASTER_PORT", "1", NULL);
+    environment("DTRAIN_RANK", "2", "DTRAIN_WORLD_SIZE", "4", "DTRAIN_ROOT", "10.0.0.1:29500", "RANK", "0",
+                "WORLD_SIZE", "9", "MASTER_ADDR", "elsewhere", "MASTER_PORT", "1", NULL);
     stands(2, 4, "10.0.0.1:29500");
     CHECK_CONTAINS(read_place(DTRAIN_OK).believed, "DTRAIN_RANK=2 DTRAIN_WORLD_SIZE=4");
     environment("DTRAIN_RANK", "2", NULL);
@@ -93,8 +115,8 @@ TEST(slurm_gives_ranks_and_the_first_node)
     environment("SLURM_PROCID", "5", "SLURM_NTASKS", "8", "SLURM_JOB_NODELIST", "gpu-[007-009,12]-x,b", "SLURM_JOB_ID",
                 "123456", NULL);
     stands(5, 8, "gpu-007-x:18456");
-    environment("SLURM_PROCID", "5", "SLURM_STEP_NUM_TASKS", "8", "SLURM_STEP_NODELIST", "alpha,beta", "SLURM_JOB_ID", "7",
-                "SLURM_JOB_NODELIST", "other", NULL);
+    environment("SLURM_PROCID", "5", "SLURM_STEP_NUM_TASKS", "8", "SLURM_STEP_NODELIST", "alpha,beta", "SLURM_JOB_ID",
+                "7", "SLURM_JOB_NODELIST", "other", NULL);
     stands(5, 8, "alpha:15007");
     environment("SLURM_PROCID", "5", "SLURM_NTASKS", "8", "MASTER_ADDR", "m", "MASTER_PORT", "1234", NULL);
     stands(5, 8, "m:1234");
@@ -174,8 +196,8 @@ TEST(a_desc_with_a_world_size_reads_no_environment)
 TEST(roots_are_checked_before_anything_is_looked_up)
 {
     static const char *const good[] = {"a:1", "127.0.0.1:65535", "[::1]:29500", "unix:/tmp/x", "unix:x"};
-    static const char *const bad[] = {"a", "a:", ":5", "a:65536", "a:-1", "a:x", "fd00::1:80", "unix:", "[::1]", "a:1x",
-                                      "a:0"};
+    static const char *const bad[] = {"a",          "a:",    ":5",    "a:65536", "a:-1", "a:x",
+                                      "fd00::1:80", "unix:", "[::1]", "a:1x",    "a:0"};
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         environment("DTRAIN_RANK", "1", "DTRAIN_WORLD_SIZE", "2", "DTRAIN_ROOT", good[i], NULL);
         stands(1, 2, good[i]);
@@ -267,7 +289,8 @@ TEST(hmac_sha256_gives_the_values_of_rfc_4231)
             "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54", 32);
     memcpy(data,
            "This is a test using a larger than block-size key and a larger than block-size data. The key needs to be "
-           "hashed before being used by the HMAC algorithm.", 152);
+           "hashed before being used by the HMAC algorithm.",
+           152);
     hmac_is(key, 131, data, 152, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2", 32);
 }
 

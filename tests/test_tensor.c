@@ -26,8 +26,11 @@ typedef struct format {
     int exponent, mantissa, has_infinity;
 } format;
 
-static const format formats[] = {{DTRAIN_F16, 5, 10, 1},    {DTRAIN_BF16, 8, 7, 1},    {DTRAIN_F8_E4M3, 4, 3, 0},
-                                 {DTRAIN_F8_E5M2, 5, 2, 1}, {DTRAIN_F32, 8, 23, 1}};
+static const format formats[] = {{DTRAIN_F16, 5, 10, 1},
+                                 {DTRAIN_BF16, 8, 7, 1},
+                                 {DTRAIN_F8_E4M3, 4, 3, 0},
+                                 {DTRAIN_F8_E5M2, 5, 2, 1},
+                                 {DTRAIN_F32, 8, 23, 1}};
 
 static int bias_of(format f)
 {
@@ -111,8 +114,8 @@ TEST(every_8_and_16_bit_pattern_widens_to_its_value_and_comes_back)
         CHECK_EQ(dtrain_convert(narrow + 1, f.dtype, wide, DTRAIN_F64, count), DTRAIN_OK);
         for (int from_wide = 0; from_wide < 2; from_wide++) {
             int wrong = 0;
-            CHECK_EQ(dtrain_convert(from_wide ? (void *)wide : (void *)single, from_wide ? DTRAIN_F64 : DTRAIN_F32, back,
-                                    f.dtype, count),
+            CHECK_EQ(dtrain_convert(from_wide ? (void *)wide : (void *)single, from_wide ? DTRAIN_F64 : DTRAIN_F32,
+                                    back, f.dtype, count),
                      DTRAIN_OK);
             for (uint32_t i = 0; i < count; i++) {
                 double value = decode(i, f);
@@ -365,7 +368,8 @@ static int fold_right(dtrain_dtype dtype, dtrain_op op, double divisor, const un
     single = op == DTRAIN_MEAN ? nearest(result / nearest(divisor, formats[4]), formats[4]) : result;
     if (dtype == DTRAIN_F64)
         return same(load_float(got, dtype), result);
-    return same(load_float(got, dtype), dtype == DTRAIN_F32 ? single : nearest(single, formats[dtype == DTRAIN_F16 ? 0 : 1]));
+    return same(load_float(got, dtype),
+                dtype == DTRAIN_F32 ? single : nearest(single, formats[dtype == DTRAIN_F16 ? 0 : 1]));
 }
 
 /* Folds n inputs into m outputs; alias puts each output on the input of its number. */
@@ -386,7 +390,8 @@ static int fold_wrong(dtrain_dtype dtype, dtrain_op op, double divisor, int n, i
     }
     dtrain__fold(dtype, op, divisor, in, n, out, m, begin, count);
     for (int k = 0; k < m; k++) {
-        const unsigned char *before = alias && k < n ? fold_in[k] + offset : NULL, *base = (const unsigned char *)out[k];
+        const unsigned char *before = alias && k < n ? fold_in[k] + offset : NULL,
+                            *base = (const unsigned char *)out[k];
         for (size_t i = 0; i < begin + count + 1; i++)
             if (i >= begin && i < begin + count)
                 wrong += k == 0 ? !fold_right(dtype, op, divisor, base + i * width, offset + i * width, n)
@@ -412,7 +417,8 @@ TEST(folds_follow_the_tree_for_1_to_17_inputs_every_dtype_and_op)
             }
             for (int n = 1; n <= 17; n++)
                 for (int form = 0; form < 4; form++) {
-                    size_t count = form == 0 ? 1 : (size_t)(draw() % 97) + 1, begin = form < 2 ? 0 : (size_t)(draw() % 9);
+                    size_t count = form == 0 ? 1 : (size_t)(draw() % 97) + 1,
+                           begin = form < 2 ? 0 : (size_t)(draw() % 9);
                     size_t offset = form == 0 ? 0 : (size_t)(draw() % 9);
                     double divisor = form == 1 ? 1 : form == 2 ? 0.37 : n;
                     int m = form == 3 ? 1 : n, wrong;
@@ -505,7 +511,8 @@ static int product_wrong(int ta, int tb, size_t m, size_t n, size_t k, float alp
                 continue;
             }
             for (size_t p = 0; p < k; p++) {
-                double x = (double)mat_a[ta ? p * lda + i : i * lda + p], y = (double)mat_b[tb ? j * ldb + p : p * ldb + j];
+                double x = (double)mat_a[ta ? p * lda + i : i * lda + p],
+                       y = (double)mat_b[tb ? j * ldb + p : p * ldb + j];
                 sum += x * y;
                 size += fabs(x * y);
             }
@@ -517,18 +524,18 @@ static int product_wrong(int ta, int tb, size_t m, size_t n, size_t k, float alp
 
 TEST(products_agree_with_float64_for_every_transpose_and_odd_size)
 {
-    static const size_t sizes[][3] = {{1, 1, 1},    {2, 3, 4},     {7, 31, 5},    {8, 32, 16},  {9, 33, 17},  {6, 16, 3},
-                                      {13, 47, 64}, {16, 100, 29}, {17, 129, 31}, {5, 257, 12}, {40, 7, 257}, {1, 64, 300},
-                                      {64, 1, 99},  {33, 260, 270}, {35, 110, 260}};
+    static const size_t sizes[][3] = {{1, 1, 1},    {2, 3, 4},    {7, 31, 5},    {8, 32, 16},    {9, 33, 17},
+                                      {6, 16, 3},   {13, 47, 64}, {16, 100, 29}, {17, 129, 31},  {5, 257, 12},
+                                      {40, 7, 257}, {1, 64, 300}, {64, 1, 99},   {33, 260, 270}, {35, 110, 260}};
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++)
         for (int transposes = 0; transposes < 4; transposes++)
             for (int form = 0; form < 4; form++) {
                 float alpha = form == 1 ? -0.75f : 1, beta = form == 1 ? 0.5f : form == 2 ? 1.0f : 0;
-                int wrong = product_wrong(transposes & 1, transposes >> 1, sizes[s][0], sizes[s][1], sizes[s][2], alpha, beta,
-                                          form == 3 ? 3 : 0);
+                int wrong = product_wrong(transposes & 1, transposes >> 1, sizes[s][0], sizes[s][1], sizes[s][2], alpha,
+                                          beta, form == 3 ? 3 : 0);
                 if (wrong != 0)
-                    TEST_FAIL("%zu x %zu x %zu, transposes %d, form %d: %d wrong", sizes[s][0], sizes[s][1], sizes[s][2],
-                              transposes, form, wrong);
+                    TEST_FAIL("%zu x %zu x %zu, transposes %d, form %d: %d wrong", sizes[s][0], sizes[s][1],
+                              sizes[s][2], transposes, form, wrong);
             }
 }
 
@@ -627,7 +634,8 @@ static void cut_and_join(dtrain_dtype dtype, int ndim, const size_t *shape, int 
         for (size_t i = 0; i < shards[p].count; i++) {
             size_t row = i / inner / n, along = i / inner % n, column = i % inner;
             size_t from = (row * shape[dim] + begin + along) * inner + column;
-            if (memcmp((unsigned char *)shards[p].data + i * width, (unsigned char *)whole.data + from * width, width) != 0)
+            if (memcmp((unsigned char *)shards[p].data + i * width, (unsigned char *)whole.data + from * width,
+                       width) != 0)
                 TEST_FAIL("part %d of %d along %d: element %zu is not %zu of the whole", p, parts, dim, i, from);
         }
         seen += shards[p].count;

@@ -61,10 +61,10 @@ TEST(a_bad_table_is_refused_by_name)
     CHECK_EQ(dtrain_params_check(good, 2), DTRAIN_OK);
     CHECK_EQ(dtrain_params_check(NULL, 0), DTRAIN_ERR_INVALID);
     CHECK(error_says("empty"));
-#define REFUSED(change, text)                                        \
-    memcpy(bad, good, sizeof bad);                                   \
-    change;                                                          \
-    CHECK_EQ(dtrain_params_check(bad, 2), DTRAIN_ERR_INVALID);       \
+#define REFUSED(change, text)                                                                                          \
+    memcpy(bad, good, sizeof bad);                                                                                     \
+    change;                                                                                                            \
+    CHECK_EQ(dtrain_params_check(bad, 2), DTRAIN_ERR_INVALID);                                                         \
     CHECK(error_says(text))
     REFUSED(bad[1].name = NULL, "parameter 1 of the table has no name");
     REFUSED(bad[1].name = "", "has no name");
@@ -355,11 +355,11 @@ TEST(an_optimizer_refuses_bad_constants_and_tables)
     dtrain_optimizer *optimizer;
     dtrain_optimizer_desc desc;
     dtrain_param table = param("p", 0, 8, memory, memory + 8);
-#define REFUSED(change, text)                                                                          \
-    memset(&desc, 0, sizeof desc);                                                                     \
-    change;                                                                                            \
-    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &desc, NULL), DTRAIN_ERR_INVALID);         \
-    CHECK(error_says(text));                                                                           \
+#define REFUSED(change, text)                                                                                          \
+    memset(&desc, 0, sizeof desc);                                                                                     \
+    change;                                                                                                            \
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &desc, NULL), DTRAIN_ERR_INVALID);                         \
+    CHECK(error_says(text));                                                                                           \
     CHECK(optimizer == NULL)
     REFUSED(desc.beta1 = 1.0f, "beta1");
     REFUSED(desc.beta2 = -0.5f, "beta2");

@@ -17,8 +17,8 @@
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
  * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
  * through one mailbox a rank, guarded by a number that is spun on, then yielded for. Between processes it is the best
- * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). adamw's is a bare loop over
- * arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
+ * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). adamw's is a
+ * bare loop over arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -43,29 +43,29 @@
 #if defined(__x86_64__)
 #define BENCH_AVX2 __attribute__((target("avx2")))
 /* Compiles a loop for three instruction sets and calls the best that the processor has. */
-#define BENCH_LOOP(name, parameters, arguments)        \
-    BENCH_AVX512 static void name##_avx512 parameters  \
-    {                                                  \
-        name##_body arguments;                         \
-    }                                                  \
-    BENCH_AVX2 static void name##_avx2 parameters      \
-    {                                                  \
-        name##_body arguments;                         \
-    }                                                  \
-    static void name parameters                        \
-    {                                                  \
-        if (__builtin_cpu_supports("avx512f"))         \
-            name##_avx512 arguments;                   \
-        else if (__builtin_cpu_supports("avx2"))       \
-            name##_avx2 arguments;                     \
-        else                                           \
-            name##_body arguments;                     \
+#define BENCH_LOOP(name, parameters, arguments)                                                                        \
+    BENCH_AVX512 static void name##_avx512 parameters                                                                  \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    BENCH_AVX2 static void name##_avx2 parameters                                                                      \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        if (__builtin_cpu_supports("avx512f"))                                                                         \
+            name##_avx512 arguments;                                                                                   \
+        else if (__builtin_cpu_supports("avx2"))                                                                       \
+            name##_avx2 arguments;                                                                                     \
+        else                                                                                                           \
+            name##_body arguments;                                                                                     \
     }
 #else
-#define BENCH_LOOP(name, parameters, arguments) \
-    static void name parameters                 \
-    {                                           \
-        name##_body arguments;                  \
+#define BENCH_LOOP(name, parameters, arguments)                                                                        \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
     }
 #endif
 #define BENCH_INLINE static inline __attribute__((always_inline))
@@ -91,7 +91,7 @@ typedef struct bench {
     dtrain_algorithm algorithm;
     float *buffers[BENCH_RANKS];
     bench_mailbox *mailboxes;
-    uint64_t repeats[2];                      /* of the operation and of its limit */
+    uint64_t repeats[2]; /* of the operation and of its limit */
     int64_t begin_ns[BENCH_RANKS], end_ns[BENCH_RANKS];
     double us[BENCH_RUNS], limit_us[BENCH_RUNS];
 } bench;
@@ -140,8 +140,10 @@ BENCH_INLINE void bench_adamw_body(float *restrict p, const float *restrict g, f
         p[i] = c.keep * p[i] - c.rate * (m[i] / (__builtin_sqrtf(v[i]) * c.root + c.eps));
     }
 }
-BENCH_LOOP(bench_adamw, (float *restrict p, const float *restrict g, float *restrict m, float *restrict v, size_t n,
-                         const bench_adam *k), (p, g, m, v, n, k))
+BENCH_LOOP(bench_adamw,
+           (float *restrict p, const float *restrict g, float *restrict m, float *restrict v, size_t n,
+            const bench_adam *k),
+           (p, g, m, v, n, k))
 
 /* Folds elements [begin, begin + n) of every rank in place; tiles of 4 KiB where ranks are neither 2 nor 4. */
 static void bench_fold(bench *b, size_t begin, size_t n, int all)
@@ -206,8 +208,7 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     dtrain_shard(world, b->count, rank, &begin);
     switch (b->op) {
     case ALL_REDUCE: return dtrain_all_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM);
-    case REDUCE_SCATTER:
-        return dtrain_reduce_scatter(world, data, data + begin, b->count, DTRAIN_F32, DTRAIN_SUM);
+    case REDUCE_SCATTER: return dtrain_reduce_scatter(world, data, data + begin, b->count, DTRAIN_F32, DTRAIN_SUM);
     case ALL_GATHER: return dtrain_all_gather(world, data + begin, data, b->count, DTRAIN_F32);
     case BROADCAST: return dtrain_broadcast(world, data, b->count, DTRAIN_F32, 0);
     default: return dtrain_barrier(world);
@@ -307,8 +308,12 @@ static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
         DTRAIN_CHECK(dtrain_barrier(world));
         for (int run = 0; run < 3; run++)
             us[run] = bench_collective_run(b, world, 1, number);
-        double middle = us[0] > us[1] ? (us[1] > us[2] ? us[1] : us[0] < us[2] ? us[0] : us[2])
-                                      : (us[0] > us[2] ? us[0] : us[1] < us[2] ? us[1] : us[2]);
+        double middle = us[0] > us[1] ? (us[1] > us[2]   ? us[1]
+                                         : us[0] < us[2] ? us[0]
+                                                         : us[2])
+                                      : (us[0] > us[2]   ? us[0]
+                                         : us[1] < us[2] ? us[1]
+                                                         : us[2]);
         DTRAIN_CHECK(dtrain_broadcast(world, &middle, 1, DTRAIN_F64, 0));
         if (variant == 0 || middle < best) {
             best = middle;
@@ -364,8 +369,8 @@ static void bench_print(const bench *b)
         ratios[i] = b->limit_us[i] / b->us[i];
     printf("op=%s transport=%s ranks=%d bytes=%zu huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f limit_GBps=%.4f "
            "of_limit=%.3f\n",
-           bench_names[b->op], b->op == ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes, b->huge, us,
-           (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
+           bench_names[b->op], b->op == ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes, b->huge,
+           us, (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
            bench_median(ratios, b->runs));
 }
 
@@ -501,11 +506,10 @@ static int bench_number(const char *text, size_t least, size_t most, size_t *val
 
 static int bench_algorithm(const char *name, dtrain_algorithm *algorithm)
 {
-    static const char *const names[] = {"auto", "fused", "recursive_doubling", "tree", "ring",
-                                        "halving_doubling"};
-    static const dtrain_algorithm values[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_FUSED,
-                                              DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, DTRAIN_ALGORITHM_TREE,
-                                              DTRAIN_ALGORITHM_RING, DTRAIN_ALGORITHM_HALVING_DOUBLING};
+    static const char *const names[] = {"auto", "fused", "recursive_doubling", "tree", "ring", "halving_doubling"};
+    static const dtrain_algorithm values[] = {
+        DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_RECURSIVE_DOUBLING,
+        DTRAIN_ALGORITHM_TREE, DTRAIN_ALGORITHM_RING,  DTRAIN_ALGORITHM_HALVING_DOUBLING};
     for (int i = 0; i < 6; i++)
         if (strcmp(name, names[i]) == 0) {
             *algorithm = values[i];

@@ -14,9 +14,10 @@
  *   --grace-ms N       how long ranks may go on after one has failed, 5000
  *   --no-prefix        lines as they are, without "[rank] "
  *
- * Each line of a rank's output comes whole, behind its rank. Standard input, unless it is a terminal, goes to rank 0. SIGINT, SIGTERM, SIGHUP,
- * SIGQUIT, SIGUSR1 and SIGUSR2 are passed on. When a rank fails, the others have grace-ms to end, then get SIGTERM,
- * then SIGKILL; dtrun says which rank failed first, and how, and exits as that rank did (128 + N after signal N). */
+ * Each line of a rank's output comes whole, behind its rank. Standard input, unless it is a terminal, goes to rank 0.
+ * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 are passed on. When a rank fails, the others have grace-ms to
+ * end, then get SIGTERM, then SIGKILL; dtrun says which rank failed first, and how, and exits as that rank did (128 + N
+ * after signal N). */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE 1
 #endif
@@ -44,7 +45,7 @@
 
 #define LINE_BYTES 65536
 #define MOST_RANKS 1024
-#define CONFUSED 2   /* exit status of wrong flags */
+#define CONFUSED 2 /* exit status of wrong flags */
 #define CANNOT_RUN 127
 
 typedef struct stream {

@@ -48,14 +48,14 @@ DTRAIN_API const char *dtrain_last_error(void);
 
 /* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
  * Expands in the program's own code; the library itself never exits. */
-#define DTRAIN_CHECK(call)                                                                                   \
-    do {                                                                                                     \
-        dtrain_status dtrain_check_status_ = (call);                                                         \
-        if (dtrain_check_status_ != DTRAIN_OK) {                                                             \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_), \
-                    dtrain_last_error());                                                                    \
-            exit(1);                                                                                         \
-        }                                                                                                    \
+#define DTRAIN_CHECK(call)                                                                                             \
+    do {                                                                                                               \
+        dtrain_status dtrain_check_status_ = (call);                                                                   \
+        if (dtrain_check_status_ != DTRAIN_OK) {                                                                       \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_),           \
+                    dtrain_last_error());                                                                              \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;

@@ -21,7 +21,7 @@ static int dtrain__mul_size(size_t a, size_t b, size_t *product)
 }
 
 #ifndef DTRAIN_RESIZE
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) \
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
     dtrain__resize_default(pointer, old_bytes, new_bytes, align)
 
 static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
@@ -47,8 +47,8 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t o
         return NULL;
     size_t in_use = __atomic_add_fetch(&allocator->bytes, new_bytes - old_bytes, __ATOMIC_RELAXED);
     size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
-    while (in_use > peak && !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED,
-                                                         __ATOMIC_RELAXED))
+    while (in_use > peak &&
+           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         continue;
     return block;
 }

@@ -100,8 +100,7 @@ static void *dtrain__os_thread_main(void *pointer)
 }
 
 /* Starts body(argument); the struct stays in place until the join. Returns 0 or an errno. */
-static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument,
-                                   size_t stack_bytes)
+static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
 {
     pthread_attr_t attributes;
     sigset_t all, before;

@@ -56,7 +56,8 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index)
  *            of Computer Programming 1, exercise 1.2.2-28; what remains, d < 2^-20, by -ln(1-d) = d + d^2/2 */
 static uint64_t dtrain__random_minus_log(uint64_t v)
 {
-    static const uint64_t log_factor[20] = { /* ln(1 + 2^-k) for k = 1 ... 20, times 2^57 */
+    static const uint64_t log_factor[20] = {
+        /* ln(1 + 2^-k) for k = 1 ... 20, times 2^57 */
         0x0cf991f65fcc260u, 0x0723fdf1e6a6887u, 0x03c4e0edc55e5ccu, 0x01f0a30c01162a6u, 0x00fc14d873c1980u,
         0x007f02a2c3f00f9u, 0x003fc054d620cf1u, 0x001ff00aa2b10bcu, 0x000ffc0154d5887u, 0x0007ff002aa2ac4u,
         0x0003ffc00554d56u, 0x0001fff000aaa2bu, 0x0000fffc001554du, 0x00007fff0002aaau, 0x00003fffc000555u,
@@ -119,7 +120,7 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index)
 {
     uint32_t word[4];
     dtrain_random_u32x4(seed, index, word);
-    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1; /* 0 stands for 2^64, whose logarithm is none */
+    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1;       /* 0 stands for 2^64, whose logarithm is none */
     uint64_t square = v != 0 ? dtrain__random_minus_log(v) : 0; /* of the radius, times 2^56 */
     if (square == 0)
         return 0.0f;

@@ -75,9 +75,9 @@ DTRAIN_API const char *dtrain_last_error(void)
 
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
-    static const char *const names[] = {"OK",           "ERR_INVALID",  "ERR_MEMORY",      "ERR_IO",
-                                        "ERR_TIMEOUT",  "ERR_PEER_LOST", "ERR_MISMATCH",   "ERR_CORRUPT",
-                                        "ERR_UNSUPPORTED", "ERR_DENIED", "ERR_ABORTED"};
+    static const char *const names[] = {
+        "OK",           "ERR_INVALID", "ERR_MEMORY",      "ERR_IO",     "ERR_TIMEOUT", "ERR_PEER_LOST",
+        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED", "ERR_ABORTED"};
     size_t index = (size_t)status;
     return index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
 }

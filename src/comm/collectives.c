@@ -165,8 +165,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "check_equal on rank %d: no memory for %zu bytes",
                             comm->rank, piece_bytes + table_bytes);
     uint64_t *table = (uint64_t *)(void *)(piece + piece_bytes), mine;
-    dtrain_status status = dtrain__compare_with_root(comm, (const unsigned char *)data, count, dtype, piece,
-                                                     piece_bytes / width, &first);
+    dtrain_status status =
+        dtrain__compare_with_root(comm, (const unsigned char *)data, count, dtype, piece, piece_bytes / width, &first);
     mine = first;
     if (status == DTRAIN_OK)
         status = dtrain_all_gather(comm, &mine, table, (size_t)comm->size, DTRAIN_U64);
@@ -174,8 +174,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
         if (table[rank] != count)
             status = dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
                                   "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
-                                  "replicas took different steps", dtrain_dtype_name(dtype), count, rank,
-                                  (unsigned long long)table[rank]);
+                                  "replicas took different steps",
+                                  dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
     return status;
 }

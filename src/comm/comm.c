@@ -214,7 +214,8 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
     dtrain__free(allocator, service, sizeof *service);
     return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
                         "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
-                        "without", comm->rank, strerror(error));
+                        "without",
+                        comm->rank, strerror(error));
 }
 
 /* Puts the group under a service thread, at the first asynchronous call. */
@@ -270,7 +271,8 @@ static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrai
     int power_of_two = (comm->size & (comm->size - 1)) == 0;
     if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
         return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL && (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+    if (comm->transport.board != NULL &&
+        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
         return DTRAIN_ALGORITHM_FUSED;
     if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
         return DTRAIN_ALGORITHM_TREE;
@@ -288,9 +290,10 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
 {
     int ready = 1;
     if (comm->process != getpid())
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                            call, (long)comm->process, (long)getpid());
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID,
+            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
+            (long)comm->process, (long)getpid());
     if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
         return comm->error.status;
     if (!ready)

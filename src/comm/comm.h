@@ -26,7 +26,7 @@ typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
     DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
     DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING    /* messages, tree order: all_reduce in pieces of which each rank folds a part */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING /* messages, tree order: all_reduce in pieces of which each rank folds a part */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -54,20 +54,20 @@ typedef enum dtrain_progress {
  * token only the loopback device and unix sockets are used. Traffic itself is neither encrypted nor signed: across
  * a network that others share, put the ranks into a tunnel (WireGuard, IPsec, ssh). */
 typedef struct dtrain_comm_desc {
-    int rank;                   /* used when world_size is not 0 */
-    int world_size;             /* 0: from the environment */
-    const char *root;           /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
-    const char *token;          /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
-    const char *fingerprint;    /* of model and program, compared when ranks meet; NULL: not compared */
-    const char *listen_on;      /* interface or address of this rank; NULL: the one that routes to the root */
-    int insecure;               /* 1: without a token listen and connect beyond this host all the same */
-    int connections;            /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
-    int64_t timeout_ms;         /* deadline of every blocking or async call; 0: 60,000; negative: none */
-    int64_t heartbeat_ms;       /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
-    int64_t reconnect_ms;       /* a reset connection may be made again within; 0: it ends the group */
-    dtrain_algorithm algorithm; /* all_reduce and reduce_scatter; 0: chosen by size and transport */
-    dtrain_progress progress;   /* 0: a service thread */
-    size_t stack_bytes;         /* of dtrain_run_threads' threads; 0: 8 MiB */
+    int rank;                    /* used when world_size is not 0 */
+    int world_size;              /* 0: from the environment */
+    const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
+    const char *token;           /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
+    const char *fingerprint;     /* of model and program, compared when ranks meet; NULL: not compared */
+    const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
+    int insecure;                /* 1: without a token listen and connect beyond this host all the same */
+    int connections;             /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
+    int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
+    int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
+    int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
+    dtrain_algorithm algorithm;  /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_progress progress;    /* 0: a service thread */
+    size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
@@ -287,8 +287,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us);
  *                                 its first element that does. The same on every rank
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count,
-                                                 dtrain_dtype dtype);
+DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count, dtrain_dtype dtype);
 
 /* What dtrain_store_get says of a key that nobody has set. */
 #define DTRAIN_STORE_ABSENT ((size_t)-1)

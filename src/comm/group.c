@@ -114,19 +114,16 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
-static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
+/* Makes the transport of a group of processes. */
+static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
-    dtrain_transport transport;
-    dtrain_comm *comm;
     dtrain__keys keys;
     dtrain__hub_desc hub;
     dtrain__socket *s = NULL;
     dtrain_status status;
     memset(&keys, 0, sizeof keys);
-    memset(&transport, 0, sizeof transport);
-    keys.rank = transport.rank = place->rank;
-    keys.world_size = transport.size = place->world_size;
+    keys.rank = place->rank;
+    keys.world_size = place->world_size;
     memcpy(keys.token, place->token, sizeof keys.token);
     keys.token_bytes = place->token_bytes;
     hub.root = place->root;
@@ -140,28 +137,42 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     hub.reconnect_ms = desc->reconnect_ms;
     hub.on_address = desc->on_address;
     hub.on_address_user = desc->on_address_user;
+    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
+    memset(&keys, 0, sizeof keys);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__socket_transport(&comm->transport, s);
+    comm->socket = s;
+    return DTRAIN_OK;
+}
+
+/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
+static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
+{
+    dtrain_transport transport;
+    dtrain_comm *comm;
+    dtrain_status status;
+    memset(&transport, 0, sizeof transport);
+    transport.rank = place->rank;
+    transport.size = place->world_size;
     status = dtrain__comm_new(&comm, &transport, desc);
     if (status != DTRAIN_OK)
         return status;
     comm->desc.timeout_ms = place->timeout_ms;
-    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
-    memset(&keys, 0, sizeof keys);
-    if (status != DTRAIN_OK) {
-        dtrain__comm_free(comm);
-        return status;
-    }
-    dtrain__socket_transport(&comm->transport, s);
-    comm->socket = s;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
     comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
-    if (desc->progress == DTRAIN_PROGRESS_THREAD && (status = dtrain__service_join(comm)) != DTRAIN_OK) {
-        dtrain__socket_destroy(s);
-        dtrain__comm_free(comm);
-        return status;
+    status = dtrain__comm_open(comm, place, desc);
+    if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status == DTRAIN_OK) {
+        *out = comm;
+        return DTRAIN_OK;
     }
-    *out = comm;
-    return DTRAIN_OK;
+    if (comm->socket != NULL)
+        dtrain__socket_destroy(comm->socket);
+    dtrain__comm_free(comm);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
@@ -183,8 +194,10 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
     if (place.world_size == 1)
         return dtrain_threads_create(comm, 1, desc);
     if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
-                            "address space; choose another for %d processes", place.world_size);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
+                            "address space; choose another for %d processes",
+                            place.world_size);
     status = dtrain__comm_connect(comm, &place, desc);
     memset(&place, 0, sizeof place);
     return status;
@@ -353,6 +366,41 @@ static void dtrain__runner_main(void *pointer)
     dtrain__comm_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 
+/* Starts a thread for each rank; returns how many, fewer than `ranks` when *status says why. */
+static int dtrain__runners_start(dtrain__runner *runners, dtrain_comm **comms, int ranks, size_t stack,
+                                 dtrain_status *status)
+{
+    for (int rank = 0; rank < ranks; rank++) {
+        runners[rank].comm = comms[rank];
+        int error = dtrain__os_thread_start(&runners[rank].thread, dtrain__runner_main, &runners[rank], stack);
+        if (error == 0)
+            continue;
+        *status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", rank, ranks,
+                               strerror(error));
+        for (int left = rank; left < ranks; left++)
+            dtrain_comm_destroy(comms[left]);
+        return rank;
+    }
+    return ranks;
+}
+
+/* Waits for the ranks; the error of the one that failed first is the call's. */
+static dtrain_status dtrain__runners_join(dtrain__runner *runners, int started, dtrain_status status)
+{
+    dtrain__error first = dtrain__thread_error;
+    for (int rank = 0; rank < started; rank++) {
+        dtrain__os_thread_join(&runners[rank].thread);
+        if (status == DTRAIN_OK && runners[rank].place == 1)
+            first = runners[rank].error;
+    }
+    for (int rank = 0; status == DTRAIN_OK && rank < started; rank++)
+        if (runners[rank].place == 1)
+            status = first.status;
+    if (status != DTRAIN_OK)
+        dtrain__thread_error = first;
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
                                             void *user, const dtrain_comm_desc *desc)
 {
@@ -360,46 +408,28 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
     size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
     uint32_t failures = 0;
-    int started = 0;
     dtrain_status status = DTRAIN_OK;
     if (n == 0 || body == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
                             DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
     dtrain__runner *runners = (dtrain__runner *)dtrain__alloc(&heap, n * sizeof(dtrain__runner));
     dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
+    for (size_t rank = 0; runners != NULL && rank < n; rank++) {
+        runners[rank].body = body;
+        runners[rank].user = user;
+        runners[rank].failures = &failures;
+    }
     if (runners == NULL || comms == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
     else
         status = dtrain_threads_create(comms, ranks, desc);
-    for (; status == DTRAIN_OK && started < ranks; started++) {
-        dtrain__runner *runner = &runners[started];
-        runner->comm = comms[started];
-        runner->body = body;
-        runner->user = user;
-        runner->failures = &failures;
-        int error = dtrain__os_thread_start(&runner->thread, dtrain__runner_main, runner, stack);
-        if (error != 0) {
-            status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started,
-                                  ranks, strerror(error));
-            break;
-        }
-    }
-    if (comms != NULL && status != DTRAIN_OK)
-        for (int rank = started; rank < ranks; rank++)
-            dtrain_comm_destroy(comms[rank]);
-    dtrain__error first = dtrain__thread_error;
-    for (int rank = 0; rank < started; rank++) {
-        dtrain__os_thread_join(&runners[rank].thread);
-        if (status == DTRAIN_OK && runners[rank].place == 1)
-            first = runners[rank].error;
+    if (status == DTRAIN_OK) {
+        int started = dtrain__runners_start(runners, comms, ranks, stack, &status);
+        status = dtrain__runners_join(runners, started, status);
     }
     dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
     dtrain__free(&heap, runners, n * sizeof(dtrain__runner));
-    if (status != DTRAIN_OK || failures > 0) {
-        dtrain__thread_error = first;
-        return first.status;
-    }
-    return DTRAIN_OK;
+    return status;
 }
 
 #endif

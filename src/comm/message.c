@@ -297,8 +297,7 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
             return 0;
         if (status != DTRAIN_OK)
             return dtrain__message_failed(comm, op, status, op->awaited);
-        if (step.fold != NULL && step.fold_count > 0 &&
-            !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
+        if (step.fold != NULL && step.fold_count > 0 && !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
             dtrain__fold_pair(dtrain__message_dtype(op), op->op, step.fold, step.recv, step.fold_count);
         op->sent = op->received = 0;
         op->entered = 0;

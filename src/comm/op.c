@@ -51,11 +51,11 @@ typedef struct dtrain__op {
     uint64_t number;
     int64_t started_ns, deadline_ns;
     int phase;
-    int warned;    /* the log has said whom this operation awaits */
-    int awaited;   /* the peer it awaits, or -1 */
-    int touched;   /* peers may be inside this rank's buffers, or bytes have moved */
-    size_t at;     /* progress inside the phase */
-    int entered;   /* the current step has been prepared */
+    int warned;            /* the log has said whom this operation awaits */
+    int awaited;           /* the peer it awaits, or -1 */
+    int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;             /* progress inside the phase */
+    int entered;           /* the current step has been prepared */
     size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
@@ -75,15 +75,15 @@ struct dtrain_comm {
     dtrain__socket *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
     int64_t started_ns, form_deadline_ns;
-    pid_t process;          /* that made it */
+    pid_t process; /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
-    dtrain__error broken; /* by a message operation; the board keeps its own */
-    uint64_t number;      /* of the last collective */
+    dtrain__error broken;      /* by a message operation; the board keeps its own */
+    uint64_t number;           /* of the last collective */
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
-    const void **ins;     /* size pointers each, for folds */
+    const void **ins;          /* size pointers each, for folds */
     void **outs;
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
@@ -110,8 +110,12 @@ static const char *dtrain__kind_name(uint64_t kind)
 
 static const char *dtrain__op_name(uint64_t op)
 {
-    return op == DTRAIN_SUM ? "sum" : op == DTRAIN_MEAN ? "mean" : op == DTRAIN_PROD ? "product"
-           : op == DTRAIN_MIN ? "min" : op == DTRAIN_MAX ? "max" : "no operation";
+    return op == DTRAIN_SUM    ? "sum"
+           : op == DTRAIN_MEAN ? "mean"
+           : op == DTRAIN_PROD ? "product"
+           : op == DTRAIN_MIN  ? "min"
+           : op == DTRAIN_MAX  ? "max"
+                               : "no operation";
 }
 
 static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
@@ -169,9 +173,10 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
     if (theirs->ranks != (uint64_t)comm->size)
-        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
-                            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size",
-                            mine.text, peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+        return dtrain__fail(
+            &op->error, DTRAIN_ERR_MISMATCH,
+            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
+            peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
                         mine.text, peer, other.text, comm->rank, mine.text);
@@ -240,10 +245,10 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     const char *kind = dtrain__kind_name((uint64_t)op->kind);
     int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
     if (bits == 0 || bits % 8 != 0 || (reduces && !dtrain__fold_supported(op->dtype, op->op)))
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?",
-                            kind, comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op,
-                            dtrain__op_name((uint64_t)op->op));
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID,
+            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?", kind,
+            comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op));
     if (!dtrain__mul_size(op->count, bits / 8, &bytes) || bytes > SIZE_MAX / 4)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
                             kind, comm->rank, op->count, bits);

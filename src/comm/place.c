@@ -58,7 +58,7 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     int64_t r = 0, n = 0;
     dtrain_status status;
     if (dtrain__place_get(size) == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%s is set and %s is not; set both",  rank,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%s is set and %s is not; set both", rank,
                             dtrain__place_get(rank), size);
     status = dtrain__place_number(size, 1, DTRAIN__MAX_RANKS, &n);
     if (status == DTRAIN_OK)
@@ -69,8 +69,15 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     return status;
 }
 
-enum { DTRAIN__LAUNCHER_NONE, DTRAIN__LAUNCHER_OWN, DTRAIN__LAUNCHER_TORCH, DTRAIN__LAUNCHER_SLURM,
-       DTRAIN__LAUNCHER_OPENMPI, DTRAIN__LAUNCHER_PMI, DTRAIN__LAUNCHER_KUBERNETES };
+enum {
+    DTRAIN__LAUNCHER_NONE,
+    DTRAIN__LAUNCHER_OWN,
+    DTRAIN__LAUNCHER_TORCH,
+    DTRAIN__LAUNCHER_SLURM,
+    DTRAIN__LAUNCHER_OPENMPI,
+    DTRAIN__LAUNCHER_PMI,
+    DTRAIN__LAUNCHER_KUBERNETES
+};
 
 /* Finds the launcher whose variables are there, and reads rank and size from them. */
 static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
@@ -98,7 +105,8 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_create: JOB_COMPLETION_INDEX=%.20s says that this is a pod of an indexed job; set "
                             "DTRAIN_WORLD_SIZE and DTRAIN_ROOT (host:port of pod 0), or DTRAIN_WORLD_SIZE=1 for a pod "
-                            "of its own", dtrain__place_get("JOB_COMPLETION_INDEX"));
+                            "of its own",
+                            dtrain__place_get("JOB_COMPLETION_INDEX"));
     if (dtrain__place_get("JOB_COMPLETION_INDEX") != NULL && strcmp(size, "1") != 0)
         return dtrain__place_pair(place, "JOB_COMPLETION_INDEX", "DTRAIN_WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_NONE;
@@ -151,8 +159,10 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
         local != place->world_size)
         return DTRAIN_OK;
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
-        name[n] = (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') ||
-                          (job[n] >= 'A' && job[n] <= 'Z') ? job[n] : '_';
+        name[n] =
+            (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') || (job[n] >= 'A' && job[n] <= 'Z')
+                ? job[n]
+                : '_';
     name[n] = 0;
     if (n == 0) /* the local ranks have one parent */
         snprintf(name, sizeof name, "p%ld", (long)getppid());
@@ -177,10 +187,12 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
         snprintf(place->root, sizeof place->root, "%s", root);
         dtrain__place_believe(place, "DTRAIN_ROOT=%.120s", root);
         return strlen(root) < sizeof place->root
-                   ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
+                   ? DTRAIN_OK
+                   : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
     }
     if (host != NULL && port != NULL) {
-        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host, port);
+        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host,
+                 port);
         dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s", host, port);
         return DTRAIN_OK;
     }
@@ -201,9 +213,9 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->rank,
                         place->world_size, place->believed,
-                        host != NULL ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
-                                     : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
-                                                    : "DTRAIN_ROOT=host:port, the same on every rank");
+                        host != NULL   ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
+                        : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
+                                       : "DTRAIN_ROOT=host:port, the same on every rank");
 }
 
 static dtrain_status dtrain__place_set_token(dtrain__place *place, const char *token, size_t bytes, const char *from)
@@ -229,7 +241,8 @@ static dtrain_status dtrain__place_token_file(dtrain__place *place, const char *
     ssize_t n = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd >= 0)
-        while (bytes < sizeof text && ((n = read(fd, text + bytes, sizeof text - bytes)) > 0 || (n < 0 && errno == EINTR)))
+        while (bytes < sizeof text &&
+               ((n = read(fd, text + bytes, sizeof text - bytes)) > 0 || (n < 0 && errno == EINTR)))
             bytes += n > 0 ? (size_t)n : 0;
     if (fd < 0 || n < 0) {
         int error = errno;
@@ -324,12 +337,15 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         snprintf(place->root, sizeof place->root, "%s", desc->root);
         dtrain__place_believe(place, "desc.root=%.120s", desc->root);
         status = strlen(desc->root) < sizeof place->root
-                     ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
+                     ? DTRAIN_OK
+                     : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
     } else if (environment) {
         status = dtrain__place_root(place, launcher);
     } else {
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: rank %d of %d: desc.root is needed, host:port or "
-                              "unix:/path where rank 0 listens", place->rank, place->world_size);
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "comm_create: rank %d of %d: desc.root is needed, host:port or "
+                              "unix:/path where rank 0 listens",
+                              place->rank, place->world_size);
     }
     return status == DTRAIN_OK ? dtrain__place_check_root(place) : status;
 }

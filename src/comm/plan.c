@@ -11,16 +11,16 @@
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 
 typedef struct dtrain__step {
-    int to, from;     /* -1: none */
+    int to, from; /* -1: none */
     int send_first;
     const unsigned char *send;
     size_t send_bytes;
     unsigned char *recv;
     size_t recv_bytes;
-    void *fold;       /* what the received partial sums are folded into; NULL: nothing */
+    void *fold; /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
-    int fold_early;   /* nothing of it is still to be sent: folds while more arrives */
-    uint64_t tag;     /* the same at both ends of a message */
+    int fold_early; /* nothing of it is still to be sent: folds while more arrives */
+    uint64_t tag;   /* the same at both ends of a message */
 } dtrain__step;
 
 /* Where partial sums are kept, all of them in the partial dtype. */
@@ -168,9 +168,9 @@ static dtrain__part dtrain__plan_half(int index, int halvings, size_t n)
 /* Where step k of a halving-doubling stands. */
 typedef struct dtrain__halving {
     dtrain__blocks blocks;
-    size_t begin, n;       /* elements of the whole that this piece of work covers */
-    unsigned char *held;   /* its partial sums, n of them */
-    unsigned char *out;    /* its results */
+    size_t begin, n;     /* elements of the whole that this piece of work covers */
+    unsigned char *held; /* its partial sums, n of them */
+    unsigned char *out;  /* its results */
     unsigned char *recv;
     int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
 } dtrain__halving;
@@ -218,8 +218,7 @@ static void dtrain__plan_recv(dtrain__step *step, int from, unsigned char *base,
     step->recv_bytes = (range.end - range.begin) * width;
 }
 
-static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
-                              size_t width)
+static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range, size_t width)
 {
     dtrain__part all = {0, range.end - range.begin};
     dtrain__plan_recv(step, from, at->recv, all, width);
@@ -291,8 +290,7 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
         step->recv = (unsigned char *)op->out;
         step->send_bytes = step->recv_bytes = dtrain__op_bytes(op);
         return k == 0;
-    case DTRAIN__BROADCAST:
-        return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
+    case DTRAIN__BROADCAST: return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
     case DTRAIN__ALL_GATHER: return dtrain__plan_ring(comm, op, k, 0, (unsigned char *)op->out, NULL, step);
     case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
     default: break;

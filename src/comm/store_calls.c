@@ -130,8 +130,9 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
         dtrain__hub_wait(hub, none, 0, deadline_ns, seen);
     }
     return dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
-                        what == DTRAIN__STORE_WAIT ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
-                                                   : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
+                        what == DTRAIN__STORE_WAIT
+                            ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
+                            : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
                         dtrain__store_names[what], comm->rank, key);
 }
 
@@ -143,9 +144,11 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
-        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
-                            "places for what comes back", dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
+        return dtrain__fail(
+            comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
+            "places for what comes back",
+            dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
     deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);

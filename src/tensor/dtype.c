@@ -15,10 +15,10 @@ typedef struct dtrain__dtype_row {
 } dtrain__dtype_row;
 
 static const dtrain__dtype_row dtrain__dtypes[] = {
-    {"?", 0},        {"BOOL", 8},    {"F4", 4},          {"F6_E2M3", 6},     {"F6_E3M2", 6}, {"U8", 8},
-    {"I8", 8},       {"F8_E5M2", 8}, {"F8_E4M3", 8},     {"F8_E8M0", 8},     {"F8_E4M3FNUZ", 8},
-    {"F8_E5M2FNUZ", 8}, {"I16", 16}, {"U16", 16},        {"F16", 16},        {"BF16", 16},   {"I32", 32},
-    {"U32", 32},     {"F32", 32},    {"C64", 64},        {"F64", 64},        {"I64", 64},    {"U64", 64}};
+    {"?", 0},    {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},
+    {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8},
+    {"I16", 16}, {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},
+    {"F32", 32}, {"C64", 64},    {"F64", 64},    {"I64", 64},    {"U64", 64}};
 
 static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
 {
@@ -43,8 +43,10 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
             *dtype = (dtrain_dtype)i;
             return DTRAIN_OK;
         }
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
-                        name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
+        name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
 DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
@@ -249,7 +251,8 @@ static void dtrain__convert(const void *in, dtrain_dtype from, void *out, dtrain
         dtrain__format_of(from, &f);
         dtrain__format_of(to, &t);
         for (size_t i = 0; i < count; i++) {
-            uint64_t wide = dtrain__widen(dtrain__load_bits((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
+            uint64_t wide =
+                dtrain__widen(dtrain__load_bits((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
             dtrain__store_bits((unsigned char *)out + i * (size_t)t.bytes, dtrain__narrow(wide, t), t.bytes);
         }
     }

@@ -49,30 +49,31 @@ static int dtrain__fold_left(int n)
 DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
-#define DTRAIN__PAIR(name, type, expression)                                      \
-    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)  \
-    {                                                                             \
-        type *a = (type *)left;                                                   \
-        const type *b = (const type *)right;                                      \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression; \
-    }                                                                             \
+#define DTRAIN__PAIR(name, type, expression)                                                                           \
+    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)                                       \
+    {                                                                                                                  \
+        type *a = (type *)left;                                                                                        \
+        const type *b = (const type *)right;                                                                           \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;                                      \
+    }                                                                                                                  \
     DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
-#define DTRAIN__PAIR_INT(name, type, expression)                                          \
-    static void name(void *left, const void *right, size_t count)                         \
-    {                                                                                     \
-        type *a = (type *)left;                                                           \
-        const type *b = (const type *)right;                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression); \
+#define DTRAIN__PAIR_INT(name, type, expression)                                                                       \
+    static void name(void *left, const void *right, size_t count)                                                      \
+    {                                                                                                                  \
+        type *a = (type *)left;                                                                                        \
+        const type *b = (const type *)right;                                                                           \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression);                              \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
 #define DTRAIN__BITS_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__BITS_PICK(type, top, infinity, relation)           \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity   ? a[i] \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity ? b[i] \
-     : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i] : b[i])
+#define DTRAIN__BITS_PICK(type, top, infinity, relation)                                                               \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i]                             \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i]                             \
+     : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i]                             \
+                                                                                    : b[i])
 
 DTRAIN__PAIR(dtrain__sum_f32, dtrain__f32, a[i] + b[i])
 DTRAIN__PAIR(dtrain__sum_f64, dtrain__f64, a[i] + b[i])
@@ -102,13 +103,13 @@ DTRAIN__PAIR_INT(dtrain__max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 /* x[i] = x[i] / divisor */
-#define DTRAIN__DIVIDE(name, type)                                               \
-    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)    \
-    {                                                                            \
-        type *x = (type *)data;                                                  \
-        type by = (type)divisor;                                                 \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by; \
-    }                                                                            \
+#define DTRAIN__DIVIDE(name, type)                                                                                     \
+    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)                                          \
+    {                                                                                                                  \
+        type *x = (type *)data;                                                                                        \
+        type by = (type)divisor;                                                                                       \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;                                       \
+    }                                                                                                                  \
     DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
 
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
@@ -116,8 +117,8 @@ DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
 #define DTRAIN__DIRECT(name, type)                                                                                     \
-    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin,               \
-                                    size_t count, double divisor, int mean)                                            \
+    DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
+                                    double divisor, int mean)                                                          \
     {                                                                                                                  \
         const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin;                   \
         const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin;       \
@@ -154,8 +155,8 @@ DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin,               \
-                                    size_t count, double divisor, int mean)                                            \
+    DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
+                                    double divisor, int mean)                                                          \
     {                                                                                                                  \
         int copies = m == n;                                                                                           \
         if (n == 2 && copies && !mean)                                                                                 \
@@ -175,10 +176,10 @@ DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
         else                                                                                                           \
             name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
     }                                                                                                                  \
-    DTRAIN__KERNEL(name,                                                                                               \
-                   (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, \
-                    int mean),                                                                                         \
-                   (in, n, out, m, begin, count, divisor, mean))
+    DTRAIN__KERNEL(                                                                                                    \
+        name,                                                                                                          \
+        (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, int mean), \
+        (in, n, out, m, begin, count, divisor, mean))
 
 DTRAIN__DIRECT(dtrain__direct_f32, dtrain__f32)
 DTRAIN__DIRECT(dtrain__direct_f64, dtrain__f64)

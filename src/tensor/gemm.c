@@ -1,8 +1,9 @@
 /* ---- >>gemm ----
  * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
  * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
- * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction
- * set alone. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
+ * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum
+ * over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction set alone. Goto and
+ * van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
 #include "tensor.h"
@@ -23,8 +24,8 @@ typedef struct dtrain__gemm_shape {
     size_t rows, width;
 } dtrain__gemm_shape;
 
-#define DTRAIN__GEMM_PARAMETERS                                                                                 \
-    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
+#define DTRAIN__GEMM_PARAMETERS                                                                                        \
+    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows,    \
         size_t columns, int accumulate
 
 static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
@@ -37,39 +38,39 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
  * and the padding of the panel give is not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add) \
-    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                      \
-    {                                                                                                         \
-        vector sum[ROWS][VECTORS];                                                                            \
-        const float *row[ROWS];                                                                               \
-        for (size_t i = 0; i < ROWS; i++) {                                                                   \
-            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                   \
-            for (size_t v = 0; v < VECTORS; v++)                                                              \
-                sum[i][v] = zero();                                                                           \
-        }                                                                                                     \
-        for (size_t p = 0; p < k; p++) {                                                                      \
-            vector b[VECTORS];                                                                                \
-            for (size_t v = 0; v < VECTORS; v++)                                                              \
-                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                       \
-            for (size_t i = 0; i < ROWS; i++) {                                                               \
-                vector x = broadcast(row[i][p * a_column]);                                                   \
-                for (size_t v = 0; v < VECTORS; v++)                                                          \
-                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                      \
-            }                                                                                                 \
-        }                                                                                                     \
-        if (rows == ROWS && columns == VECTORS * LANES) {                                                     \
-            for (size_t i = 0; i < ROWS; i++)                                                                 \
-                for (size_t v = 0; v < VECTORS; v++) {                                                        \
-                    float *to = c + i * ldc + v * LANES;                                                      \
-                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                             \
-                }                                                                                             \
-        } else {                                                                                              \
-            float tile[ROWS * VECTORS * LANES];                                                               \
-            for (size_t i = 0; i < ROWS; i++)                                                                 \
-                for (size_t v = 0; v < VECTORS; v++)                                                          \
-                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                               \
-            dtrain__gemm_store(tile, VECTORS * LANES, c, ldc, rows, columns, accumulate);                     \
-        }                                                                                                     \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add)    \
+    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
+    {                                                                                                                  \
+        vector sum[ROWS][VECTORS];                                                                                     \
+        const float *row[ROWS];                                                                                        \
+        for (size_t i = 0; i < ROWS; i++) {                                                                            \
+            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
+            for (size_t v = 0; v < VECTORS; v++)                                                                       \
+                sum[i][v] = zero();                                                                                    \
+        }                                                                                                              \
+        for (size_t p = 0; p < k; p++) {                                                                               \
+            vector b[VECTORS];                                                                                         \
+            for (size_t v = 0; v < VECTORS; v++)                                                                       \
+                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                                \
+            for (size_t i = 0; i < ROWS; i++) {                                                                        \
+                vector x = broadcast(row[i][p * a_column]);                                                            \
+                for (size_t v = 0; v < VECTORS; v++)                                                                   \
+                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                               \
+            }                                                                                                          \
+        }                                                                                                              \
+        if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
+            for (size_t i = 0; i < ROWS; i++)                                                                          \
+                for (size_t v = 0; v < VECTORS; v++) {                                                                 \
+                    float *to = c + i * ldc + v * LANES;                                                               \
+                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                                      \
+                }                                                                                                      \
+        } else {                                                                                                       \
+            float tile[ROWS * VECTORS * LANES];                                                                        \
+            for (size_t i = 0; i < ROWS; i++)                                                                          \
+                for (size_t v = 0; v < VECTORS; v++)                                                                   \
+                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                                        \
+            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
+        }                                                                                                              \
     }
 
 DTRAIN__EXACT_BEGIN
@@ -134,8 +135,8 @@ DTRAIN__INLINE dtrain__f32x4 dtrain__x4_fma(dtrain__f32x4 a, dtrain__f32x4 b, dt
 #else
 #define DTRAIN__GEMM_BASE_ROWS 4
 #endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4_zero, dtrain__x4_set, dtrain__x4_load,
-                    dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4_zero, dtrain__x4_set,
+                    dtrain__x4_load, dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
 
 DTRAIN__EXACT_END
 

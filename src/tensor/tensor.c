@@ -47,7 +47,8 @@ static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dt
     }
     if (total == SIZE_MAX || !dtrain__mul_size(total, bits, &bits)) {
         memset(tensor, 0, sizeof *tensor);
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits", ndim);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits",
+                            ndim);
     }
     if (bits % 8 != 0) {
         memset(tensor, 0, sizeof *tensor);
@@ -115,9 +116,11 @@ static size_t dtrain__tensor_outer(const dtrain_tensor *tensor, int dim, size_t 
 static dtrain_status dtrain__tensor_check_dim(const char *call, const dtrain_tensor *tensor, int dim, int parts)
 {
     if (dim < 0 || dim >= tensor->ndim || parts < 1 || dtrain_dtype_bits(tensor->dtype) % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: dimension %d of %s into %d parts; needs a dimension that it has, at least one part, and "
-                            "elements of whole bytes", call, dim, dtrain__tensor_text(tensor).text, parts);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "%s: dimension %d of %s into %d parts; needs a dimension that it has, at least one part, and "
+            "elements of whole bytes",
+            call, dim, dtrain__tensor_text(tensor).text, parts);
     return DTRAIN_OK;
 }
 
@@ -164,9 +167,10 @@ DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrai
         for (int i = 0; fits && i < shards[0].ndim; i++)
             fits = i == dim || shards[p].shape[i] == shards[0].shape[i];
         if (!fits || !dtrain__add_size(shape[dim], shards[p].shape[dim], &shape[dim]))
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_unshard: shard %d is %s, which does not join %s along "
-                                "dimension %d", p, dtrain__tensor_text(&shards[p]).text,
-                                dtrain__tensor_text(&shards[0]).text, dim);
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "tensor_unshard: shard %d is %s, which does not join %s along "
+                                "dimension %d",
+                                p, dtrain__tensor_text(&shards[p]).text, dtrain__tensor_text(&shards[0]).text, dim);
     }
     status = dtrain_tensor_create(whole, shards[0].dtype, shards[0].ndim, shape, allocator);
     if (status != DTRAIN_OK)
@@ -274,8 +278,9 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
     n = b->shape[transpose_b ? 0 : 1];
     if (out->ndim != 2 || a->ndim != 2 || b->ndim != 2 || k != inner || out->shape[0] != m || out->shape[1] != n)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_matmul: %s = %s%s x %s%s; the sizes do not meet",
-                            dtrain__tensor_text(out).text, dtrain__tensor_text(a).text, transpose_a ? " transposed" : "",
-                            dtrain__tensor_text(b).text, transpose_b ? " transposed" : "");
+                            dtrain__tensor_text(out).text, dtrain__tensor_text(a).text,
+                            transpose_a ? " transposed" : "", dtrain__tensor_text(b).text,
+                            transpose_b ? " transposed" : "");
     dtrain_sgemm(transpose_a, transpose_b, m, n, k, 1, (const float *)a->data, a->shape[1], (const float *)b->data,
                  b->shape[1], accumulate ? 1.0f : 0.0f, (float *)out->data, n);
     return DTRAIN_OK;

@@ -31,7 +31,7 @@
 /* What both sides of every door of one rank share. */
 typedef struct dtrain__keys {
     unsigned char token[256];
-    size_t token_bytes; /* 0: the proof is made with an empty key */
+    size_t token_bytes;                   /* 0: the proof is made with an empty key */
     unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
     int rank, world_size;
 } dtrain__keys;
@@ -267,7 +267,8 @@ static void dtrain__door_take_verdict(dtrain__door *door, const dtrain__keys *ke
     if (!dtrain__equal_secret(mac, verdict + 16 + DTRAIN__VERDICT_TEXT, sizeof mac)) {
         dtrain__fail(&door->error, DTRAIN_ERR_DENIED,
                      "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes): give every "
-                     "rank the same DTRAIN_TOKEN", door->peer, door->peer_name, keys->token_bytes);
+                     "rank the same DTRAIN_TOKEN",
+                     door->peer, door->peer_name, keys->token_bytes);
         dtrain__door_close(door);
         return;
     }
@@ -305,8 +306,10 @@ static int dtrain__door_writes(const dtrain__door *door)
 
 static void dtrain__door_lost(dtrain__door *door, int error)
 {
-    dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: the connection to %s ended while both were introducing "
-                 "themselves (%s)", door->initiator ? "connect" : "accept", door->peer_name, dtrain__net_why(error));
+    dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST,
+                 "%s: the connection to %s ended while both were introducing "
+                 "themselves (%s)",
+                 door->initiator ? "connect" : "accept", door->peer_name, dtrain__net_why(error));
     dtrain__door_close(door);
 }
 

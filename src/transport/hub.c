@@ -29,13 +29,13 @@ typedef struct dtrain__lane {
 } dtrain__lane;
 
 typedef struct dtrain__member {
-    dtrain__lane *lanes;             /* hub->connections of them */
+    dtrain__lane *lanes;                     /* hub->connections of them */
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
-    char name[DTRAIN__NAME_BYTES];   /* "pid 4711 on alpha" */
-    char why[DTRAIN__WHY_BYTES];     /* it left; may be empty */
-    uint64_t host;                   /* equal on ranks of one host */
-    int joined, left, expected;      /* expected: the control connection may come back */
-    dtrain__stream control;          /* rank 0 has one to each; the others one, to rank 0 */
+    char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
+    char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    uint64_t host;                           /* equal on ranks of one host */
+    int joined, left, expected;              /* expected: the control connection may come back */
+    dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
@@ -70,7 +70,7 @@ typedef struct dtrain__hub {
     int64_t root_retry_ns, root_wait_ns;
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
-    int kick[2], wake[2];      /* pipes: to whoever steps, to a caller that waits */
+    int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
     uint32_t stepping, waiting;
     uint64_t news;
     dtrain__door *doors;
@@ -80,8 +80,8 @@ typedef struct dtrain__hub {
     dtrain__error cause;
     struct pollfd *fds;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
-    int suspect;               /* the rank that rank 0 has not heard for longest, or -1 */
-    int64_t suspect_ns;        /* for how long, when it was last said */
+    int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
+    int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
     dtrain__store store;
     dtrain__asker *askers;
@@ -92,8 +92,14 @@ typedef struct dtrain__hub {
 } dtrain__hub;
 
 enum {
-    DTRAIN__FRAME_JOIN = 1, DTRAIN__FRAME_TABLE, DTRAIN__FRAME_REFUSE, DTRAIN__FRAME_BEAT, DTRAIN__FRAME_END,
-    DTRAIN__FRAME_BYE, DTRAIN__FRAME_ASK, DTRAIN__FRAME_ANSWER
+    DTRAIN__FRAME_JOIN = 1,
+    DTRAIN__FRAME_TABLE,
+    DTRAIN__FRAME_REFUSE,
+    DTRAIN__FRAME_BEAT,
+    DTRAIN__FRAME_END,
+    DTRAIN__FRAME_BYE,
+    DTRAIN__FRAME_ASK,
+    DTRAIN__FRAME_ANSWER
 };
 
 /* Something happened that a caller may wait for. */
@@ -398,8 +404,10 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
         !dtrain__take_text(reader, 2, believed, sizeof believed))
         return 0;
     if (strcmp(fingerprint, hub->fingerprint) != 0) {
-        snprintf(text, sizeof text, "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
-                 "program and model on every rank", rank, member->name, fingerprint, hub->fingerprint);
+        snprintf(text, sizeof text,
+                 "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
+                 "program and model on every rank",
+                 rank, member->name, fingerprint, hub->fingerprint);
         dtrain__frame_reason(hub, member, DTRAIN__FRAME_REFUSE, rank, DTRAIN_ERR_MISMATCH, text);
         snprintf(hub->refused, sizeof hub->refused, "%s", text);
         dtrain__log(DTRAIN_LOG_WARN, "rank 0 sent away %s", text);

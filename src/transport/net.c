@@ -119,7 +119,8 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
         first++;
         last--;
     }
-    if ((size_t)(last - first) >= DTRAIN__ADDRESS_BYTES || (first == text && memchr(first, ':', (size_t)(last - first))))
+    if ((size_t)(last - first) >= DTRAIN__ADDRESS_BYTES ||
+        (first == text && memchr(first, ':', (size_t)(last - first))))
         return 0;
     memcpy(host, first, (size_t)(last - first));
     host[last - first] = 0;
@@ -149,7 +150,8 @@ static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out,
     hints.ai_flags = host[0] == 0 ? AI_PASSIVE : 0;
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text, gai_strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text,
+                            gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->storage)
             continue;

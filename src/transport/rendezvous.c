@@ -113,41 +113,52 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
-/* Opens this rank's own listener where its control connection goes out, and says so to rank 0. */
+/* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
+ * ranks that reach rank 0 as this one does can come there. */
+static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
+{
+    dtrain__address *here = &hub->listening;
+    const char *root = hub->root;
+    char path[DTRAIN__ADDRESS_BYTES];
+    here->bytes = (socklen_t)sizeof here->storage;
+    if (getsockname(hub->members[0].control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
+    *local = dtrain__net_is_local(here);
+    if (dtrain__net_is_unix(&hub->reached)) {
+        *local = 0;
+        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        return dtrain__net_unix_address(here, path);
+    }
+    if (hub->listen_on[0] != 0) {
+        int family = ((struct sockaddr *)&here->storage)->sa_family;
+        *local = 0;
+        dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
+        if (status != DTRAIN_OK)
+            return status;
+    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
+               strncmp(root, "localhost:", 10) != 0) {
+        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    }
+    dtrain__net_set_port(here, 0);
+    return DTRAIN_OK;
+}
+
+/* Opens this rank's own listener, and says to rank 0 where it is. */
 static dtrain_status dtrain__hub_join(dtrain__hub *hub)
 {
     dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
-    dtrain__address *here = &hub->listening;
-    int error = 0, local;
-    here->bytes = (socklen_t)sizeof here->storage;
-    if (getsockname(root->control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
-        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
-    local = dtrain__net_is_local(here);
-    if (dtrain__net_is_unix(&hub->reached)) {
-        char path[DTRAIN__ADDRESS_BYTES];
-        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
-        if (dtrain__net_unix_address(here, path) != DTRAIN_OK)
-            return dtrain__report(&dtrain__thread_error);
-    } else {
-        if (hub->listen_on[0] != 0) {
-            int family = ((struct sockaddr *)&here->storage)->sa_family;
-            if (dtrain__net_interface(hub->listen_on, family, here) != DTRAIN_OK)
-                return dtrain__thread_error.status;
-            local = 0;
-        } else if (local && hub->keys.token_bytes > 0 && strncmp(hub->root, "127.", 4) != 0 &&
-                   strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0) {
-            dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
-        }
-        dtrain__net_set_port(here, 0);
-    }
-    error = dtrain__net_listen(here, &hub->listener);
+    int local, error;
+    dtrain_status status = dtrain__hub_own_address(hub, &local);
+    if (status != DTRAIN_OK)
+        return status;
+    error = dtrain__net_listen(&hub->listening, &hub->listener);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
-                            dtrain__net_text(here).text, strerror(error));
-    if (local && !dtrain__net_is_unix(here))
-        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(here));
+                            dtrain__net_text(&hub->listening).text, strerror(error));
+    if (local)
+        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
-        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(here).text);
+        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&hub->listening).text);
     root->joined = 1;
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
     dtrain__give_text(hub, &root->out, 1, self->address);
@@ -198,7 +209,8 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
     int again = hub->formed && member->expected;
     if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
-        again = 1;
+        member->down_ns = dtrain__os_now_ns();
+        member->expected = again = 1;
     }
     if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
         door->received = member->control.received;
@@ -206,13 +218,15 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
         return;
     }
     if (hub->formed) {
-        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "the group is complete and runs");
+        /* perhaps the last one, about to end: the peer may try again */
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "its group is complete and runs");
         return;
     }
     if (member->control.fd >= 0) {
-        snprintf(text, sizeof text, "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
-                 "a rank of its own", door->peer, member->name[0] != 0 ? member->name : "another process",
-                 door->peer_name);
+        snprintf(text, sizeof text,
+                 "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
+                 "a rank of its own",
+                 door->peer, member->name[0] != 0 ? member->name : "another process", door->peer_name);
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
         return;
     }
@@ -240,6 +254,9 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
     if (lane->door != NULL)
         dtrain__hub_free_door(hub, lane->door);
     lane->door = NULL;
+    if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
+        lane->down_ns = dtrain__os_now_ns();
+    lane->wanted |= lane->linked;
     dtrain__stream_cut(&lane->stream);
     door->received = lane->stream.received;
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
@@ -250,9 +267,10 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     if (door->peer_world != hub->size) {
-        snprintf(text, sizeof text, "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
-                 "every process the same world size", door->peer, door->peer_name, door->peer_world, hub->rank,
-                 hub->size);
+        snprintf(text, sizeof text,
+                 "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
+                 "every process the same world size",
+                 door->peer, door->peer_name, door->peer_world, hub->rank, hub->size);
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
     } else if (door->peer < 0 || door->peer >= hub->size || door->peer == hub->rank ||
                dtrain__get_le(door->hello + 16, 4) != (uint64_t)hub->rank) {
@@ -319,8 +337,10 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             return;
         if (error != 0) {
             hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
-            dtrain__log(DTRAIN_LOG_WARN, "rank %d cannot accept a connection (%s); this process may open more "
-                        "descriptors after \"ulimit -n\" with a higher number", hub->rank, strerror(error));
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "rank %d cannot accept a connection (%s); this process may open more "
+                        "descriptors after \"ulimit -n\" with a higher number",
+                        hub->rank, strerror(error));
             return;
         }
         door = dtrain__hub_new_door(hub, &peer);
@@ -375,7 +395,8 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (door->state != DTRAIN__DOOR_CLOSED)
             dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
         hub->root_error = door->error;
-        if (door->error.status != DTRAIN_ERR_PEER_LOST) {
+        if (hub->formed ? door->error.status != DTRAIN_ERR_PEER_LOST
+                        : door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED) {
             hub->cause = door->error;
             hub->broken = 1;
         }

@@ -8,16 +8,16 @@
 #include "rendezvous.c"
 
 #define DTRAIN__STRIPE ((size_t)1 << 18)
-#define DTRAIN__PATIENCE_NS 50000     /* of looking again before sleeping */
-#define DTRAIN__GRACE_NS 1000000000   /* for the reason of a closed connection to arrive by way of rank 0 */
+#define DTRAIN__PATIENCE_NS 50000   /* of looking again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000 /* for the reason of a closed connection to arrive by way of rank 0 */
 
 typedef struct dtrain__socket {
-    dtrain__hub hub; /* first: the hub's owner is found from it */
+    dtrain__hub hub;           /* first: the hub's owner is found from it */
     uint64_t *sent, *received; /* bytes of data to and from each rank, over all lanes */
-    int crowded;     /* more ranks on this host than processors */
-    pthread_t service; /* the thread that must not look again and again, as others compute */
+    int crowded;               /* more ranks on this host than processors */
+    pthread_t service;         /* the thread that must not look again and again, as others compute */
     int has_service;
-    int forked;      /* the end of a child's copy: touches nothing that the parent still uses */
+    int forked; /* the end of a child's copy: touches nothing that the parent still uses */
 } dtrain__socket;
 
 static dtrain__lane *dtrain__socket_lane(dtrain__socket *s, int peer, int sending, size_t *room)
@@ -39,7 +39,8 @@ static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lan
                      member->why[0] != 0 ? ": " : "", member->why);
     else if (lane->linked && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
-                     member->name, hub->rank, hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
+                     member->name, hub->rank,
+                     hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
         if (!lane->wanted && (!lane->linked || hub->reconnect_ns > 0)) {
             lane->wanted = 1;
@@ -80,16 +81,17 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
     return DTRAIN_OK;
 }
 
-/* Tries both directions once. A broken group ends every operation, with the group's cause. */
+/* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
+ * what a peer sent before it failed still completes what it was sent for. */
 static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int *moved)
 {
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&s->hub.mutex);
-    if (!s->hub.broken && out != NULL)
-        status = dtrain__socket_try(s, out, 1, moved);
-    if (status == DTRAIN_OK && !s->hub.broken && in != NULL)
+    if (in != NULL)
         status = dtrain__socket_try(s, in, 0, moved);
-    if (s->hub.broken)
+    if (status == DTRAIN_OK && out != NULL)
+        status = dtrain__socket_try(s, out, 1, moved);
+    if (s->hub.broken && (status != DTRAIN_OK || !*moved))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
     return status;
@@ -128,8 +130,7 @@ static void dtrain__socket_sleep(dtrain__socket *s, dtrain_transfer *out, dtrain
     dtrain__hub_wait(&s->hub, fds, count, until_ns, seen);
 }
 
-static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in,
-                                             int64_t deadline_ns)
+static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
     dtrain__socket *s = (dtrain__socket *)self;
     int64_t sleep_ns = 0, now;
@@ -322,10 +323,12 @@ static int dtrain__socket_allowed(const dtrain__hub *hub, const dtrain__address 
 
 static dtrain_status dtrain__socket_closed(dtrain__hub *hub)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                        "comm_create: rank %d: %.200s is beyond this host and there is no token: set DTRAIN_TOKEN to one "
-                        "secret of 16 bytes or more on every rank (or DTRAIN_INSECURE=1, on a network that is yours "
-                        "alone)", hub->rank, hub->root);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_DENIED,
+        "comm_create: rank %d: %.200s is beyond this host and there is no token: set DTRAIN_TOKEN to one "
+        "secret of 16 bytes or more on every rank (or DTRAIN_INSECURE=1, on a network that is yours "
+        "alone)",
+        hub->rank, hub->root);
 }
 
 /* Rank 0: opens the listener that everyone comes to. */
@@ -344,8 +347,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         return DTRAIN_OK;
     }
     if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
-        dtrain_status status = dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family,
-                                                     &chosen);
+        dtrain_status status =
+            dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family, &chosen);
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
@@ -357,8 +360,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error == EADDRNOTAVAIL) { /* a name for this host that its interfaces do not have */
         hub->listening = chosen;
         dtrain__net_set_any(&hub->listening);
-        error = dtrain__socket_allowed(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener)
-                                                             : error;
+        error =
+            dtrain__socket_allowed(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : error;
     }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s: %s%s", hub->root,
@@ -402,20 +405,9 @@ static int dtrain__socket_make_members(dtrain__hub *hub)
     return 1;
 }
 
-/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
-static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
-                                           dtrain_allocator *allocator)
+/* Copies what the desc says, with its defaults. */
+static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
-    size_t size = (size_t)keys->world_size;
-    char host[64] = "?";
-    unsigned char id[128], digest[32];
-    dtrain_status status = DTRAIN_OK;
-    int error;
-    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
-    if (s == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
-    dtrain__hub *hub = &s->hub;
-    hub->allocator = allocator;
     hub->keys = *keys;
     hub->rank = keys->rank;
     hub->size = keys->world_size;
@@ -431,39 +423,66 @@ static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__k
     snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
     snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);
     snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
+}
+
+/* Says who this process is. */
+static void dtrain__socket_introduce(dtrain__hub *hub)
+{
+    dtrain__member *self = &hub->members[hub->rank];
+    unsigned char id[128], digest[32];
+    char host[64] = "?";
+    gethostname(host, sizeof host - 1);
+    snprintf(self->name, sizeof self->name, "pid %ld on %.60s", (long)getpid(), host);
+    dtrain__os_host_id(id);
+    dtrain_sha256(id, sizeof id, digest);
+    self->host = dtrain__get_le(digest, 8);
+    self->joined = 1;
+}
+
+/* Pipes, the run's name, the root's addresses, and on rank 0 the listener. */
+static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
+{
+    dtrain_status status;
+    int error = dtrain__net_pipe(hub->kick);
+    if (error == 0)
+        error = dtrain__net_pipe(hub->wake);
+    if (error == 0 && hub->rank == 0)
+        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
+    status = dtrain__socket_find_root(hub);
+    if (status == DTRAIN_OK && hub->rank == 0)
+        status = dtrain__socket_listen(hub, desc->listen_fd);
+    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
+        desc->on_address(desc->on_address_user, hub->root);
+    return status;
+}
+
+/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
+                                           dtrain_allocator *allocator)
+{
+    size_t size = (size_t)keys->world_size;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
+    if (s == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
+    dtrain__hub *hub = &s->hub;
+    hub->allocator = allocator;
+    dtrain__socket_describe(hub, keys, desc);
     pthread_mutex_init(&hub->mutex, NULL);
     pthread_mutex_init(&hub->step_mutex, NULL);
     s->sent = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
     s->received = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
     hub->members = (dtrain__member *)dtrain__alloc(allocator, size * sizeof(dtrain__member));
     hub->fds = (struct pollfd *)dtrain__alloc(allocator, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
-    if (s->sent == NULL || s->received == NULL || hub->members == NULL || hub->fds == NULL)
-        status = DTRAIN_ERR_MEMORY;
-    if (status == DTRAIN_OK && !dtrain__socket_make_members(hub))
-        status = DTRAIN_ERR_MEMORY;
-    if (status != DTRAIN_OK) {
-        dtrain__socket_destroy(s);
-        return dtrain__fail(NULL, status, "comm_create: no memory for rank %d of %zu", keys->rank, size);
+    if (hub->members == NULL || !dtrain__socket_make_members(hub) || s->sent == NULL || s->received == NULL ||
+        hub->fds == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", keys->rank, size);
+    } else {
+        dtrain__socket_introduce(hub);
+        status = dtrain__socket_open(hub, desc);
     }
-    gethostname(host, sizeof host - 1);
-    snprintf(hub->members[hub->rank].name, DTRAIN__NAME_BYTES, "pid %ld on %.60s", (long)getpid(), host);
-    dtrain__os_host_id(id);
-    dtrain_sha256(id, sizeof id, digest);
-    hub->members[hub->rank].host = dtrain__get_le(digest, 8);
-    hub->members[hub->rank].joined = 1;
-    error = dtrain__net_pipe(hub->kick);
-    if (error == 0)
-        error = dtrain__net_pipe(hub->wake);
-    if (error == 0 && hub->rank == 0)
-        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
-    if (error != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
-    if (status == DTRAIN_OK)
-        status = dtrain__socket_find_root(hub);
-    if (status == DTRAIN_OK && hub->rank == 0)
-        status = dtrain__socket_listen(hub, desc->listen_fd);
-    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
-        desc->on_address(desc->on_address_user, hub->root);
     if (status != DTRAIN_OK) {
         dtrain__error kept = dtrain__thread_error;
         dtrain__socket_destroy(s);
@@ -488,13 +507,17 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
                             hub->size, seconds, hub->root, missing, hub->believed,
                             hub->refused[0] != 0 ? "; came and was refused: " : "", hub->refused);
     if (hub->members[0].control.fd >= 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
-                            "have not come; believed: %.200s", hub->rank, hub->size, hub->root, seconds, hub->believed);
-    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
-                        "0 started, and can it be reached from here?", hub->rank, hub->size, seconds, hub->root,
-                        hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer", hub->believed);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_TIMEOUT,
+            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
+            "have not come; believed: %.200s",
+            hub->rank, hub->size, hub->root, seconds, hub->believed);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_TIMEOUT,
+        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
+        "0 started, and can it be reached from here?",
+        hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
+        hub->believed);
 }
 
 /* Looks whether the group has formed, or never will. */
@@ -506,11 +529,11 @@ static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64
     pthread_mutex_lock(&hub->mutex);
     *formed = hub->formed && !hub->broken;
     if (hub->broken)
-        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
-                              hub->size, hub->cause.text, hub->believed);
+        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s",
+                              hub->rank, hub->size, hub->cause.text, hub->believed);
     else if (!hub->formed && hub->rank != 0 && hub->members[0].left)
-        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s", hub->rank,
-                              hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
+        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s",
+                              hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
     else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
         status = dtrain__socket_unformed(s, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
     for (int rank = 0; *formed && rank < hub->size; rank++)

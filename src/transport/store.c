@@ -52,8 +52,8 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
         entry = (dtrain__entry *)dtrain__alloc(allocator, all);
     if (entry == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu", all,
-                            store->total, DTRAIN__STORE_TOTAL_BYTES);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu",
+                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
     if (*old != NULL)
         dtrain__store_remove(store, allocator, old);
     entry->key_bytes = key_bytes;

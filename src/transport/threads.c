@@ -29,13 +29,14 @@ typedef struct dtrain__post {
 } dtrain__post;
 
 typedef struct dtrain__slot {
-    uint64_t arrived; /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t arrived;  /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
     uint64_t finished; /* number of the last operation whose buffers this rank has left */
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
     dtrain__error why; /* it left; readable once left is set */
-    dtrain__post posts[2] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
+    dtrain__post posts[2] __attribute__((
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
@@ -53,8 +54,8 @@ typedef struct dtrain__board_end {
 
 struct dtrain__board {
     dtrain__bell bell;
-    uint32_t broken;   /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
-    uint32_t ends;     /* ranks that have not left */
+    uint32_t broken; /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
+    uint32_t ends;   /* ranks that have not left */
     int size;
     dtrain__error cause;
     dtrain_allocator own;
@@ -169,8 +170,7 @@ static int dtrain__ring_ready(void *pointer)
 {
     dtrain__ring_wait *wait = (dtrain__ring_wait *)pointer;
     dtrain__ring *ring = dtrain__threads_ring(wait->board, wait->from, wait->to);
-    if (dtrain__board_broken(wait->board) ||
-        __atomic_load_n(&wait->board->slots[wait->peer].left, __ATOMIC_SEQ_CST))
+    if (dtrain__board_broken(wait->board) || __atomic_load_n(&wait->board->slots[wait->peer].left, __ATOMIC_SEQ_CST))
         return 1;
     if (ring == NULL)
         return 0;
