@@ -6847,7 +6847,7 @@ typedef struct dtrain__op {
     int awaited;           /* the peer it awaits, or -1 */
     int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
     size_t at;             /* progress inside the phase */
-    int entered;           /* the current step has been prepared */
+    size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
     size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
@@ -7695,6 +7695,7 @@ typedef struct dtrain__step {
     void *fold; /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
     int fold_early; /* nothing of it is still to be sent: folds while more arrives */
+    int ahead;      /* may be sent before the step before it has been received */
     uint64_t tag;   /* the same at both ends of a message */
 } dtrain__step;
 
@@ -7710,10 +7711,17 @@ static size_t dtrain__message_width(const dtrain__op *op)
     return dtrain_dtype_bits(dtrain__message_dtype(op)) / 8;
 }
 
-/* scratch = [this rank's partial sums | what was received]; both begin on a cache line. */
+/* scratch = [this rank's partial sums, unless they are in out | what was received]; both begin on a cache line. */
 static size_t dtrain__message_half(const dtrain__op *op)
 {
     return (op->count * dtrain__message_width(op) + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+/* Where this rank's partial sums of the whole vector are: in out itself, where they fit. */
+static unsigned char *dtrain__message_held(const dtrain_comm *comm, const dtrain__op *op)
+{
+    int fits = op->kind == DTRAIN__ALL_REDUCE && dtrain__message_dtype(op) == op->dtype;
+    return fits ? (unsigned char *)op->out : comm->scratch;
 }
 
 static int dtrain__message_levels(int size)
@@ -7848,18 +7856,23 @@ typedef struct dtrain__halving {
     unsigned char *out;  /* its results */
     unsigned char *recv;
     int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
+    int paired;                          /* another piece is under way in turn with this one */
 } dtrain__halving;
 
-static size_t dtrain__plan_block_count(const dtrain_comm *comm, const dtrain__op *op)
+/* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
+static size_t dtrain__plan_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size;
-    return (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
+    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+    pairs = op->count / 2 / most + 1;
+    return (op->count / (2 * pairs) / 64 + 1) * 64;
 }
 
-/* Returns 0 when there is no such step. */
+/* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
+ * nothing later than the one before the last. */
 static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = dtrain__plan_block_count(comm, op), piece;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, piece = dtrain__plan_piece(comm, op), pair, turn, index;
     int peers;
     at->blocks = dtrain__plan_blocks(comm->rank, comm->size);
     peers = at->blocks.previous_size / at->blocks.size;
@@ -7867,15 +7880,20 @@ static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, siz
     at->down = at->up + peers;
     at->doubling = at->down + peers + (at->blocks.next_size > 0);
     at->steps = at->doubling + at->blocks.levels;
-    piece = k / (size_t)at->steps;
-    at->step = (int)(k % (size_t)at->steps);
-    at->begin = piece * most;
-    if (at->begin >= op->count)
+    pair = k / (size_t)(2 * at->steps);
+    turn = k % (size_t)(2 * at->steps);
+    at->paired = (2 * pair + 1) * piece < op->count;
+    index = 2 * pair + (at->paired ? turn % 2 : 0);
+    at->step = (int)(at->paired ? turn / 2 : turn);
+    at->begin = index * piece;
+    if (at->begin >= op->count || at->step >= at->steps)
         return 0;
-    at->n = op->count - at->begin < most ? op->count - at->begin : most;
+    at->n = op->count - at->begin < piece ? op->count - at->begin : piece;
     at->out = (unsigned char *)op->out + at->begin * width;
-    at->held = dtrain__message_dtype(op) == op->dtype ? at->out : comm->scratch;
-    at->recv = comm->scratch + (at->held == at->out ? 0 : most * dtrain__message_width(op));
+    at->recv = comm->scratch;
+    at->held = dtrain__message_dtype(op) == op->dtype
+                   ? at->out
+                   : comm->scratch + (1 + index % 2) * piece * dtrain__message_width(op);
     return 1;
 }
 
@@ -7937,6 +7955,7 @@ static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, i
     int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
     step->tag = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
     step->send_first = comm->rank < peer;
+    step->ahead = at.paired;
     if (at.step < at.blocks.levels) {
         dtrain__plan_send(step, peer, at.held, dtrain__plan_half(peer_index, level + 1, at.n), wide);
         dtrain__plan_fold(step, peer, &at, dtrain__plan_half(at.blocks.index, level + 1, at.n), wide);
@@ -7952,7 +7971,8 @@ static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, i
 
 static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    unsigned char *held = comm->scratch, *recv = comm->scratch + dtrain__message_half(op);
+    unsigned char *held = dtrain__message_held(comm, op);
+    unsigned char *recv = comm->scratch + (held == comm->scratch ? dtrain__message_half(op) : 0);
     memset(step, 0, sizeof *step);
     step->to = step->from = -1;
     step->tag = (uint64_t)k;
@@ -8024,12 +8044,13 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 
 static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t piece = dtrain__plan_block_count(comm, op) * dtrain__message_width(op);
+    size_t piece = dtrain__plan_piece(comm, op) * dtrain__message_width(op);
+    int narrow = dtrain__message_dtype(op) == op->dtype;
     if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
         return 0;
     if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return dtrain__message_dtype(op) == op->dtype ? piece : 2 * piece;
-    return 2 * dtrain__message_half(op);
+        return narrow ? piece : 3 * piece;
+    return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
 }
 
 static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
@@ -8065,7 +8086,7 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
     if (!dtrain__message_reserve(comm, op))
         return 1;
     if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        dtrain__message_widen(op, 0, op->count, comm->scratch);
+        dtrain__message_widen(op, 0, op->count, dtrain__message_held(comm, op));
     if (op->kind == DTRAIN__ALL_GATHER) {
         shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
         if (shard > 0)
@@ -8082,7 +8103,7 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     if (op->kind == DTRAIN__REDUCE_SCATTER)
         n = dtrain_split(op->count, comm->size, comm->rank, &begin);
     if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
-        dtrain__fold_finish(op->dtype, op->op, comm->size, comm->scratch + begin * width, op->out, n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__message_held(comm, op) + begin * width, op->out, n);
     if (op->kind == DTRAIN__SEND)
         comm->sent[op->root] = op->number;
     else if (op->kind == DTRAIN__RECV)
@@ -8092,19 +8113,33 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* What a halving-doubling does on this rank before a step: loads a piece, or turns its own sums into results. */
-static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op)
+static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    dtrain__message_header header;
+    header.magic = DTRAIN__MESSAGE_MAGIC;
+    header.call = dtrain__op_call(comm, op);
+    header.tag = step->tag;
+    header.bytes = step->send_bytes;
+    memcpy(comm->message_out, &header, sizeof header);
+    if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
+        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+}
+
+/* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
+static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
 {
     dtrain__halving at;
-    if (op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING || !dtrain__plan_where(comm, op, op->at, &at))
-        return;
-    if (at.step == 0)
-        dtrain__message_widen(op, at.begin, at.n, at.held);
-    if (at.step == at.up && at.blocks.previous_size == 0) {
-        dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
-        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
-                            at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
+    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING && dtrain__plan_where(comm, op, k, &at)) {
+        if (at.step == 0)
+            dtrain__message_widen(op, at.begin, at.n, at.held);
+        if (at.step == at.up && at.blocks.previous_size == 0) {
+            dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
+            dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
+                                at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
+        }
     }
+    if (step->to >= 0)
+        dtrain__message_write_header(comm, op, step);
 }
 
 /* The next run of bytes of one direction of a step. */
@@ -8182,41 +8217,65 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+/* Folds a step whose message has come, unless that was done while it came. */
+static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
-    dtrain__message_header header;
-    header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op);
-    header.tag = step->tag;
-    header.bytes = step->send_bytes;
-    memcpy(comm->message_out, &header, sizeof header);
-    if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+    if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
+        dtrain__fold_pair(dtrain__message_dtype(op), op->op, step->fold, step->recv, step->fold_count);
 }
 
-/* Moves both directions together until the step is done or wait_ns. Returns as dtrain_transport.exchange. */
-static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
-                                              int64_t wait_ns)
+/* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
+ * two pieces under way. Returns 0 when both are past the last step. */
+static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__step *out, dtrain__step *in, int *sends,
+                                  int *receives)
 {
     for (;;) {
-        int out = step->to >= 0 && op->sent != SIZE_MAX, in = step->from >= 0 && op->received != SIZE_MAX;
+        int more_in = dtrain__message_plan(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
+        int more_out = dtrain__message_plan(comm, op, (int)op->send_at, out);
+        if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
+            dtrain__message_enter(comm, op, out, op->send_at);
+            op->entered++;
+        }
+        *sends = more_out && op->entered > op->send_at;
+        *receives = more_in && op->entered > op->at;
+        if (*sends && (out->to < 0 || op->sent == SIZE_MAX)) {
+            op->sent = 0;
+            op->send_at++;
+        } else if (*receives && (in->from < 0 || op->received == SIZE_MAX) &&
+                   (in->fold == NULL || in->fold_early || ahead)) {
+            dtrain__message_fold(op, in);
+            op->received = 0;
+            op->at++;
+        } else {
+            *receives = *receives && in->from >= 0 && op->received != SIZE_MAX;
+            return more_in || more_out;
+        }
+    }
+}
+
+/* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
+static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    dtrain__step out, in;
+    int sends, receives;
+    while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
         dtrain_transfer sending = {-1, NULL, 0, 0}, receiving = {-1, NULL, 0, 0};
         dtrain_status status, taken = DTRAIN_OK;
-        if (!out && !in)
-            return DTRAIN_OK;
-        if (out)
-            sending = dtrain__message_next(comm, op, step, 1);
-        if (in)
-            receiving = dtrain__message_next(comm, op, step, 0);
-        status = comm->transport.exchange(comm->transport.self, out ? &sending : NULL, in ? &receiving : NULL, wait_ns);
-        if (out)
-            dtrain__message_took(comm, op, step, 1, sending.moved);
-        if (in)
-            taken = dtrain__message_took(comm, op, step, 0, receiving.moved);
-        op->awaited = in && op->received != SIZE_MAX ? step->from : step->to;
+        if (sends)
+            sending = dtrain__message_next(comm, op, &out, 1);
+        if (receives)
+            receiving = dtrain__message_next(comm, op, &in, 0);
+        status = comm->transport.exchange(comm->transport.self, sends ? &sending : NULL, receives ? &receiving : NULL,
+                                          wait_ns);
+        if (sends)
+            dtrain__message_took(comm, op, &out, 1, sending.moved);
+        if (receives)
+            taken = dtrain__message_took(comm, op, &in, 0, receiving.moved);
+        op->awaited = receives && op->received != SIZE_MAX ? in.from : out.to;
         if (taken != DTRAIN_OK || status != DTRAIN_OK)
             return taken != DTRAIN_OK ? taken : status;
     }
+    return DTRAIN_OK;
 }
 
 /* Moves one direction by send or recv alone. Returns what the transport returned. */
@@ -8238,8 +8297,7 @@ static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, con
 }
 
 /* Does both directions of a step by send and recv: in a safe order when it may wait, else whatever moves. */
-static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
-                                             int64_t wait_ns)
+static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int64_t wait_ns)
 {
     dtrain_status status, result = DTRAIN_OK;
     for (int turn = 0; turn < 2; turn++) {
@@ -8258,33 +8316,37 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
     return result;
 }
 
+/* Goes through the steps one by one, for a transport that has send and recv alone. */
+static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    dtrain__step step;
+    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+        if (op->entered == op->at) {
+            dtrain__message_enter(comm, op, &step, op->at);
+            op->entered++;
+        }
+        dtrain_status status = dtrain__message_both(comm, op, &step, wait_ns);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__message_fold(op, &step);
+        op->sent = op->received = 0;
+        op->at++;
+    }
+    return DTRAIN_OK;
+}
+
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    dtrain__step step;
+    dtrain_status status;
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
-    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
-        if (op->sent == 0 && op->received == 0 && !op->entered) {
-            dtrain__message_enter(comm, op);
-            if (step.to >= 0)
-                dtrain__message_write_header(comm, op, &step);
-            op->entered = 1;
-        }
-        dtrain__thread_error.status = DTRAIN_OK;
-        dtrain_status status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, &step, wait_ns)
-                                                                : dtrain__message_in_turn(comm, op, &step, wait_ns);
-        if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
-            return 0;
-        if (status != DTRAIN_OK)
-            return dtrain__message_failed(comm, op, status, op->awaited);
-        if (step.fold != NULL && step.fold_count > 0 && !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
-            dtrain__fold_pair(dtrain__message_dtype(op), op->op, step.fold, step.recv, step.fold_count);
-        op->sent = op->received = 0;
-        op->entered = 0;
-        op->at++;
-    }
-    return dtrain__message_end(comm, op);
+    dtrain__thread_error.status = DTRAIN_OK;
+    status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
+                                              : dtrain__message_in_turn(comm, op, wait_ns);
+    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
+        return 0;
+    return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)

@@ -43,12 +43,13 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 
 static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t piece = dtrain__plan_block_count(comm, op) * dtrain__message_width(op);
+    size_t piece = dtrain__plan_piece(comm, op) * dtrain__message_width(op);
+    int narrow = dtrain__message_dtype(op) == op->dtype;
     if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
         return 0;
     if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return dtrain__message_dtype(op) == op->dtype ? piece : 2 * piece;
-    return 2 * dtrain__message_half(op);
+        return narrow ? piece : 3 * piece;
+    return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
 }
 
 static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
@@ -84,7 +85,7 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
     if (!dtrain__message_reserve(comm, op))
         return 1;
     if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        dtrain__message_widen(op, 0, op->count, comm->scratch);
+        dtrain__message_widen(op, 0, op->count, dtrain__message_held(comm, op));
     if (op->kind == DTRAIN__ALL_GATHER) {
         shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
         if (shard > 0)
@@ -101,7 +102,7 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     if (op->kind == DTRAIN__REDUCE_SCATTER)
         n = dtrain_split(op->count, comm->size, comm->rank, &begin);
     if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
-        dtrain__fold_finish(op->dtype, op->op, comm->size, comm->scratch + begin * width, op->out, n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__message_held(comm, op) + begin * width, op->out, n);
     if (op->kind == DTRAIN__SEND)
         comm->sent[op->root] = op->number;
     else if (op->kind == DTRAIN__RECV)
@@ -111,19 +112,33 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* What a halving-doubling does on this rank before a step: loads a piece, or turns its own sums into results. */
-static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op)
+static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    dtrain__message_header header;
+    header.magic = DTRAIN__MESSAGE_MAGIC;
+    header.call = dtrain__op_call(comm, op);
+    header.tag = step->tag;
+    header.bytes = step->send_bytes;
+    memcpy(comm->message_out, &header, sizeof header);
+    if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
+        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+}
+
+/* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
+static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
 {
     dtrain__halving at;
-    if (op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING || !dtrain__plan_where(comm, op, op->at, &at))
-        return;
-    if (at.step == 0)
-        dtrain__message_widen(op, at.begin, at.n, at.held);
-    if (at.step == at.up && at.blocks.previous_size == 0) {
-        dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
-        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
-                            at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
+    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING && dtrain__plan_where(comm, op, k, &at)) {
+        if (at.step == 0)
+            dtrain__message_widen(op, at.begin, at.n, at.held);
+        if (at.step == at.up && at.blocks.previous_size == 0) {
+            dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
+            dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
+                                at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
+        }
     }
+    if (step->to >= 0)
+        dtrain__message_write_header(comm, op, step);
 }
 
 /* The next run of bytes of one direction of a step. */
@@ -201,41 +216,65 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+/* Folds a step whose message has come, unless that was done while it came. */
+static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
-    dtrain__message_header header;
-    header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op);
-    header.tag = step->tag;
-    header.bytes = step->send_bytes;
-    memcpy(comm->message_out, &header, sizeof header);
-    if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+    if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
+        dtrain__fold_pair(dtrain__message_dtype(op), op->op, step->fold, step->recv, step->fold_count);
 }
 
-/* Moves both directions together until the step is done or wait_ns. Returns as dtrain_transport.exchange. */
-static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
-                                              int64_t wait_ns)
+/* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
+ * two pieces under way. Returns 0 when both are past the last step. */
+static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__step *out, dtrain__step *in, int *sends,
+                                  int *receives)
 {
     for (;;) {
-        int out = step->to >= 0 && op->sent != SIZE_MAX, in = step->from >= 0 && op->received != SIZE_MAX;
+        int more_in = dtrain__message_plan(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
+        int more_out = dtrain__message_plan(comm, op, (int)op->send_at, out);
+        if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
+            dtrain__message_enter(comm, op, out, op->send_at);
+            op->entered++;
+        }
+        *sends = more_out && op->entered > op->send_at;
+        *receives = more_in && op->entered > op->at;
+        if (*sends && (out->to < 0 || op->sent == SIZE_MAX)) {
+            op->sent = 0;
+            op->send_at++;
+        } else if (*receives && (in->from < 0 || op->received == SIZE_MAX) &&
+                   (in->fold == NULL || in->fold_early || ahead)) {
+            dtrain__message_fold(op, in);
+            op->received = 0;
+            op->at++;
+        } else {
+            *receives = *receives && in->from >= 0 && op->received != SIZE_MAX;
+            return more_in || more_out;
+        }
+    }
+}
+
+/* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
+static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    dtrain__step out, in;
+    int sends, receives;
+    while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
         dtrain_transfer sending = {-1, NULL, 0, 0}, receiving = {-1, NULL, 0, 0};
         dtrain_status status, taken = DTRAIN_OK;
-        if (!out && !in)
-            return DTRAIN_OK;
-        if (out)
-            sending = dtrain__message_next(comm, op, step, 1);
-        if (in)
-            receiving = dtrain__message_next(comm, op, step, 0);
-        status = comm->transport.exchange(comm->transport.self, out ? &sending : NULL, in ? &receiving : NULL, wait_ns);
-        if (out)
-            dtrain__message_took(comm, op, step, 1, sending.moved);
-        if (in)
-            taken = dtrain__message_took(comm, op, step, 0, receiving.moved);
-        op->awaited = in && op->received != SIZE_MAX ? step->from : step->to;
+        if (sends)
+            sending = dtrain__message_next(comm, op, &out, 1);
+        if (receives)
+            receiving = dtrain__message_next(comm, op, &in, 0);
+        status = comm->transport.exchange(comm->transport.self, sends ? &sending : NULL, receives ? &receiving : NULL,
+                                          wait_ns);
+        if (sends)
+            dtrain__message_took(comm, op, &out, 1, sending.moved);
+        if (receives)
+            taken = dtrain__message_took(comm, op, &in, 0, receiving.moved);
+        op->awaited = receives && op->received != SIZE_MAX ? in.from : out.to;
         if (taken != DTRAIN_OK || status != DTRAIN_OK)
             return taken != DTRAIN_OK ? taken : status;
     }
+    return DTRAIN_OK;
 }
 
 /* Moves one direction by send or recv alone. Returns what the transport returned. */
@@ -257,8 +296,7 @@ static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, con
 }
 
 /* Does both directions of a step by send and recv: in a safe order when it may wait, else whatever moves. */
-static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step,
-                                             int64_t wait_ns)
+static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int64_t wait_ns)
 {
     dtrain_status status, result = DTRAIN_OK;
     for (int turn = 0; turn < 2; turn++) {
@@ -277,33 +315,37 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
     return result;
 }
 
+/* Goes through the steps one by one, for a transport that has send and recv alone. */
+static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    dtrain__step step;
+    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+        if (op->entered == op->at) {
+            dtrain__message_enter(comm, op, &step, op->at);
+            op->entered++;
+        }
+        dtrain_status status = dtrain__message_both(comm, op, &step, wait_ns);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__message_fold(op, &step);
+        op->sent = op->received = 0;
+        op->at++;
+    }
+    return DTRAIN_OK;
+}
+
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    dtrain__step step;
+    dtrain_status status;
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
-    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
-        if (op->sent == 0 && op->received == 0 && !op->entered) {
-            dtrain__message_enter(comm, op);
-            if (step.to >= 0)
-                dtrain__message_write_header(comm, op, &step);
-            op->entered = 1;
-        }
-        dtrain__thread_error.status = DTRAIN_OK;
-        dtrain_status status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, &step, wait_ns)
-                                                                : dtrain__message_in_turn(comm, op, &step, wait_ns);
-        if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
-            return 0;
-        if (status != DTRAIN_OK)
-            return dtrain__message_failed(comm, op, status, op->awaited);
-        if (step.fold != NULL && step.fold_count > 0 && !(step.fold_early && step.recv_bytes > DTRAIN__MESSAGE_SMALL))
-            dtrain__fold_pair(dtrain__message_dtype(op), op->op, step.fold, step.recv, step.fold_count);
-        op->sent = op->received = 0;
-        op->entered = 0;
-        op->at++;
-    }
-    return dtrain__message_end(comm, op);
+    dtrain__thread_error.status = DTRAIN_OK;
+    status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
+                                              : dtrain__message_in_turn(comm, op, wait_ns);
+    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
+        return 0;
+    return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)

@@ -55,7 +55,7 @@ typedef struct dtrain__op {
     int awaited;           /* the peer it awaits, or -1 */
     int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
     size_t at;             /* progress inside the phase */
-    int entered;           /* the current step has been prepared */
+    size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
     size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;

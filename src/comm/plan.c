@@ -20,6 +20,7 @@ typedef struct dtrain__step {
     void *fold; /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
     int fold_early; /* nothing of it is still to be sent: folds while more arrives */
+    int ahead;      /* may be sent before the step before it has been received */
     uint64_t tag;   /* the same at both ends of a message */
 } dtrain__step;
 
@@ -35,10 +36,17 @@ static size_t dtrain__message_width(const dtrain__op *op)
     return dtrain_dtype_bits(dtrain__message_dtype(op)) / 8;
 }
 
-/* scratch = [this rank's partial sums | what was received]; both begin on a cache line. */
+/* scratch = [this rank's partial sums, unless they are in out | what was received]; both begin on a cache line. */
 static size_t dtrain__message_half(const dtrain__op *op)
 {
     return (op->count * dtrain__message_width(op) + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+/* Where this rank's partial sums of the whole vector are: in out itself, where they fit. */
+static unsigned char *dtrain__message_held(const dtrain_comm *comm, const dtrain__op *op)
+{
+    int fits = op->kind == DTRAIN__ALL_REDUCE && dtrain__message_dtype(op) == op->dtype;
+    return fits ? (unsigned char *)op->out : comm->scratch;
 }
 
 static int dtrain__message_levels(int size)
@@ -173,18 +181,23 @@ typedef struct dtrain__halving {
     unsigned char *out;  /* its results */
     unsigned char *recv;
     int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
+    int paired;                          /* another piece is under way in turn with this one */
 } dtrain__halving;
 
-static size_t dtrain__plan_block_count(const dtrain_comm *comm, const dtrain__op *op)
+/* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
+static size_t dtrain__plan_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size;
-    return (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
+    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+    pairs = op->count / 2 / most + 1;
+    return (op->count / (2 * pairs) / 64 + 1) * 64;
 }
 
-/* Returns 0 when there is no such step. */
+/* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
+ * nothing later than the one before the last. */
 static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = dtrain__plan_block_count(comm, op), piece;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, piece = dtrain__plan_piece(comm, op), pair, turn, index;
     int peers;
     at->blocks = dtrain__plan_blocks(comm->rank, comm->size);
     peers = at->blocks.previous_size / at->blocks.size;
@@ -192,15 +205,20 @@ static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, siz
     at->down = at->up + peers;
     at->doubling = at->down + peers + (at->blocks.next_size > 0);
     at->steps = at->doubling + at->blocks.levels;
-    piece = k / (size_t)at->steps;
-    at->step = (int)(k % (size_t)at->steps);
-    at->begin = piece * most;
-    if (at->begin >= op->count)
+    pair = k / (size_t)(2 * at->steps);
+    turn = k % (size_t)(2 * at->steps);
+    at->paired = (2 * pair + 1) * piece < op->count;
+    index = 2 * pair + (at->paired ? turn % 2 : 0);
+    at->step = (int)(at->paired ? turn / 2 : turn);
+    at->begin = index * piece;
+    if (at->begin >= op->count || at->step >= at->steps)
         return 0;
-    at->n = op->count - at->begin < most ? op->count - at->begin : most;
+    at->n = op->count - at->begin < piece ? op->count - at->begin : piece;
     at->out = (unsigned char *)op->out + at->begin * width;
-    at->held = dtrain__message_dtype(op) == op->dtype ? at->out : comm->scratch;
-    at->recv = comm->scratch + (at->held == at->out ? 0 : most * dtrain__message_width(op));
+    at->recv = comm->scratch;
+    at->held = dtrain__message_dtype(op) == op->dtype
+                   ? at->out
+                   : comm->scratch + (1 + index % 2) * piece * dtrain__message_width(op);
     return 1;
 }
 
@@ -262,6 +280,7 @@ static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, i
     int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
     step->tag = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
     step->send_first = comm->rank < peer;
+    step->ahead = at.paired;
     if (at.step < at.blocks.levels) {
         dtrain__plan_send(step, peer, at.held, dtrain__plan_half(peer_index, level + 1, at.n), wide);
         dtrain__plan_fold(step, peer, &at, dtrain__plan_half(at.blocks.index, level + 1, at.n), wide);
@@ -277,7 +296,8 @@ static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, i
 
 static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    unsigned char *held = comm->scratch, *recv = comm->scratch + dtrain__message_half(op);
+    unsigned char *held = dtrain__message_held(comm, op);
+    unsigned char *recv = comm->scratch + (held == comm->scratch ? dtrain__message_half(op) : 0);
     memset(step, 0, sizeof *step);
     step->to = step->from = -1;
     step->tag = (uint64_t)k;
