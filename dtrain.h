@@ -457,6 +457,7 @@ typedef struct dtrain_transfer {
     unsigned char *data; /* read when it is sent, written when it is received */
     size_t bytes;
     size_t moved; /* of bytes; the transport adds to it */
+    int more;     /* sending: more to the same peer follows at once; a transport may wait for it */
 } dtrain_transfer;
 
 /* One rank's end of a transport.
@@ -4577,11 +4578,15 @@ static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0
 #endif
+#ifndef MSG_MORE
+#define MSG_MORE 0
+#endif
 
-/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno). */
-static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes)
+/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno).
+ * more: the system may hold it back until the next call. */
+static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more)
 {
-    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL);
+    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL | (more ? MSG_MORE : 0));
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS))
         return 0;
     return n;
@@ -4965,7 +4970,7 @@ static void dtrain__door_step(dtrain__door *door, const dtrain__keys *keys)
     }
     for (;;) {
         while (door->out_done < door->out_bytes) {
-            n = dtrain__net_send(door->fd, door->out + door->out_done, door->out_bytes - door->out_done);
+            n = dtrain__net_send(door->fd, door->out + door->out_done, door->out_bytes - door->out_done, 0);
             if (n < 0)
                 dtrain__door_lost(door, errno);
             if (n <= 0)
@@ -5040,19 +5045,19 @@ static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *dat
 }
 
 /* Sends what goes at once: bytes gone, 0 for none now, -1 when the connection is broken (errno). */
-static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes)
+static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
     ssize_t n;
     while (stream->again > 0) {
         size_t at = (size_t)((stream->sent - stream->again) % DTRAIN__REPLAY_BYTES), room = DTRAIN__REPLAY_BYTES - at;
-        n = dtrain__net_send(stream->fd, stream->replay + at, stream->again < room ? (size_t)stream->again : room);
+        n = dtrain__net_send(stream->fd, stream->replay + at, stream->again < room ? (size_t)stream->again : room, 0);
         if (n <= 0)
             return n;
         stream->again -= (uint64_t)n;
     }
     if (bytes == 0)
         return 0;
-    n = dtrain__net_send(stream->fd, data, bytes);
+    n = dtrain__net_send(stream->fd, data, bytes, more);
     if (n > 0) {
         stream->sent += (uint64_t)n;
         dtrain__stream_keep(stream, (const unsigned char *)data, (size_t)n);
@@ -5371,7 +5376,7 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0 && (member->out.bytes > 0 || member->control.again > 0)) {
-        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes);
+        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
         if (n < 0)
             dtrain__hub_control_down(hub, rank, errno);
         if (n <= 0)
@@ -6301,7 +6306,8 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
         if (lane->stream.fd < 0)
             return dtrain__socket_missing(s, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
-        n = sending ? dtrain__stream_send(&lane->stream, data, bytes) : dtrain__stream_recv(&lane->stream, data, bytes);
+        n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more)
+                    : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
             dtrain__stream_cut(&lane->stream);
             lane->down_ns = dtrain__os_now_ns();
@@ -6398,7 +6404,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
 static dtrain_status dtrain__socket_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
                                          size_t *moved)
 {
-    dtrain_transfer out = {peer, NULL, bytes, 0};
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
     dtrain_status status = DTRAIN_OK;
     memcpy(&out.data, &data, sizeof data); /* it is only read */
     if (bytes > 0)
@@ -6410,7 +6416,7 @@ static dtrain_status dtrain__socket_send(void *self, int peer, const void *data,
 static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
                                          size_t *moved)
 {
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0};
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
     dtrain_status status = DTRAIN_OK;
     if (bytes > 0)
         status = dtrain__socket_exchange(self, NULL, &in, deadline_ns);
@@ -7864,7 +7870,7 @@ static size_t dtrain__plan_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
     most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
-    pairs = op->count / 2 / most + 1;
+    pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
     return (op->count / (2 * pairs) / 64 + 1) * 64;
 }
 
@@ -8148,11 +8154,12 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
     unsigned char *small = sending ? comm->message_out : comm->message_in;
-    dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0};
+    dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
     } else if (done < header) {
         next.bytes = header - done;
+        next.more = 1;
     } else if (sending) {
         memcpy(&next.data, &step->send, sizeof next.data);
         next.data += offset;
@@ -8259,7 +8266,7 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
     dtrain__step out, in;
     int sends, receives;
     while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
-        dtrain_transfer sending = {-1, NULL, 0, 0}, receiving = {-1, NULL, 0, 0};
+        dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
         dtrain_status status, taken = DTRAIN_OK;
         if (sends)
             sending = dtrain__message_next(comm, op, &out, 1);

@@ -147,11 +147,12 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
     unsigned char *small = sending ? comm->message_out : comm->message_in;
-    dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0};
+    dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
     } else if (done < header) {
         next.bytes = header - done;
+        next.more = 1;
     } else if (sending) {
         memcpy(&next.data, &step->send, sizeof next.data);
         next.data += offset;
@@ -258,7 +259,7 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
     dtrain__step out, in;
     int sends, receives;
     while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
-        dtrain_transfer sending = {-1, NULL, 0, 0}, receiving = {-1, NULL, 0, 0};
+        dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
         dtrain_status status, taken = DTRAIN_OK;
         if (sends)
             sending = dtrain__message_next(comm, op, &out, 1);

@@ -189,7 +189,7 @@ static size_t dtrain__plan_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
     most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
-    pairs = op->count / 2 / most + 1;
+    pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
     return (op->count / (2 * pairs) / 64 + 1) * 64;
 }
 

@@ -330,7 +330,7 @@ static void dtrain__door_step(dtrain__door *door, const dtrain__keys *keys)
     }
     for (;;) {
         while (door->out_done < door->out_bytes) {
-            n = dtrain__net_send(door->fd, door->out + door->out_done, door->out_bytes - door->out_done);
+            n = dtrain__net_send(door->fd, door->out + door->out_done, door->out_bytes - door->out_done, 0);
             if (n < 0)
                 dtrain__door_lost(door, errno);
             if (n <= 0)

@@ -267,7 +267,7 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0 && (member->out.bytes > 0 || member->control.again > 0)) {
-        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes);
+        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
         if (n < 0)
             dtrain__hub_control_down(hub, rank, errno);
         if (n <= 0)

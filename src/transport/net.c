@@ -327,11 +327,15 @@ static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0
 #endif
+#ifndef MSG_MORE
+#define MSG_MORE 0
+#endif
 
-/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno). */
-static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes)
+/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno).
+ * more: the system may hold it back until the next call. */
+static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more)
 {
-    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL);
+    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL | (more ? MSG_MORE : 0));
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS))
         return 0;
     return n;

@@ -64,7 +64,8 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
         if (lane->stream.fd < 0)
             return dtrain__socket_missing(s, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
-        n = sending ? dtrain__stream_send(&lane->stream, data, bytes) : dtrain__stream_recv(&lane->stream, data, bytes);
+        n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more)
+                    : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
             dtrain__stream_cut(&lane->stream);
             lane->down_ns = dtrain__os_now_ns();
@@ -161,7 +162,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
 static dtrain_status dtrain__socket_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
                                          size_t *moved)
 {
-    dtrain_transfer out = {peer, NULL, bytes, 0};
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
     dtrain_status status = DTRAIN_OK;
     memcpy(&out.data, &data, sizeof data); /* it is only read */
     if (bytes > 0)
@@ -173,7 +174,7 @@ static dtrain_status dtrain__socket_send(void *self, int peer, const void *data,
 static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
                                          size_t *moved)
 {
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0};
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
     dtrain_status status = DTRAIN_OK;
     if (bytes > 0)
         status = dtrain__socket_exchange(self, NULL, &in, deadline_ns);

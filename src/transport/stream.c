@@ -52,19 +52,19 @@ static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *dat
 }
 
 /* Sends what goes at once: bytes gone, 0 for none now, -1 when the connection is broken (errno). */
-static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes)
+static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
     ssize_t n;
     while (stream->again > 0) {
         size_t at = (size_t)((stream->sent - stream->again) % DTRAIN__REPLAY_BYTES), room = DTRAIN__REPLAY_BYTES - at;
-        n = dtrain__net_send(stream->fd, stream->replay + at, stream->again < room ? (size_t)stream->again : room);
+        n = dtrain__net_send(stream->fd, stream->replay + at, stream->again < room ? (size_t)stream->again : room, 0);
         if (n <= 0)
             return n;
         stream->again -= (uint64_t)n;
     }
     if (bytes == 0)
         return 0;
-    n = dtrain__net_send(stream->fd, data, bytes);
+    n = dtrain__net_send(stream->fd, data, bytes, more);
     if (n > 0) {
         stream->sent += (uint64_t)n;
         dtrain__stream_keep(stream, (const unsigned char *)data, (size_t)n);

@@ -19,6 +19,7 @@ typedef struct dtrain_transfer {
     unsigned char *data; /* read when it is sent, written when it is received */
     size_t bytes;
     size_t moved; /* of bytes; the transport adds to it */
+    int more;     /* sending: more to the same peer follows at once; a transport may wait for it */
 } dtrain_transfer;
 
 /* One rank's end of a transport.
