@@ -6,13 +6,13 @@
  *     #include "dtrain.h"          (first, before any system header)
  *
  * in one source file, includes it without the define in others, links -lpthread -lm, and trains data-parallel on
- * threads, or on processes over a transport of its own.
+ * threads, on processes, or on many hosts.
  *
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
  *     >>tensor       element types, conversions, tensors, the matrix product
  *     >>transport    the table to fill for a transport of your own
- *     >>comm         groups, collectives, asynchronous work
+ *     >>comm         groups of threads and processes, the environment, collectives, asynchronous work, the store
  *     >>order        the order in which a reduction adds
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *
@@ -28,6 +28,13 @@
  *
  * The same as n threads: put it into a function dtrain_status train(dtrain_comm *world, void *user) and call
  * dtrain_run_threads(n, train, user, NULL); or get n connected ends from dtrain_threads_create.
+ *
+ * PROCESSES AND HOSTS: the first snippet again, under a launcher whose variables dtrain_comm_create knows (see
+ * dtrain_comm_desc), or with rank, world_size and root in the desc:
+ *
+ *     dtrain_comm_desc desc = {0};
+ *     desc.rank = 1, desc.world_size = 4, desc.root = "10.0.0.1:29500", desc.token = secret;
+ *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
  *
  * OPTIMIZER STATE SHARDED: reduce_scatter gradients, update my slice (dtrain_shard), all_gather parameters.
  *
@@ -48,6 +55,11 @@
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
+ *
+ *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its group on every
+ *               rank, with its number and the first cause. Rank 0 is the one that tells the others.
+ *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token only
+ *               this host is spoken to. Traffic is neither encrypted nor signed.
  *
  * MACROS, before the implementation
  *     DTRAIN_API static                  nothing of dtrain is visible outside the file

@@ -1,16 +1,20 @@
-/* Random collectives on random groups for MINUTES, some with a rank that comes late, leaves or calls something else:
- * every call ends by its deadline with the right result or an error.
+/* Random collectives on random groups for MINUTES, threads and every fourth time processes, some with a rank that
+ * comes late, leaves, calls something else, is killed or stopped: every call ends by its deadline with the right result
+ * or an error, and an error after a death names the dead.
  *
  *   soak [MINUTES [SEED]]   repeatable from the seed that it prints; "soak 0" does twenty rounds */
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 
+#include <signal.h>
+#include <sys/wait.h>
 #include <time.h>
+
+enum { NONE, LATE, LEAVES, CALLS_ELSE, KILLED, STOPPED };
 
 typedef struct episode {
     uint64_t seed, number;
-    int ranks, operations, trouble; /* the trouble: 0 none, 1 late, 2 leaves, 3 calls something else */
-    int culprit, when;
+    int ranks, operations, trouble, culprit, when;
 } episode;
 
 static int failures;
@@ -83,37 +87,116 @@ static dtrain_status body(dtrain_comm *world, void *user)
         size_t count = (size_t)(draw(e, 2000 + (uint64_t)op) >> (op % 17)) % most;
         if (e->trouble != 0 && rank == e->culprit && op == e->when) {
             struct timespec nap = {0, 120000000};
-            if (e->trouble == 1)
+            if (e->trouble == LATE)
                 nanosleep(&nap, NULL);
-            if (e->trouble == 2)
+            if (e->trouble == LEAVES)
                 break;
-            if (e->trouble == 3)
+            if (e->trouble == CALLS_ELSE)
                 count++;
+            if (e->trouble == KILLED || e->trouble == STOPPED)
+                kill(getpid(), e->trouble == KILLED ? SIGKILL : SIGSTOP);
         }
         status = operate(e, world, op, x, out, count);
     }
     free(x);
     free(out);
-    if (e->trouble == 0 && status != DTRAIN_OK)
+    if (e->trouble == NONE && status != DTRAIN_OK)
         report(e, rank, -1, "failed without trouble");
-    return e->trouble == 0 ? status : DTRAIN_OK;
+    if (e->trouble >= KILLED && status != DTRAIN_OK) {
+        char name[24];
+        snprintf(name, sizeof name, "rank %d (", e->culprit);
+        if (status != DTRAIN_ERR_PEER_LOST || strstr(dtrain_last_error(), name) == NULL)
+            report(e, rank, -1, "the dead rank is not named");
+    }
+    return e->trouble == NONE ? status : DTRAIN_OK;
+}
+
+/* One rank's process. */
+static int rank_main(const episode *e, int rank, const char *root)
+{
+    dtrain_comm_desc desc;
+    dtrain_comm *world;
+    memset(&desc, 0, sizeof desc);
+    desc.rank = rank;
+    desc.world_size = e->ranks;
+    desc.root = root;
+    desc.connections = 1 + (int)(draw(e, 8) % 3);
+    desc.timeout_ms = e->trouble == LATE ? 1000 : 20000; /* late to an operation, not to the group */
+    desc.heartbeat_ms = e->trouble == STOPPED ? 700 : 0;
+    desc.reconnect_ms = draw(e, 9) % 3 == 0 ? 300 : 0;
+    if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+        if (e->trouble == NONE) /* else the group may have ended before this rank saw it complete */
+            report(e, rank, -1, "did not join");
+        return failures != 0;
+    }
+    body(world, (void *)(uintptr_t)e);
+    dtrain_comm_destroy(world);
+    return failures != 0;
+}
+
+/* The episode's ranks as processes; all must end by themselves, but for the culprit. */
+static void processes_of(episode *e)
+{
+    pid_t pids[16];
+    char root[64];
+    int status;
+    if (draw(e, 10) % 2)
+        snprintf(root, sizeof root, "unix:/tmp/dtrain-soak-%ld", (long)getpid());
+    else
+        snprintf(root, sizeof root, "127.0.0.1:%d", 21000 + (int)((uint64_t)getpid() * 131 + e->number) % 10000);
+    fflush(stdout);
+    for (int rank = 0; rank < e->ranks; rank++)
+        if ((pids[rank] = fork()) == 0)
+            _exit(rank_main(e, rank, root));
+    for (int rank = 0; rank < e->ranks; rank++) {
+        int64_t until = dtrain__os_now_ns() + (int64_t)40 * 1000000000;
+        struct timespec nap = {0, 1000000};
+        if (e->trouble >= KILLED && rank == e->culprit)
+            continue;
+        while (waitpid(pids[rank], &status, WNOHANG) == 0 && dtrain__os_now_ns() < until)
+            nanosleep(&nap, NULL);
+        if (dtrain__os_now_ns() >= until) {
+            report(e, rank, -1, "hangs");
+            kill(pids[rank], SIGKILL);
+            waitpid(pids[rank], &status, 0);
+        } else if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+            report(e, rank, -1, "ended badly");
+    }
+    if (e->trouble >= KILLED) {
+        kill(pids[e->culprit], SIGKILL);
+        waitpid(pids[e->culprit], &status, 0);
+    }
+    if (root[0] == 'u')
+        unlink(root + 5);
+    for (int rank = 0; rank < e->ranks && root[0] == 'u'; rank++) {
+        char path[80];
+        snprintf(path, sizeof path, "%s.%d", root + 5, rank);
+        unlink(path);
+    }
 }
 
 static void round_of(episode *e)
 {
     static const dtrain_algorithm algorithms[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_TREE,
-                                                  DTRAIN_ALGORITHM_RECURSIVE_DOUBLING};
+                                                  DTRAIN_ALGORITHM_RECURSIVE_DOUBLING,
+                                                  DTRAIN_ALGORITHM_HALVING_DOUBLING};
     dtrain_comm_desc desc;
     int64_t started = dtrain__os_now_ns();
     memset(&desc, 0, sizeof desc);
     e->ranks = 1 + (int)(draw(e, 0) % 9);
     e->operations = 1 + (int)(draw(e, 1) % 40);
-    e->trouble = draw(e, 2) % 3 == 0 ? 1 + (int)(draw(e, 3) % 3) : 0;
+    e->trouble = draw(e, 2) % 3 == 0 ? 1 + (int)(draw(e, 3) % 3) : NONE;
     e->culprit = (int)(draw(e, 4) % (uint64_t)e->ranks);
     e->when = (int)(draw(e, 5) % (uint64_t)e->operations);
-    desc.algorithm = algorithms[draw(e, 6) % 4];
+    if (e->number % 4 == 3) {
+        e->ranks = e->ranks > 1 ? e->ranks : 2;
+        e->trouble = draw(e, 2) % 2 == 0 ? 1 + (int)(draw(e, 3) % 5) : NONE;
+        processes_of(e);
+        return;
+    }
+    desc.algorithm = algorithms[draw(e, 6) % 5];
     desc.progress = draw(e, 7) % 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
-    desc.timeout_ms = e->trouble == 1 ? 50 : 20000;
+    desc.timeout_ms = e->trouble == LATE ? 50 : 20000;
     if (dtrain_run_threads(e->ranks, body, e, &desc) != DTRAIN_OK && e->trouble == 0)
         report(e, -1, -1, "the group failed");
     if (dtrain__os_now_ns() - started > (int64_t)60 * 1000000000)

@@ -263,19 +263,6 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
-static void dtrain__hub_flush(dtrain__hub *hub, int rank)
-{
-    dtrain__member *member = &hub->members[rank];
-    while (member->control.fd >= 0 && (member->out.bytes > 0 || member->control.again > 0)) {
-        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
-        if (n < 0)
-            dtrain__hub_control_down(hub, rank, errno);
-        if (n <= 0)
-            return;
-        dtrain__bytes_drop(&member->out, (size_t)n);
-    }
-}
-
 /* Answers a store request: rank 0's own at once, another's by a frame. */
 static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
                                  const void *data, size_t bytes)
@@ -536,6 +523,23 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
             dtrain__hub_lost(hub, rank, "it sent what is no control message of dtrain");
             return;
         }
+    }
+}
+
+static void dtrain__hub_flush(dtrain__hub *hub, int rank)
+{
+    dtrain__member *member = &hub->members[rank];
+    while (member->control.fd >= 0 && (member->out.bytes > 0 || member->control.again > 0)) {
+        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
+        if (n < 0) {
+            int error = errno;
+            dtrain__hub_listen_to(hub, rank); /* its last words may say why */
+            if (member->control.fd >= 0)
+                dtrain__hub_control_down(hub, rank, error);
+        }
+        if (n <= 0)
+            return;
+        dtrain__bytes_drop(&member->out, (size_t)n);
     }
 }
 
