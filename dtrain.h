@@ -6266,8 +6266,9 @@ static void dtrain__hub_wait(dtrain__hub *hub, struct pollfd *fds, int count, in
 #define DTRAIN__SOCKET
 
 #define DTRAIN__STRIPE ((size_t)1 << 18)
-#define DTRAIN__PATIENCE_NS 50000   /* of looking again before sleeping */
-#define DTRAIN__GRACE_NS 1000000000 /* for the reason of a closed connection to arrive by way of rank 0 */
+#define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
+#define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
 typedef struct dtrain__socket {
     dtrain__hub hub;           /* first: the hub's owner is found from it */
@@ -6310,8 +6311,9 @@ static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lan
     return lost.status;
 }
 
-/* Moves what goes at once; sets *moved when something did. */
-static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, int *moved)
+/* Moves what goes at once, about `most` bytes; sets *moved when something did. */
+static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, size_t most,
+                                        int *moved)
 {
     uint64_t *total = sending ? &s->sent[transfer->peer] : &s->received[transfer->peer];
     while (transfer->moved < transfer->bytes) {
@@ -6322,6 +6324,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
         if (lane->stream.fd < 0)
             return dtrain__socket_missing(s, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
+        bytes = bytes < most ? bytes : most;
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
@@ -6334,7 +6337,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
         transfer->moved += (size_t)n;
         *total += (uint64_t)n;
         *moved = 1;
-        if ((size_t)n < bytes)
+        if ((size_t)n < bytes || most < SIZE_MAX)
             return DTRAIN_OK; /* the other direction may go on meanwhile */
     }
     return DTRAIN_OK;
@@ -6342,14 +6345,15 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
  * what a peer sent before it failed still completes what it was sent for. */
-static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int *moved)
+static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
+                                         int *moved)
 {
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&s->hub.mutex);
     if (in != NULL)
-        status = dtrain__socket_try(s, in, 0, moved);
+        status = dtrain__socket_try(s, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
-        status = dtrain__socket_try(s, out, 1, moved);
+        status = dtrain__socket_try(s, out, 1, most, moved);
     if (s->hub.broken && (status != DTRAIN_OK || !*moved))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
@@ -6397,10 +6401,11 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     for (;;) {
         uint64_t seen = __atomic_load_n(&s->hub.news, __ATOMIC_SEQ_CST);
         int moved = 0;
-        dtrain_status status = dtrain__socket_turn(s, out, in, &moved);
+        dtrain_status status =
+            dtrain__socket_turn(s, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return status;
-        if (moved) {
+        if (moved && deadline_ns != 0) {
             sleep_ns = 0;
             continue;
         }
@@ -6889,6 +6894,7 @@ struct dtrain_comm {
     dtrain__socket *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
     int64_t started_ns, form_deadline_ns;
+    int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
     pid_t process; /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
@@ -8295,6 +8301,8 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
         if (receives)
             taken = dtrain__message_took(comm, op, &in, 0, receiving.moved);
         op->awaited = receives && op->received != SIZE_MAX ? in.from : out.to;
+        if (taken == DTRAIN_OK && status == DTRAIN_OK && wait_ns == 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
+            return DTRAIN_ERR_TIMEOUT;
         if (taken != DTRAIN_OK || status != DTRAIN_OK)
             return taken != DTRAIN_OK ? taken : status;
     }
@@ -8479,23 +8487,29 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
     dtrain__bell_ring(comm->bell);
 }
 
-/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything ended
- * or changed its phase. */
+/* A number that changes whenever the operation gets on. */
+static size_t dtrain__op_progress(const dtrain__op *op)
+{
+    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
+}
+
+/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
 static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int moved = 0;
     dtrain_work *work;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        int phase = work->op.phase;
-        size_t at = work->op.at;
+        size_t before = dtrain__op_progress(&work->op);
         int ended = dtrain__comm_advance(comm, &work->op, until_ns);
         if (!ended && dtrain__op_late(comm, &work->op))
             ended = dtrain__comm_expire(comm, &work->op);
-        moved |= ended || work->op.phase != phase || work->op.at != at;
+        moved |= ended || dtrain__op_progress(&work->op) != before;
         if (!ended)
             break;
         dtrain__queue_finish(comm, work);
         if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
+        if (until_ns == 0 && comm->poll_until_ns > 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
             break;
     }
     return moved;
@@ -8792,6 +8806,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
+    comm->poll_until_ns = until;
     do
         if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))
             break;

@@ -100,23 +100,29 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
     dtrain__bell_ring(comm->bell);
 }
 
-/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything ended
- * or changed its phase. */
+/* A number that changes whenever the operation gets on. */
+static size_t dtrain__op_progress(const dtrain__op *op)
+{
+    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
+}
+
+/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
 static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int moved = 0;
     dtrain_work *work;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        int phase = work->op.phase;
-        size_t at = work->op.at;
+        size_t before = dtrain__op_progress(&work->op);
         int ended = dtrain__comm_advance(comm, &work->op, until_ns);
         if (!ended && dtrain__op_late(comm, &work->op))
             ended = dtrain__comm_expire(comm, &work->op);
-        moved |= ended || work->op.phase != phase || work->op.at != at;
+        moved |= ended || dtrain__op_progress(&work->op) != before;
         if (!ended)
             break;
         dtrain__queue_finish(comm, work);
         if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
+        if (until_ns == 0 && comm->poll_until_ns > 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
             break;
     }
     return moved;
@@ -413,6 +419,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
+    comm->poll_until_ns = until;
     do
         if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))
             break;

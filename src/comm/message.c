@@ -272,6 +272,8 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
         if (receives)
             taken = dtrain__message_took(comm, op, &in, 0, receiving.moved);
         op->awaited = receives && op->received != SIZE_MAX ? in.from : out.to;
+        if (taken == DTRAIN_OK && status == DTRAIN_OK && wait_ns == 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
+            return DTRAIN_ERR_TIMEOUT;
         if (taken != DTRAIN_OK || status != DTRAIN_OK)
             return taken != DTRAIN_OK ? taken : status;
     }

@@ -75,6 +75,7 @@ struct dtrain_comm {
     dtrain__socket *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
     int64_t started_ns, form_deadline_ns;
+    int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
     pid_t process; /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;

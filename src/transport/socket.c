@@ -8,8 +8,9 @@
 #include "rendezvous.c"
 
 #define DTRAIN__STRIPE ((size_t)1 << 18)
-#define DTRAIN__PATIENCE_NS 50000   /* of looking again before sleeping */
-#define DTRAIN__GRACE_NS 1000000000 /* for the reason of a closed connection to arrive by way of rank 0 */
+#define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
+#define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
 typedef struct dtrain__socket {
     dtrain__hub hub;           /* first: the hub's owner is found from it */
@@ -52,8 +53,9 @@ static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lan
     return lost.status;
 }
 
-/* Moves what goes at once; sets *moved when something did. */
-static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, int *moved)
+/* Moves what goes at once, about `most` bytes; sets *moved when something did. */
+static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, size_t most,
+                                        int *moved)
 {
     uint64_t *total = sending ? &s->sent[transfer->peer] : &s->received[transfer->peer];
     while (transfer->moved < transfer->bytes) {
@@ -64,6 +66,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
         if (lane->stream.fd < 0)
             return dtrain__socket_missing(s, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
+        bytes = bytes < most ? bytes : most;
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
@@ -76,7 +79,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
         transfer->moved += (size_t)n;
         *total += (uint64_t)n;
         *moved = 1;
-        if ((size_t)n < bytes)
+        if ((size_t)n < bytes || most < SIZE_MAX)
             return DTRAIN_OK; /* the other direction may go on meanwhile */
     }
     return DTRAIN_OK;
@@ -84,14 +87,15 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
  * what a peer sent before it failed still completes what it was sent for. */
-static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int *moved)
+static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
+                                         int *moved)
 {
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&s->hub.mutex);
     if (in != NULL)
-        status = dtrain__socket_try(s, in, 0, moved);
+        status = dtrain__socket_try(s, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
-        status = dtrain__socket_try(s, out, 1, moved);
+        status = dtrain__socket_try(s, out, 1, most, moved);
     if (s->hub.broken && (status != DTRAIN_OK || !*moved))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
@@ -139,10 +143,11 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     for (;;) {
         uint64_t seen = __atomic_load_n(&s->hub.news, __ATOMIC_SEQ_CST);
         int moved = 0;
-        dtrain_status status = dtrain__socket_turn(s, out, in, &moved);
+        dtrain_status status =
+            dtrain__socket_turn(s, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return status;
-        if (moved) {
+        if (moved && deadline_ns != 0) {
             sleep_ns = 0;
             continue;
         }
