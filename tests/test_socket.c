@@ -4,6 +4,10 @@
 #include "test.h"
 #include "processes.h"
 
+#include <dirent.h>
+#include <sys/resource.h>
+#include <sys/time.h>
+
 static const char token[] = "sixteen bytes or more of secret";
 
 /* Fills a buffer with one hash of many collectives, the same on every transport. */
@@ -634,10 +638,21 @@ static int descriptors(void)
     return open_now;
 }
 
+static int threads_now(void)
+{
+    int count = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    while (tasks != NULL && readdir(tasks) != NULL)
+        count++;
+    if (tasks != NULL)
+        closedir(tasks);
+    return count;
+}
+
 static int comes_and_goes(scene *s, int rank, int rounds)
 {
     dtrain_allocator heap;
-    int before = test_failures, at_first = descriptors();
+    int before = test_failures, at_first = descriptors(), threads = threads_now();
     memset(&heap, 0, sizeof heap);
     for (int round = 0; round < rounds; round++) {
         dtrain_comm_desc desc = scene_desc(s, rank);
@@ -652,11 +667,12 @@ static int comes_and_goes(scene *s, int rank, int rounds)
         dtrain_comm_destroy(world);
     }
     CHECK_EQ(descriptors(), at_first);
+    CHECK_EQ(threads_now(), threads);
     CHECK_EQ(heap.bytes, 0);
     return test_failures != before;
 }
 
-TEST(coming_and_going_leaves_no_descriptor_and_no_byte)
+TEST(coming_and_going_a_thousand_times_leaves_no_descriptor_thread_or_byte)
 {
     scene s;
     pid_t pids[2];
@@ -664,7 +680,7 @@ TEST(coming_and_going_leaves_no_descriptor_and_no_byte)
     for (int rank = 0; rank < 2; rank++) {
         fflush(stdout);
         if ((pids[rank] = fork()) == 0)
-            _exit(comes_and_goes(&s, rank, 100));
+            _exit(comes_and_goes(&s, rank, 1000));
     }
     CHECK_EQ(end_of(pids[0], 60), 0);
     CHECK_EQ(end_of(pids[1], 60), 0);
@@ -693,4 +709,83 @@ TEST(a_forked_child_is_refused_and_harms_nothing)
     scene s;
     scene_begin(&s, 2, 0);
     run_ranks(&s, has_a_child);
+}
+
+static void on_alarm(int number)
+{
+    (void)number;
+}
+
+static int in_a_storm_of_signals(dtrain_comm *world, scene *s)
+{
+    struct itimerval often = {{0, 300}, {0, 300}};
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_alarm; /* without SA_RESTART: every call may be interrupted */
+    sigaction(SIGALRM, &action, NULL);
+    setitimer(ITIMER_REAL, &often, NULL);
+    int bad = as_on_threads(world, s);
+    memset(&often, 0, sizeof often);
+    setitimer(ITIMER_REAL, &often, NULL);
+    return bad;
+}
+
+TEST(interrupted_calls_go_on)
+{
+    scene s;
+    CHECK_EQ(dtrain_run_threads(3, on_threads, NULL, NULL), DTRAIN_OK);
+    scene_begin(&s, 3, 1);
+    run_ranks(&s, in_a_storm_of_signals);
+}
+
+static int beyond_select(scene *s, int rank)
+{
+    struct rlimit files;
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world;
+    int before = test_failures, highest = 0;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    for (int i = 0; i < 1100 && highest >= 0; i++)
+        highest = dup(0);
+    if (highest < 1024) {
+        printf("skipped: this process may open %d descriptors only\n", (int)files.rlim_max);
+        return 0;
+    }
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_OK);
+    if (world == NULL)
+        return 1;
+    CHECK_EQ(as_on_threads(world, s), 0);
+    CHECK(world->socket->hub.members[1 - rank].lanes[0].stream.fd > 1024);
+    dtrain_comm_destroy(world);
+    return test_failures != before;
+}
+
+TEST(descriptors_above_1024_are_like_others)
+{
+    scene s;
+    pid_t pids[2];
+    CHECK_EQ(dtrain_run_threads(2, on_threads, NULL, NULL), DTRAIN_OK);
+    scene_begin(&s, 2, 1);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(beyond_select(&s, rank));
+    }
+    CHECK_EQ(end_of(pids[0], 60), 0);
+    CHECK_EQ(end_of(pids[1], 60), 0);
+}
+
+TEST(an_interface_is_chosen_by_name_or_refused_by_it)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    s.desc.listen_on = "lo";
+    run_ranks(&s, nothing);
+    s.desc.listen_on = "127.0.0.1";
+    run_ranks(&s, nothing);
+    s.desc.listen_on = "nosuch7";
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "\"nosuch7\" is neither an interface of this host"), 10),
+             0);
 }
