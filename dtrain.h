@@ -167,7 +167,8 @@ DTRAIN_API const char *dtrain_last_error(void);
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
 
-/* Receives one line of text without a newline; called from any thread, one at a time per thread. */
+/* Receives one line of text without a newline; called from any thread, one at a time per thread. It must not call
+ * back into the group that it hears of. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
 
 /* Sets the process's log callback; NULL silences the library. By default warnings and errors go to stderr.
@@ -570,7 +571,7 @@ typedef struct dtrain_comm_desc {
     int world_size;              /* 0: from the environment */
     const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
-    const char *fingerprint;     /* of model and program, compared when ranks meet; NULL: not compared */
+    const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
     int insecure;                /* 1: without a token listen and connect beyond this host all the same */
     int connections;             /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
@@ -811,6 +812,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
  *   errors   DTRAIN_ERR_MEMORY       the store is full
  *            DTRAIN_ERR_UNSUPPORTED  a transport of your own
  *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
+ *
+ * To hand bytes to every rank at once, dtrain_broadcast them as DTRAIN_U8.
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes);
@@ -5140,6 +5143,7 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
+#define DTRAIN__FINGERPRINT_BYTES 128
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -5183,7 +5187,7 @@ typedef struct dtrain__hub {
     dtrain_allocator *allocator;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[256], believed[400], self_name[DTRAIN__NAME_BYTES];
+    char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
@@ -5504,7 +5508,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
 static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     dtrain__member *member = &hub->members[rank];
-    char fingerprint[256], believed[400], text[DTRAIN__WHY_BYTES];
+    char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
     if (hub->rank != 0 || hub->formed || member->joined ||
         !dtrain__take_text(reader, 1, member->address, sizeof member->address) ||
         !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
@@ -8919,6 +8923,12 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
                             progress);
+    if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
+                            desc->connections, DTRAIN__MAX_LANES);
+    if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: a fingerprint of %zu bytes; at most %d are possible",
+                            strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
     return DTRAIN_OK;
 }
 

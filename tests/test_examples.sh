@@ -82,6 +82,28 @@ try "train_gpt runs" run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --c
 try "train_gpt prints its result" grep -q '^result weights_sha256=[0-9a-f]\{64\} loss=' "$dir/out"
 try "train_gpt writes one CSV line a step" awk 'END { exit NR != 4 }' "$dir/gpt.csv"
 
+# The same weights on threads, TCP and unix sockets; and a rank that is killed in mid-run.
+small="--layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 8 --steps 5 --quiet --csv $dir/gpt.csv --svg $dir/gpt.svg"
+weights() { sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p' "$1"; }
+[ -x build/dtrun ] || cc -O2 -I. tools/dtrun.c -o build/dtrun
+for ranks in 1 2 3 4 8; do
+    run train_gpt --ranks $ranks $small
+    weights "$dir/out" >"$dir/threads"
+    for wire in "" --unix; do
+        timeout 60 build/dtrun -n $ranks $wire "$dir/train_gpt" $small >"$dir/out" 2>"$dir/log"
+        weights "$dir/out" >"$dir/processes"
+        [ -s "$dir/threads" ] && cmp -s "$dir/threads" "$dir/processes"
+        check $? "train_gpt has the same weights on $ranks threads and processes $wire"
+    done
+done
+timeout 60 build/dtrun -n 4 sh -c '[ $DTRAIN_RANK != 2 ] || (sleep 1; kill -9 $$) & exec "$@"' sh "$dir/train_gpt" \
+    --layers 1 --width 32 --heads 2 --context 16 --steps 1000000 --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" \
+    >"$dir/out" 2>"$dir/log"
+[ $? -eq 137 ] && grep -q 'dtrun: rank 2 (pid [0-9]*) was killed by signal 9 (Killed); ending the other 3' "$dir/log" &&
+    [ "$(grep -c 'ERR_PEER_LOST.*rank 2 (pid [0-9]* on .*is lost' "$dir/log")" -eq 3 ] &&
+    [ "$(grep -c 'dtrun: rank [013] exited with status 1' "$dir/log")" -eq 3 ]
+check $? "a killed rank of train_gpt is named by the other three, which exit, and by dtrun"
+
 sed -n '/^```c$/,/^```$/p' README.md | sed '1d;/^```$/,$d' >"$dir/readme.c"
 awk '/^#define DTRAIN_IMPLEMENTATION/ { on = 1 } on && /^\/\*/ { on = 0 } on' examples/quickstart.c | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' >"$dir/quick.c"
 [ -s "$dir/readme.c" ] && cmp "$dir/readme.c" "$dir/quick.c" >"$dir/log" 2>&1

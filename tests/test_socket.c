@@ -777,6 +777,29 @@ TEST(descriptors_above_1024_are_like_others)
     CHECK_EQ(end_of(pids[1], 60), 0);
 }
 
+TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
+{
+    scene s;
+    dtrain__address address;
+    int count, fd;
+    char long_text[200];
+    scene_begin(&s, 2, 1);
+    dtrain__net_resolve(s.root, &address, &count);
+    CHECK_EQ(dtrain__net_listen(&address, &fd), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or the last one, is there"), 10), 0);
+    close(fd);
+    s.desc.connections = 9;
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "9 connections to a peer; 1 to 8"), 10), 0);
+    s.desc.connections = 0;
+    memset(long_text, 'x', sizeof long_text);
+    long_text[sizeof long_text - 1] = 0;
+    s.desc.fingerprint = long_text;
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "a fingerprint of 199 bytes"), 10), 0);
+    s.desc.fingerprint = NULL;
+    s.desc.algorithm = DTRAIN_ALGORITHM_FUSED;
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "DTRAIN_ALGORITHM_FUSED is for ranks that share"), 10), 0);
+}
+
 TEST(an_interface_is_chosen_by_name_or_refused_by_it)
 {
     scene s;

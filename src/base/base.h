@@ -60,7 +60,8 @@ DTRAIN_API const char *dtrain_last_error(void);
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
 
-/* Receives one line of text without a newline; called from any thread, one at a time per thread. */
+/* Receives one line of text without a newline; called from any thread, one at a time per thread. It must not call
+ * back into the group that it hears of. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
 
 /* Sets the process's log callback; NULL silences the library. By default warnings and errors go to stderr.

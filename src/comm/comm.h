@@ -58,7 +58,7 @@ typedef struct dtrain_comm_desc {
     int world_size;              /* 0: from the environment */
     const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
-    const char *fingerprint;     /* of model and program, compared when ranks meet; NULL: not compared */
+    const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
     int insecure;                /* 1: without a token listen and connect beyond this host all the same */
     int connections;             /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
@@ -299,6 +299,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
  *   errors   DTRAIN_ERR_MEMORY       the store is full
  *            DTRAIN_ERR_UNSUPPORTED  a transport of your own
  *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
+ *
+ * To hand bytes to every rank at once, dtrain_broadcast them as DTRAIN_U8.
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes);

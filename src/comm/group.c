@@ -77,6 +77,12 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
                             progress);
+    if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
+                            desc->connections, DTRAIN__MAX_LANES);
+    if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: a fingerprint of %zu bytes; at most %d are possible",
+                            strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
     return DTRAIN_OK;
 }
 

@@ -19,6 +19,7 @@
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
+#define DTRAIN__FINGERPRINT_BYTES 128
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -62,7 +63,7 @@ typedef struct dtrain__hub {
     dtrain_allocator *allocator;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[256], believed[400], self_name[DTRAIN__NAME_BYTES];
+    char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
@@ -383,7 +384,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
 static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     dtrain__member *member = &hub->members[rank];
-    char fingerprint[256], believed[400], text[DTRAIN__WHY_BYTES];
+    char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
     if (hub->rank != 0 || hub->formed || member->joined ||
         !dtrain__take_text(reader, 1, member->address, sizeof member->address) ||
         !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
