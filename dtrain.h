@@ -574,7 +574,7 @@ typedef struct dtrain_comm_desc {
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
     int insecure;                /* 1: without a token listen and connect beyond this host all the same */
-    int connections;             /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
+    int connections;             /* to each peer, used in turn; 0: 1; at most 8 */
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
     int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
     int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
@@ -6599,21 +6599,32 @@ static dtrain_status dtrain__socket_closed(dtrain__hub *hub)
         hub->rank, hub->root);
 }
 
+/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it as well.
+ * Returns 0 when the descriptor is no such thing, or no more. */
+static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
+{
+    int listens = 0, fd;
+    socklen_t bytes = sizeof listens;
+    hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
+    if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
+        getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
+        dtrain__net_port(&hub->listening) != port || dtrain__net_manners(inherited) != 0)
+        return 0;
+    fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return 0;
+    hub->listener = fd;
+    return 1;
+}
+
 /* Rank 0: opens the listener that everyone comes to. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
     dtrain__address chosen = hub->root_addresses[0];
     char text[DTRAIN__ADDRESS_BYTES + 8];
     int error = 0, port = dtrain__net_port(&chosen);
-    if (inherited >= 0) {
-        hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
-        hub->listener = inherited;
-        if (getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
-            (error = dtrain__net_manners(inherited)) != 0)
-            return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: DTRAIN_LISTEN_FD=%d is no listening socket (%s)",
-                                inherited, strerror(error != 0 ? error : errno));
+    if (inherited >= 0 && dtrain__socket_inherit(hub, inherited, port))
         return DTRAIN_OK;
-    }
     if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
         dtrain_status status =
             dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family, &chosen);
@@ -8654,6 +8665,23 @@ static void dtrain__service_leave(dtrain_comm *comm)
         dtrain__service_stop(service);
 }
 
+/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
+static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
+{
+    int ready = 1;
+    if (comm->process != getpid())
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID,
+            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
+            (long)comm->process, (long)getpid());
+    if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
+        return comm->error.status;
+    if (!ready)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s: the group is still forming; call it when dtrain_comm_ready says 1", call);
+    return DTRAIN_OK;
+}
+
 /* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
 static size_t dtrain__comm_small(int ranks, int power_of_two)
 {
@@ -8680,23 +8708,6 @@ static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrai
          (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
-/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
-static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
-{
-    int ready = 1;
-    if (comm->process != getpid())
-        return dtrain__fail(
-            &comm->error, DTRAIN_ERR_INVALID,
-            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
-            (long)comm->process, (long)getpid());
-    if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
-        return comm->error.status;
-    if (!ready)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s: the group is still forming; call it when dtrain_comm_ready says 1", call);
-    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
@@ -8787,6 +8798,8 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     if (work == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
     comm = work->comm;
+    if (comm->transport.board == NULL && (status = dtrain__comm_usable(comm, "work_wait")) != DTRAIN_OK)
+        return status;
     started = dtrain__os_now_ns();
     dtrain__work_help(work);
     comm->blocked_ns += dtrain__os_now_ns() - started;
@@ -8806,6 +8819,8 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
+    if (comm->process != getpid())
+        return dtrain__comm_usable(comm, "comm_poll");
     until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);

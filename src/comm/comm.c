@@ -263,6 +263,23 @@ static void dtrain__service_leave(dtrain_comm *comm)
         dtrain__service_stop(service);
 }
 
+/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
+static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
+{
+    int ready = 1;
+    if (comm->process != getpid())
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID,
+            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
+            (long)comm->process, (long)getpid());
+    if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
+        return comm->error.status;
+    if (!ready)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s: the group is still forming; call it when dtrain_comm_ready says 1", call);
+    return DTRAIN_OK;
+}
+
 /* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
 static size_t dtrain__comm_small(int ranks, int power_of_two)
 {
@@ -289,23 +306,6 @@ static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrai
          (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
-/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
-static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
-{
-    int ready = 1;
-    if (comm->process != getpid())
-        return dtrain__fail(
-            &comm->error, DTRAIN_ERR_INVALID,
-            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
-            (long)comm->process, (long)getpid());
-    if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
-        return comm->error.status;
-    if (!ready)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s: the group is still forming; call it when dtrain_comm_ready says 1", call);
-    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
@@ -396,6 +396,8 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     if (work == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
     comm = work->comm;
+    if (comm->transport.board == NULL && (status = dtrain__comm_usable(comm, "work_wait")) != DTRAIN_OK)
+        return status;
     started = dtrain__os_now_ns();
     dtrain__work_help(work);
     comm->blocked_ns += dtrain__os_now_ns() - started;
@@ -415,6 +417,8 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
+    if (comm->process != getpid())
+        return dtrain__comm_usable(comm, "comm_poll");
     until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);

@@ -61,7 +61,7 @@ typedef struct dtrain_comm_desc {
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
     int insecure;                /* 1: without a token listen and connect beyond this host all the same */
-    int connections;             /* to each peer, in each direction, over TCP; 0: 1; at most 8 */
+    int connections;             /* to each peer, used in turn; 0: 1; at most 8 */
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
     int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
     int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */

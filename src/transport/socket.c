@@ -337,21 +337,32 @@ static dtrain_status dtrain__socket_closed(dtrain__hub *hub)
         hub->rank, hub->root);
 }
 
+/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it as well.
+ * Returns 0 when the descriptor is no such thing, or no more. */
+static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
+{
+    int listens = 0, fd;
+    socklen_t bytes = sizeof listens;
+    hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
+    if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
+        getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
+        dtrain__net_port(&hub->listening) != port || dtrain__net_manners(inherited) != 0)
+        return 0;
+    fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return 0;
+    hub->listener = fd;
+    return 1;
+}
+
 /* Rank 0: opens the listener that everyone comes to. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
     dtrain__address chosen = hub->root_addresses[0];
     char text[DTRAIN__ADDRESS_BYTES + 8];
     int error = 0, port = dtrain__net_port(&chosen);
-    if (inherited >= 0) {
-        hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
-        hub->listener = inherited;
-        if (getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
-            (error = dtrain__net_manners(inherited)) != 0)
-            return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: DTRAIN_LISTEN_FD=%d is no listening socket (%s)",
-                                inherited, strerror(error != 0 ? error : errno));
+    if (inherited >= 0 && dtrain__socket_inherit(hub, inherited, port))
         return DTRAIN_OK;
-    }
     if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
         dtrain_status status =
             dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family, &chosen);
