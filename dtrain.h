@@ -4288,7 +4288,13 @@ static void dtrain__threads_transport(dtrain_transport *transport, dtrain__board
 #define DTRAIN__MAX_ADDRESSES 8 /* that one name may stand for */
 
 typedef struct dtrain__address {
-    struct sockaddr_storage storage;
+    union { /* one of them, by any.sa_family; a cast between them would let compilers reorder their uses */
+        struct sockaddr any;
+        struct sockaddr_in v4;
+        struct sockaddr_in6 v6;
+        struct sockaddr_un local;
+        struct sockaddr_storage storage;
+    } at;
     socklen_t bytes;
 } dtrain__address;
 
@@ -4300,16 +4306,16 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
 {
     dtrain__address_text out;
     char host[128], port[16];
-    const struct sockaddr *any = (const struct sockaddr *)&address->storage;
-    if (address->bytes > 0 && any->sa_family == AF_UNIX) {
-        const char *path = ((const struct sockaddr_un *)(const void *)any)->sun_path;
+    int family = address->at.any.sa_family;
+    if (address->bytes > 0 && family == AF_UNIX) {
+        const char *path = address->at.local.sun_path;
         int named = address->bytes > offsetof(struct sockaddr_un, sun_path) && path[0] != 0;
         snprintf(out.text, sizeof out.text, "%s%.200s", named ? "unix:" : "a unix socket", named ? path : "");
-    } else if (address->bytes == 0 || getnameinfo(any, address->bytes, host, sizeof host, port, sizeof port,
-                                                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    } else if (address->bytes == 0 || getnameinfo(&address->at.any, address->bytes, host, sizeof host, port,
+                                                  sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
         snprintf(out.text, sizeof out.text, "an unknown address");
     } else {
-        snprintf(out.text, sizeof out.text, any->sa_family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
+        snprintf(out.text, sizeof out.text, family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
     }
     return out;
 }
@@ -4317,12 +4323,11 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
 /* Whether only processes of this host can be there. */
 static int dtrain__net_is_local(const dtrain__address *address)
 {
-    const void *any = &address->storage;
-    int family = ((const struct sockaddr *)any)->sa_family;
+    int family = address->at.any.sa_family;
     if (family == AF_INET)
-        return (ntohl(((const struct sockaddr_in *)any)->sin_addr.s_addr) >> 24) == 127;
+        return (ntohl(address->at.v4.sin_addr.s_addr) >> 24) == 127;
     if (family == AF_INET6) {
-        const struct in6_addr *v6 = &((const struct sockaddr_in6 *)any)->sin6_addr;
+        const struct in6_addr *v6 = &address->at.v6.sin6_addr;
         return IN6_IS_ADDR_LOOPBACK(v6) || (IN6_IS_ADDR_V4MAPPED(v6) && v6->s6_addr[12] == 127);
     }
     return family == AF_UNIX;
@@ -4330,40 +4335,37 @@ static int dtrain__net_is_local(const dtrain__address *address)
 
 static int dtrain__net_is_unix(const dtrain__address *address)
 {
-    return ((const struct sockaddr *)&address->storage)->sa_family == AF_UNIX;
+    return address->at.any.sa_family == AF_UNIX;
 }
 
 static void dtrain__net_set_port(dtrain__address *address, int port)
 {
-    struct sockaddr *any = (struct sockaddr *)&address->storage;
-    if (any->sa_family == AF_INET)
-        ((struct sockaddr_in *)(void *)any)->sin_port = htons((uint16_t)port);
-    else if (any->sa_family == AF_INET6)
-        ((struct sockaddr_in6 *)(void *)any)->sin6_port = htons((uint16_t)port);
+    if (address->at.any.sa_family == AF_INET)
+        address->at.v4.sin_port = htons((uint16_t)port);
+    else if (address->at.any.sa_family == AF_INET6)
+        address->at.v6.sin6_port = htons((uint16_t)port);
 }
 
 static int dtrain__net_port(const dtrain__address *address)
 {
-    const void *any = &address->storage;
-    int family = ((const struct sockaddr *)any)->sa_family;
+    int family = address->at.any.sa_family;
     if (family == AF_INET)
-        return ntohs(((const struct sockaddr_in *)any)->sin_port);
-    return family == AF_INET6 ? ntohs(((const struct sockaddr_in6 *)any)->sin6_port) : 0;
+        return ntohs(address->at.v4.sin_port);
+    return family == AF_INET6 ? ntohs(address->at.v6.sin6_port) : 0;
 }
 
 /* The same family with no host: every address of this machine. */
 static void dtrain__net_set_any(dtrain__address *address)
 {
-    struct sockaddr *any = (struct sockaddr *)&address->storage;
-    if (any->sa_family == AF_INET)
-        ((struct sockaddr_in *)(void *)any)->sin_addr.s_addr = htonl(INADDR_ANY);
-    else if (any->sa_family == AF_INET6)
-        ((struct sockaddr_in6 *)(void *)any)->sin6_addr = in6addr_any;
+    if (address->at.any.sa_family == AF_INET)
+        address->at.v4.sin_addr.s_addr = htonl(INADDR_ANY);
+    else if (address->at.any.sa_family == AF_INET6)
+        address->at.v6.sin6_addr = in6addr_any;
 }
 
 static dtrain_status dtrain__net_unix_address(dtrain__address *address, const char *path)
 {
-    struct sockaddr_un *local = (struct sockaddr_un *)(void *)&address->storage;
+    struct sockaddr_un *local = &address->at.local;
     size_t bytes = strlen(path);
     memset(address, 0, sizeof *address);
     if (bytes == 0 || bytes >= sizeof local->sun_path)
@@ -4419,10 +4421,10 @@ static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out,
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text,
                             gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
-        if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->storage)
+        if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage)
             continue;
         memset(&out[*count], 0, sizeof *out);
-        memcpy(&out[*count].storage, at->ai_addr, at->ai_addrlen);
+        memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
         out[(*count)++].bytes = at->ai_addrlen;
     }
     freeaddrinfo(list);
@@ -4444,7 +4446,7 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
                 continue;
             memset(out, 0, sizeof *out);
             out->bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
-            memcpy(&out->storage, at->ifa_addr, out->bytes);
+            memcpy(&out->at.storage, at->ifa_addr, out->bytes);
             best = rank;
         }
         freeifaddrs(list);
@@ -4510,12 +4512,12 @@ static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 /* Removes a unix socket that nobody listens on any more. */
 static void dtrain__net_remove_stale(const dtrain__address *address)
 {
-    const char *path = ((const struct sockaddr_un *)(const void *)&address->storage)->sun_path;
+    const char *path = address->at.local.sun_path;
     struct stat what;
     int fd;
     if (lstat(path, &what) != 0 || !S_ISSOCK(what.st_mode) || dtrain__net_socket(AF_UNIX, &fd) != 0)
         return;
-    if (connect(fd, (const struct sockaddr *)&address->storage, address->bytes) != 0 && errno == ECONNREFUSED)
+    if (connect(fd, &address->at.any, address->bytes) != 0 && errno == ECONNREFUSED)
         unlink(path);
     close(fd);
 }
@@ -4523,7 +4525,7 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
 /* Binds and listens; *address becomes what it is bound to. Returns 0 or an errno. */
 static int dtrain__net_listen(dtrain__address *address, int *fd)
 {
-    struct sockaddr *any = (struct sockaddr *)&address->storage;
+    struct sockaddr *any = &address->at.any;
     int one = 1, error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
@@ -4532,7 +4534,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     else
         setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0) {
-        address->bytes = (socklen_t)sizeof address->storage;
+        address->bytes = (socklen_t)sizeof address->at.storage;
         if (getsockname(*fd, any, &address->bytes) == 0)
             return 0;
     }
@@ -4545,7 +4547,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
 /* Starts a connection; it is made, or has failed, when the descriptor is writable. Returns 0 or an errno. */
 static int dtrain__net_connect(const dtrain__address *address, int *fd)
 {
-    const struct sockaddr *any = (const struct sockaddr *)&address->storage;
+    const struct sockaddr *any = &address->at.any;
     int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
@@ -4576,11 +4578,11 @@ static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 {
     int error;
     memset(peer, 0, sizeof *peer);
-    peer->bytes = (socklen_t)sizeof peer->storage;
+    peer->bytes = (socklen_t)sizeof peer->at.storage;
 #if defined(__linux__) && defined(__NR_accept4) /* the C library hides accept4 from standard C */
-    *fd = (int)syscall(__NR_accept4, listener, &peer->storage, &peer->bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    *fd = (int)syscall(__NR_accept4, listener, &peer->at.any, &peer->bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
 #else
-    *fd = accept(listener, (struct sockaddr *)&peer->storage, &peer->bytes);
+    *fd = accept(listener, &peer->at.any, &peer->bytes);
 #endif
     if (*fd < 0)
         return errno == EWOULDBLOCK || errno == EINTR || errno == ECONNABORTED ? EAGAIN : errno;
@@ -5733,8 +5735,8 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     }
     *out = hub->reached;
     if (hub->rank == 0) {
-        out->bytes = (socklen_t)sizeof out->storage;
-        if (getpeername(member->control.fd, (struct sockaddr *)&out->storage, &out->bytes) != 0)
+        out->bytes = (socklen_t)sizeof out->at.storage;
+        if (getpeername(member->control.fd, &out->at.any, &out->bytes) != 0)
             return 0;
     }
     dtrain__net_set_port(out, atoi(member->address + 1));
@@ -5791,8 +5793,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     dtrain__address *here = &hub->listening;
     const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
-    here->bytes = (socklen_t)sizeof here->storage;
-    if (getsockname(hub->members[0].control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
+    here->bytes = (socklen_t)sizeof here->at.storage;
+    if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
@@ -5801,7 +5803,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
-        int family = ((struct sockaddr *)&here->storage)->sa_family;
+        int family = here->at.any.sa_family;
         *local = 0;
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)
@@ -6544,7 +6546,7 @@ static void dtrain__socket_destroy(void *self)
     if (hub->listener >= 0) {
         close(hub->listener);
         if (dtrain__net_is_unix(&hub->listening) && !s->forked)
-            unlink(((struct sockaddr_un *)(void *)&hub->listening.storage)->sun_path);
+            unlink(hub->listening.at.local.sun_path);
     }
     while (hub->doors != NULL) {
         dtrain__door *door = hub->doors;
@@ -6605,9 +6607,9 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
 {
     int listens = 0, fd;
     socklen_t bytes = sizeof listens;
-    hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
+    hub->listening.bytes = (socklen_t)sizeof hub->listening.at.storage;
     if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
-        getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
+        getsockname(inherited, &hub->listening.at.any, &hub->listening.bytes) != 0 ||
         dtrain__net_port(&hub->listening) != port || dtrain__net_manners(inherited) != 0)
         return 0;
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
@@ -6626,8 +6628,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (inherited >= 0 && dtrain__socket_inherit(hub, inherited, port))
         return DTRAIN_OK;
     if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
-        dtrain_status status =
-            dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family, &chosen);
+        dtrain_status status = dtrain__net_interface(hub->listen_on, chosen.at.any.sa_family, &chosen);
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);

@@ -62,8 +62,8 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     }
     *out = hub->reached;
     if (hub->rank == 0) {
-        out->bytes = (socklen_t)sizeof out->storage;
-        if (getpeername(member->control.fd, (struct sockaddr *)&out->storage, &out->bytes) != 0)
+        out->bytes = (socklen_t)sizeof out->at.storage;
+        if (getpeername(member->control.fd, &out->at.any, &out->bytes) != 0)
             return 0;
     }
     dtrain__net_set_port(out, atoi(member->address + 1));
@@ -120,8 +120,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     dtrain__address *here = &hub->listening;
     const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
-    here->bytes = (socklen_t)sizeof here->storage;
-    if (getsockname(hub->members[0].control.fd, (struct sockaddr *)&here->storage, &here->bytes) != 0)
+    here->bytes = (socklen_t)sizeof here->at.storage;
+    if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
@@ -130,7 +130,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
-        int family = ((struct sockaddr *)&here->storage)->sa_family;
+        int family = here->at.any.sa_family;
         *local = 0;
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)

@@ -282,7 +282,7 @@ static void dtrain__socket_destroy(void *self)
     if (hub->listener >= 0) {
         close(hub->listener);
         if (dtrain__net_is_unix(&hub->listening) && !s->forked)
-            unlink(((struct sockaddr_un *)(void *)&hub->listening.storage)->sun_path);
+            unlink(hub->listening.at.local.sun_path);
     }
     while (hub->doors != NULL) {
         dtrain__door *door = hub->doors;
@@ -343,9 +343,9 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
 {
     int listens = 0, fd;
     socklen_t bytes = sizeof listens;
-    hub->listening.bytes = (socklen_t)sizeof hub->listening.storage;
+    hub->listening.bytes = (socklen_t)sizeof hub->listening.at.storage;
     if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
-        getsockname(inherited, (struct sockaddr *)&hub->listening.storage, &hub->listening.bytes) != 0 ||
+        getsockname(inherited, &hub->listening.at.any, &hub->listening.bytes) != 0 ||
         dtrain__net_port(&hub->listening) != port || dtrain__net_manners(inherited) != 0)
         return 0;
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
@@ -364,8 +364,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (inherited >= 0 && dtrain__socket_inherit(hub, inherited, port))
         return DTRAIN_OK;
     if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
-        dtrain_status status =
-            dtrain__net_interface(hub->listen_on, ((struct sockaddr *)&chosen.storage)->sa_family, &chosen);
+        dtrain_status status = dtrain__net_interface(hub->listen_on, chosen.at.any.sa_family, &chosen);
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
