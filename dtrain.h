@@ -6277,7 +6277,7 @@ static void dtrain__hub_wait(dtrain__hub *hub, struct pollfd *fds, int count, in
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
 typedef struct dtrain__socket {
-    dtrain__hub hub;           /* first: the hub's owner is found from it */
+    dtrain__hub hub;
     uint64_t *sent, *received; /* bytes of data to and from each rank, over all lanes */
     int crowded;               /* more ranks on this host than processors */
     pthread_t service;         /* the thread that must not look again and again, as others compute */
@@ -6575,7 +6575,7 @@ static void dtrain__socket_destroy(void *self)
     dtrain__free(allocator, s, sizeof *s);
 }
 
-/* Names the rank that has been silent for longest, if any has: ", of whom nothing ...". */
+/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
 static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
 {
     pthread_mutex_lock(&s->hub.mutex);
@@ -9163,9 +9163,10 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != getpid();
     if (comm->socket != NULL)
         comm->socket->forked = forked;
-    if (!forked)
+    if (!forked) { /* a child has neither the service thread nor a right to its locks */
         dtrain__service_leave(comm);
-    dtrain__comm_cancel(comm);
+        dtrain__comm_cancel(comm);
+    }
     if (why != NULL && transport.board != NULL)
         transport.board->slots[comm->rank].why = *why;
     if (transport.leave != NULL)

@@ -301,9 +301,10 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != getpid();
     if (comm->socket != NULL)
         comm->socket->forked = forked;
-    if (!forked)
+    if (!forked) { /* a child has neither the service thread nor a right to its locks */
         dtrain__service_leave(comm);
-    dtrain__comm_cancel(comm);
+        dtrain__comm_cancel(comm);
+    }
     if (why != NULL && transport.board != NULL)
         transport.board->slots[comm->rank].why = *why;
     if (transport.leave != NULL)
