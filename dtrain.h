@@ -7728,6 +7728,7 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; a multiple of every element */
 
 typedef struct dtrain__step {
     int to, from; /* -1: none */
@@ -7937,7 +7938,7 @@ static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, siz
     at->recv = comm->scratch;
     at->held = dtrain__message_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + (1 + index % 2) * piece * dtrain__message_width(op);
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__message_width(op);
     return 1;
 }
 
@@ -8056,7 +8057,6 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
-#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* folded at once; a multiple of every element */
 
 typedef struct dtrain__message_header {
     uint64_t magic;
@@ -8093,7 +8093,7 @@ static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op 
     if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
         return 0;
     if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return narrow ? piece : 3 * piece;
+        return DTRAIN__MESSAGE_CHUNK + (narrow ? 0 : 2 * piece);
     return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
 }
 
@@ -8204,7 +8204,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
         next.bytes = payload - offset;
     } else {
         run = step->fold_early ? DTRAIN__MESSAGE_CHUNK - offset % DTRAIN__MESSAGE_CHUNK : payload - offset;
-        next.data = step->recv + offset;
+        next.data = step->recv + (step->fold_early ? offset % DTRAIN__MESSAGE_CHUNK : offset);
         next.bytes = run < payload - offset ? run : payload - offset;
     }
     return next;
@@ -8237,7 +8237,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv + begin,
+        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
                           (end - begin) / dtrain__message_width(op));
     }
     if (*done < header + payload)

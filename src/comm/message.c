@@ -11,7 +11,6 @@
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
-#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* folded at once; a multiple of every element */
 
 typedef struct dtrain__message_header {
     uint64_t magic;
@@ -48,7 +47,7 @@ static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op 
     if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
         return 0;
     if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return narrow ? piece : 3 * piece;
+        return DTRAIN__MESSAGE_CHUNK + (narrow ? 0 : 2 * piece);
     return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
 }
 
@@ -159,7 +158,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
         next.bytes = payload - offset;
     } else {
         run = step->fold_early ? DTRAIN__MESSAGE_CHUNK - offset % DTRAIN__MESSAGE_CHUNK : payload - offset;
-        next.data = step->recv + offset;
+        next.data = step->recv + (step->fold_early ? offset % DTRAIN__MESSAGE_CHUNK : offset);
         next.bytes = run < payload - offset ? run : payload - offset;
     }
     return next;
@@ -192,7 +191,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv + begin,
+        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
                           (end - begin) / dtrain__message_width(op));
     }
     if (*done < header + payload)

@@ -9,6 +9,7 @@
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; a multiple of every element */
 
 typedef struct dtrain__step {
     int to, from; /* -1: none */
@@ -218,7 +219,7 @@ static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, siz
     at->recv = comm->scratch;
     at->held = dtrain__message_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + (1 + index % 2) * piece * dtrain__message_width(op);
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__message_width(op);
     return 1;
 }
 
