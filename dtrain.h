@@ -543,8 +543,9 @@ typedef enum dtrain_algorithm {
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
-    DTRAIN_PROGRESS_THREAD = 0, /* a service thread, started with the first async call, drives async work */
-    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives async work */
+    DTRAIN_PROGRESS_THREAD = 0, /* a service thread drives async work, and the connections of processes; ranks of one
+                                 * process start it with their first async call */
+    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives both */
 } dtrain_progress;
 
 /* How to make a group. Zero means the default; zero the whole struct, then set what differs.
@@ -787,6 +788,8 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
 DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
+ *
+ * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms.
  *
  *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
  *             a group that has a service thread
