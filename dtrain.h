@@ -4717,6 +4717,7 @@ typedef struct dtrain__door {
     dtrain__door_state state;
     int64_t expires_ns;
     uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
+    uint64_t links, peer_links;       /* connections that the stream has had, as each side counts */
     unsigned char hello[DTRAIN__HELLO_BYTES], challenge[DTRAIN__CHALLENGE_BYTES], proof[DTRAIN__PROOF_BYTES];
     unsigned char in[DTRAIN__VERDICT_BYTES], out[DTRAIN__VERDICT_BYTES];
     size_t in_bytes, out_bytes, out_done;
@@ -4804,6 +4805,7 @@ static int dtrain__door_knock(dtrain__door *door, const dtrain__keys *keys)
     dtrain__put_le(hello + 16, (uint64_t)door->peer, 4);
     dtrain__put_le(hello + 20, (uint64_t)keys->world_size, 4);
     dtrain__put_le(hello + 24, (uint64_t)door->lane, 4);
+    dtrain__put_le(hello + 112, door->links, 8);
     memcpy(hello + 32, keys->run, DTRAIN__RUN_BYTES);
     door->initiator = 1;
     door->state = DTRAIN__DOOR_CHALLENGE;
@@ -4853,6 +4855,7 @@ static void dtrain__door_take_hello(dtrain__door *door, const dtrain__keys *keys
     }
     uint64_t peer = dtrain__get_le(door->hello + 12, 4), world = dtrain__get_le(door->hello + 20, 4);
     uint64_t lane = dtrain__get_le(door->hello + 24, 4);
+    door->peer_links = dtrain__get_le(door->hello + 112, 8);
     door->purpose = door->hello[11];
     door->peer = peer < INT_MAX ? (int)peer : -1;
     door->peer_world = world < INT_MAX ? (int)world : -1;
@@ -5154,7 +5157,8 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 typedef struct dtrain__lane {
     dtrain__stream stream;
     dtrain__door *door; /* a connection that this rank is making */
-    int wanted, linked; /* somebody waits for it; it has been there */
+    int wanted;         /* somebody waits for it */
+    uint64_t links;     /* connections that it has had */
     int64_t retry_ns, down_ns;
 } dtrain__lane;
 
@@ -5768,7 +5772,7 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
     }
     dtrain__net_tune(door->fd, dtrain__hub_same_host(hub, door->peer), dtrain__hub_buffer(hub));
     door->fd = -1;
-    lane->linked = 1;
+    lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
     return 1;
@@ -5922,8 +5926,9 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
         return;
     }
     lane = &hub->members[door->peer].lanes[door->lane];
-    if ((lane->door != NULL && hub->rank < door->peer) || (lane->stream.fd >= 0 && hub->reconnect_ns == 0) ||
-        (lane->linked && hub->reconnect_ns == 0)) {
+    if ((lane->door != NULL && hub->rank < door->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
+        door->peer_links < lane->links) { /* it was on its way when another one was made; its count may be behind */
+        door->received = lane->links;
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
@@ -5932,7 +5937,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
     lane->door = NULL;
     if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
         lane->down_ns = dtrain__os_now_ns();
-    lane->wanted |= lane->linked;
+    lane->wanted |= lane->links > 0;
     dtrain__stream_cut(&lane->stream);
     door->received = lane->stream.received;
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
@@ -6092,19 +6097,33 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         if (!dtrain__hub_peer_address(hub, peer, &address))
             return;
         door = lane->door = dtrain__hub_connect(hub, peer, DTRAIN__PURPOSE_DATA, index, &address);
-        if (door != NULL)
+        if (door != NULL) {
             door->received = lane->stream.received;
+            door->links = lane->links;
+        }
     }
     if (door == NULL)
         return;
     dtrain__door_step(door, &hub->keys);
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
         dtrain__hub_adopt_data(hub, door);
+    else if (door->error.status == DTRAIN_ERR_ABORTED && door->peer_received > lane->links)
+        lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
+}
+
+/* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
+static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
+{
+    if (lane->stream.fd < 0 || lane->stream.again == 0 || dtrain__stream_send(&lane->stream, NULL, 0, 0) >= 0)
+        return;
+    dtrain__stream_cut(&lane->stream);
+    lane->down_ns = now;
+    lane->wanted = 1;
 }
 
 /* Heartbeats: sends this rank's, and judges the silence of others. */
@@ -6165,8 +6184,10 @@ static void dtrain__hub_work(dtrain__hub *hub)
     if (hub->rank == 0 && !hub->formed)
         dtrain__hub_complete(hub);
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
-        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++)
+        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
             dtrain__hub_step_lane(hub, peer, lane, now);
+            dtrain__hub_step_again(&hub->members[peer].lanes[lane], now);
+        }
     dtrain__hub_step_hearts(hub, now);
     for (int rank = 0; rank < links; rank++)
         if (rank != hub->rank)
@@ -6202,7 +6223,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         if (rank == hub->rank || member->control.fd < 0)
             continue;
         member->poll_index = *count;
-        dtrain__hub_watch(hub, count, member->control.fd, POLLIN | (member->out.bytes > 0 ? POLLOUT : 0));
+        dtrain__hub_watch(hub, count, member->control.fd,
+                          POLLIN | (member->out.bytes > 0 || member->control.again > 0 ? POLLOUT : 0));
     }
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
         for (int i = 0; peer != hub->rank && i < hub->connections; i++) {
@@ -6211,6 +6233,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
                 dtrain__hub_watch(hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
             else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
                 due = lane->retry_ns;
+            if (lane->stream.fd >= 0 && lane->stream.again > 0)
+                dtrain__hub_watch(hub, count, lane->stream.fd, POLLOUT);
         }
     return due;
 }
@@ -6305,12 +6329,12 @@ static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lan
     if (member->left)
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", peer,
                      member->why[0] != 0 ? ": " : "", member->why);
-    else if (lane->linked && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
+    else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
                      member->name, hub->rank,
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
-        if (!lane->wanted && (!lane->linked || hub->reconnect_ns > 0)) {
+        if (!lane->wanted && (lane->links == 0 || hub->reconnect_ns > 0)) {
             lane->wanted = 1;
             dtrain__hub_kick(hub);
         }
@@ -6334,7 +6358,8 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
             return dtrain__socket_missing(s, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
-        n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more)
+        /* a header may wait for its payload only where both go the same way */
+        n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
             dtrain__stream_cut(&lane->stream);
@@ -8233,8 +8258,10 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
     size_t payload = sending ? step->send_bytes : step->recv_bytes;
+    if (moved == 0)
+        return DTRAIN_OK; /* what is complete so far has been handled */
     *done += moved;
-    op->touched |= moved > 0;
+    op->touched = 1;
     if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&

@@ -2,7 +2,8 @@
  * comes late, leaves, calls something else, is killed or stopped: every call ends by its deadline with the right result
  * or an error, and an error after a death names the dead.
  *
- *   soak [MINUTES [SEED]]   repeatable from the seed that it prints; "soak 0" does twenty rounds */
+ *   soak [MINUTES [SEED [FIRST]]]   repeatable from the seed that it prints, or from its round FIRST on; "soak 0" does
+ *                                   twenty rounds */
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 
@@ -210,6 +211,7 @@ int main(int argc, char **argv)
     int64_t end = dtrain__os_now_ns() + (int64_t)(minutes * 60e9);
     memset(&e, 0, sizeof e);
     e.seed = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)dtrain__os_now_ns();
+    e.number = argc > 3 ? strtoull(argv[3], NULL, 10) : 0;
     printf("seed %llu\n", (unsigned long long)e.seed);
     dtrain_set_log(NULL, NULL);
     do

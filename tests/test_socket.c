@@ -630,6 +630,43 @@ TEST(a_reset_link_comes_back_and_loses_nothing)
     }
 }
 
+/* Rank 1 sends and then does something else; rank 0 loses the connection with the bytes unread. */
+static int lost_after_the_last_word(dtrain_comm *world, scene *s)
+{
+    enum { COUNT = 60000 };
+    static float x[COUNT];
+    (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 1) {
+        for (int i = 0; i < COUNT; i++)
+            x[i] = (float)i;
+        CHECK_EQ(dtrain_send(world, x, COUNT, DTRAIN_F32, 0), DTRAIN_OK);
+        usleep(1500000);
+    } else {
+        dtrain__lane *lane = &world->socket->hub.members[1].lanes[0];
+        double begin;
+        usleep(300000);
+        pthread_mutex_lock(&world->socket->hub.mutex);
+        dtrain__stream_cut(&lane->stream);
+        lane->down_ns = dtrain__os_now_ns();
+        pthread_mutex_unlock(&world->socket->hub.mutex);
+        begin = now_s();
+        CHECK_EQ(dtrain_recv(world, x, COUNT, DTRAIN_F32, 1), DTRAIN_OK);
+        CHECK(x[1] == 1 && x[COUNT - 1] == COUNT - 1);
+        CHECK(now_s() - begin < 1); /* while rank 1 still did something else */
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(what_a_cut_link_lost_is_sent_again_by_a_rank_that_sends_no_more)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.reconnect_ms = 5000;
+    run_ranks(&s, lost_after_the_last_word);
+}
+
 static int descriptors(void)
 {
     int open_now = 0;

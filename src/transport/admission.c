@@ -57,6 +57,7 @@ typedef struct dtrain__door {
     dtrain__door_state state;
     int64_t expires_ns;
     uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
+    uint64_t links, peer_links;       /* connections that the stream has had, as each side counts */
     unsigned char hello[DTRAIN__HELLO_BYTES], challenge[DTRAIN__CHALLENGE_BYTES], proof[DTRAIN__PROOF_BYTES];
     unsigned char in[DTRAIN__VERDICT_BYTES], out[DTRAIN__VERDICT_BYTES];
     size_t in_bytes, out_bytes, out_done;
@@ -144,6 +145,7 @@ static int dtrain__door_knock(dtrain__door *door, const dtrain__keys *keys)
     dtrain__put_le(hello + 16, (uint64_t)door->peer, 4);
     dtrain__put_le(hello + 20, (uint64_t)keys->world_size, 4);
     dtrain__put_le(hello + 24, (uint64_t)door->lane, 4);
+    dtrain__put_le(hello + 112, door->links, 8);
     memcpy(hello + 32, keys->run, DTRAIN__RUN_BYTES);
     door->initiator = 1;
     door->state = DTRAIN__DOOR_CHALLENGE;
@@ -193,6 +195,7 @@ static void dtrain__door_take_hello(dtrain__door *door, const dtrain__keys *keys
     }
     uint64_t peer = dtrain__get_le(door->hello + 12, 4), world = dtrain__get_le(door->hello + 20, 4);
     uint64_t lane = dtrain__get_le(door->hello + 24, 4);
+    door->peer_links = dtrain__get_le(door->hello + 112, 8);
     door->purpose = door->hello[11];
     door->peer = peer < INT_MAX ? (int)peer : -1;
     door->peer_world = world < INT_MAX ? (int)world : -1;

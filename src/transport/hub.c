@@ -25,7 +25,8 @@
 typedef struct dtrain__lane {
     dtrain__stream stream;
     dtrain__door *door; /* a connection that this rank is making */
-    int wanted, linked; /* somebody waits for it; it has been there */
+    int wanted;         /* somebody waits for it */
+    uint64_t links;     /* connections that it has had */
     int64_t retry_ns, down_ns;
 } dtrain__lane;
 

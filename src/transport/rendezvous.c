@@ -92,7 +92,7 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
     }
     dtrain__net_tune(door->fd, dtrain__hub_same_host(hub, door->peer), dtrain__hub_buffer(hub));
     door->fd = -1;
-    lane->linked = 1;
+    lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
     return 1;
@@ -246,8 +246,9 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
         return;
     }
     lane = &hub->members[door->peer].lanes[door->lane];
-    if ((lane->door != NULL && hub->rank < door->peer) || (lane->stream.fd >= 0 && hub->reconnect_ns == 0) ||
-        (lane->linked && hub->reconnect_ns == 0)) {
+    if ((lane->door != NULL && hub->rank < door->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
+        door->peer_links < lane->links) { /* it was on its way when another one was made; its count may be behind */
+        door->received = lane->links;
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
@@ -256,7 +257,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
     lane->door = NULL;
     if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
         lane->down_ns = dtrain__os_now_ns();
-    lane->wanted |= lane->linked;
+    lane->wanted |= lane->links > 0;
     dtrain__stream_cut(&lane->stream);
     door->received = lane->stream.received;
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
@@ -416,19 +417,33 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         if (!dtrain__hub_peer_address(hub, peer, &address))
             return;
         door = lane->door = dtrain__hub_connect(hub, peer, DTRAIN__PURPOSE_DATA, index, &address);
-        if (door != NULL)
+        if (door != NULL) {
             door->received = lane->stream.received;
+            door->links = lane->links;
+        }
     }
     if (door == NULL)
         return;
     dtrain__door_step(door, &hub->keys);
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
         dtrain__hub_adopt_data(hub, door);
+    else if (door->error.status == DTRAIN_ERR_ABORTED && door->peer_received > lane->links)
+        lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
+}
+
+/* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
+static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
+{
+    if (lane->stream.fd < 0 || lane->stream.again == 0 || dtrain__stream_send(&lane->stream, NULL, 0, 0) >= 0)
+        return;
+    dtrain__stream_cut(&lane->stream);
+    lane->down_ns = now;
+    lane->wanted = 1;
 }
 
 /* Heartbeats: sends this rank's, and judges the silence of others. */
@@ -489,8 +504,10 @@ static void dtrain__hub_work(dtrain__hub *hub)
     if (hub->rank == 0 && !hub->formed)
         dtrain__hub_complete(hub);
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
-        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++)
+        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
             dtrain__hub_step_lane(hub, peer, lane, now);
+            dtrain__hub_step_again(&hub->members[peer].lanes[lane], now);
+        }
     dtrain__hub_step_hearts(hub, now);
     for (int rank = 0; rank < links; rank++)
         if (rank != hub->rank)
@@ -526,7 +543,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         if (rank == hub->rank || member->control.fd < 0)
             continue;
         member->poll_index = *count;
-        dtrain__hub_watch(hub, count, member->control.fd, POLLIN | (member->out.bytes > 0 ? POLLOUT : 0));
+        dtrain__hub_watch(hub, count, member->control.fd,
+                          POLLIN | (member->out.bytes > 0 || member->control.again > 0 ? POLLOUT : 0));
     }
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
         for (int i = 0; peer != hub->rank && i < hub->connections; i++) {
@@ -535,6 +553,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
                 dtrain__hub_watch(hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
             else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
                 due = lane->retry_ns;
+            if (lane->stream.fd >= 0 && lane->stream.again > 0)
+                dtrain__hub_watch(hub, count, lane->stream.fd, POLLOUT);
         }
     return due;
 }

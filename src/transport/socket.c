@@ -38,12 +38,12 @@ static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lan
     if (member->left)
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", peer,
                      member->why[0] != 0 ? ": " : "", member->why);
-    else if (lane->linked && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
+    else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
                      member->name, hub->rank,
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
-        if (!lane->wanted && (!lane->linked || hub->reconnect_ns > 0)) {
+        if (!lane->wanted && (lane->links == 0 || hub->reconnect_ns > 0)) {
             lane->wanted = 1;
             dtrain__hub_kick(hub);
         }
@@ -67,7 +67,8 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
             return dtrain__socket_missing(s, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
-        n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more)
+        /* a header may wait for its payload only where both go the same way */
+        n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
             dtrain__stream_cut(&lane->stream);
