@@ -7756,7 +7756,9 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
+#ifndef DTRAIN__MESSAGE_CHUNK
 #define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; a multiple of every element */
+#endif
 
 typedef struct dtrain__step {
     int to, from; /* -1: none */

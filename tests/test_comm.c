@@ -1,6 +1,7 @@
 /* Groups and collectives on threads: results against a sequential reference, failures provoked for real. */
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)20 << 10) /* several pieces at small counts */
+#define DTRAIN__MESSAGE_CHUNK ((size_t)8 << 10) /* and several chunks in each */
 #include "../dtrain.h"
 #include "test.h"
 
@@ -180,6 +181,78 @@ TEST(the_message_tree_gives_the_same_bits)
 TEST(halving_and_doubling_over_binary_blocks_gives_the_same_bits)
 {
     at_every_size(reductions, DTRAIN_ALGORITHM_HALVING_DOUBLING, DTRAIN_PROGRESS_THREAD);
+}
+
+/* An exchange over the threads transport that now completes one direction first, now the other, now in odd pieces. */
+static dtrain_status lopsided_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
+{
+    static __thread uint64_t turn;
+    for (turn++;; turn++) { /* every call begins with another throw */
+        uint64_t dice = dtrain_random_u64(99, turn);
+        size_t most = dice % 3 == 0 ? 1 + dice / 8 % 5000 : SIZE_MAX, moved = 0;
+        dtrain_transfer *one = dice / 4 % 2 ? out : in;
+        dtrain_status status = DTRAIN_ERR_TIMEOUT;
+        if (one != NULL) {
+            size_t bytes = one->bytes - one->moved < most ? one->bytes - one->moved : most;
+            status = one == out ? dtrain__threads_send(self, one->peer, one->data + one->moved, bytes, 0, &moved)
+                                : dtrain__threads_recv(self, one->peer, one->data + one->moved, bytes, 0, &moved);
+            one->moved += moved;
+            if (one->moved == one->bytes)
+                return DTRAIN_OK;
+        }
+        if (status != DTRAIN_OK && status != DTRAIN_ERR_TIMEOUT)
+            return status;
+        if (dtrain__os_now_ns() >= deadline_ns)
+            return DTRAIN_ERR_TIMEOUT;
+        if (moved == 0)
+            sched_yield();
+    }
+}
+
+typedef struct lopsided {
+    dtrain__board *board;
+    int rank;
+    scenario s;
+} lopsided;
+
+static void *lopsided_rank(void *pointer)
+{
+    lopsided *l = (lopsided *)pointer;
+    dtrain_transport transport;
+    dtrain_comm *world;
+    dtrain__threads_transport(&transport, l->board, l->rank);
+    transport.board = NULL;
+    transport.exchange = lopsided_exchange;
+    CHECK_EQ(dtrain_comm_from_transport(&world, &transport, &l->s.desc), DTRAIN_OK);
+    for (int round = 0; round < 3; round++)
+        CHECK_EQ(reductions(world, &l->s), DTRAIN_OK);
+    dtrain_comm_destroy(world);
+    return NULL;
+}
+
+TEST(whichever_direction_completes_first_the_bits_are_the_same)
+{
+    static const dtrain_algorithm algorithms[] = {DTRAIN_ALGORITHM_HALVING_DOUBLING,
+                                                  DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, DTRAIN_ALGORITHM_TREE,
+                                                  DTRAIN_ALGORITHM_RING};
+    for (int ranks = 2; ranks <= 5; ranks++)
+        for (int a = 0; a < 4; a++)
+            for (size_t count = 1025; count < 200000; count = count * 5 + 1) {
+                lopsided ends[5];
+                pthread_t threads[5];
+                dtrain__board *board;
+                CHECK_EQ(dtrain__board_create(&board, ranks, NULL), DTRAIN_OK);
+                memset(ends, 0, sizeof ends);
+                for (int rank = 0; rank < ranks; rank++) {
+                    ends[rank].board = board;
+                    ends[rank].rank = rank;
+                    ends[rank].s.count = count;
+                    ends[rank].s.desc.algorithm = algorithms[a];
+                    pthread_create(&threads[rank], NULL, lopsided_rank, &ends[rank]);
+                }
+                for (int rank = 0; rank < ranks; rank++)
+                    pthread_join(threads[rank], NULL);
+            }
 }
 
 TEST(the_ring_sums_within_rounding)
