@@ -1,26 +1,15 @@
-/* Starts the ranks of a program as processes, on this host or as this host's share of several.
+/* Starts the ranks of a program on this host and sees to it that they end together.
  *
- * cc -O2 -I. tools/dtrun.c -o build/dtrun
+ * cc -O2 -I. tools/dtrun.c -o build/dtrun -lpthread -lm
+ * build/dtrun -n 4 PROGRAM [ARGS...]
  *
- *   dtrun -n 4 ./train_gpt --steps 200
- *   dtrun -n 2 --node 0/2 --root host:port --token-file f ./train_gpt     on the first host of two, 1/2 on the second
- *
- *   -n N               processes on this host
- *   --node I/N         this is host I of N, each of which starts as many processes
- *   --root HOST:PORT   where rank 0 listens; without it, a free port of the loopback device
- *   --unix             ranks meet and talk over unix sockets in a private directory
- *   --token-file F     the group's secret, first line of F; without it, one is made (one host only)
- *   --threads N        threads of a process for BLAS libraries, 1
- *   --grace-ms N       how long ranks may go on after one has failed, 5000
- *   --no-prefix        lines as they are, without "[rank] "
- *
- * Each line of a rank's output comes whole, behind its rank. Standard input, unless it is a terminal, goes to rank 0.
- * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 are passed on. When a rank fails, the others have grace-ms to
- * end, then get SIGTERM, then SIGKILL; dtrun says which rank failed first, and how, and exits as that rank did (128 + N
- * after signal N). */
-#ifndef _DEFAULT_SOURCE
-#define _DEFAULT_SOURCE 1
-#endif
+ * One process, one poll() loop. Signal handlers only write to a pipe that the loop reads. Every rank leads a process
+ * group of its own; its zombie is kept until all ranks have ended, so that its number stays the group's. A second
+ * process, the guard, waits for the end of this one: whatever that end is, it kills the groups that are left and
+ * removes the private directory. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -32,10 +21,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/types.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -43,236 +32,222 @@
 #include <sys/prctl.h>
 #endif
 
-#define LINE_BYTES 65536
-#define MOST_RANKS 1024
-#define CONFUSED 2 /* exit status of wrong flags */
-#define CANNOT_RUN 127
+#define LINE_BYTES 65536   /* a longer line is cut */
+#define READ_BYTES 16384   /* of one stream in one turn */
+#define QUEUE_BYTES 262144 /* waiting for our own output's reader; then the ranks wait as well */
+#define TOKEN_BYTES 255
+#define MOST_RANKS 4096    /* of one host */
+#define LINGER_MS 1000     /* for what the ranks leave behind, once all have ended */
+#define SETTLE_MS 50       /* who loses a killed peer may end before the peer's own end is known */
+#define SAME_SIGNAL_MS 250 /* timeout(1) sends each signal to its child and to its group: that is one, not two */
 
-typedef struct stream {
-    int fd; /* read end of a rank's stdout or stderr; -1 when it has ended */
-    size_t bytes;
-    char *line;
+typedef struct stream { /* the line that a rank is writing, or what our own output's reader has not taken */
+    int fd, gone;       /* fd: -1 once it has ended; gone: our reader is */
+    int after_return;   /* the last line ended with a carriage return: a newline now belongs to it */
+    char *bytes;
+    size_t length, room;
 } stream;
 
-typedef struct child {
-    pid_t pid;
-    int ended, status; /* as waitpid gives it */
-    stream streams[2];
-} child;
+typedef struct rank {
+    pid_t pid;       /* 0 before its start */
+    int code, value; /* si_code and si_status of its end; code is 0 until then */
+} rank;
 
-typedef struct launch {
-    int count, node, nodes, local, threads, no_prefix;
-    long grace_ms;
-    const char *root, *token_file;
-    char **program;
-    char directory[256], address[300], token[300];
-    int listener;
-    child *children;
-    int running, failed; /* failed: the local index of the first rank that did, or -1 */
-    int64_t ended_ms;    /* when the rest was first told to end, or 0 */
-    int stage;           /* 0 run, 1 grace, 2 SIGTERM sent, 3 SIGKILL sent */
-    int interrupts;
+typedef enum phase {
+    STARTED,     /* no deadline */
+    FAILED,      /* a rank did; which one was the first is not settled */
+    LEAVING,     /* the others should notice; then SIGTERM */
+    TERMINATING, /* they were asked to end; then SIGKILL */
+    KILLED,      /* then they are given up */
+    LINGERING    /* all ranks have ended; their children may have not */
+} phase;
+
+typedef struct launch { /* in memory that is shared with the guard: no other child may write to it */
+    int local_size, node, nodes, threads, grace_ms, use_unix, no_prefix;
+    char *root, *token_file, **command;
+    int first_rank, listener, started, running, first_failed; /* first_failed: -1 while none has */
+    pid_t guard, feeder;
+    pid_t groups[MOST_RANKS]; /* 0 once it is known to be empty */
+    rank ranks[MOST_RANKS];
+    stream streams[2 * MOST_RANKS]; /* output and error of each */
+    struct pollfd polled[2 * MOST_RANKS + 3];
+    stream queues[2]; /* of standard output and error */
+    phase phase;
+    int64_t deadline, asked_at; /* asked_at: of the first SIGINT or SIGTERM, 0 before */
+    int lost_output;            /* not 0: the exit status when the ranks were ended because our output is gone */
+    int hurry;                  /* leave although output is still waiting */
+    char token[TOKEN_BYTES + 1], directory[256];
 } launch;
 
-static int signal_pipe[2] = {-1, -1};
+static int wake[2];
 
 static int64_t now_ms(void)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
 }
 
-/* One line to stderr, in one write, so that it stays whole among the ranks' lines. */
-__attribute__((format(printf, 1, 2))) static void say(const char *format, ...)
+/* Ends this process, and by the guard everything. */
+static void refuse(int status, const char *format, ...)
 {
-    char text[1024] = "dtrun: ";
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text + 7, sizeof text - 8, format, arguments);
-    va_end(arguments);
-    strcat(text, "\n");
-    ssize_t ignored = write(2, text, strlen(text));
-    (void)ignored;
+    va_list list;
+    va_start(list, format);
+    fputs("dtrun: ", stderr);
+    vfprintf(stderr, format, list);
+    fputc('\n', stderr);
+    va_end(list);
+    exit(status);
 }
 
-static void on_signal(int number)
+static void make_pipe(int ends[2])
 {
-    int kept = errno;
-    unsigned char byte = (unsigned char)number;
-    ssize_t ignored = write(signal_pipe[1], &byte, 1);
-    (void)ignored;
-    errno = kept;
+    if (pipe(ends) != 0)
+        refuse(1, "pipe: %s", strerror(errno));
+    fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+    fcntl(ends[1], F_SETFD, FD_CLOEXEC);
 }
 
-static int number_of(const char *text, long least, long most, long *out)
+static void remove_directory(const char *path)
 {
-    char *end;
-    errno = 0;
-    *out = strtol(text, &end, 10);
-    return end != text && *end == 0 && errno == 0 && *out >= least && *out <= most;
+    DIR *directory = path[0] ? opendir(path) : NULL;
+    struct dirent *entry;
+    while (directory && (entry = readdir(directory)) != NULL)
+        unlinkat(dirfd(directory), entry->d_name, 0); /* "." and ".." are refused */
+    if (directory)
+        closedir(directory);
+    rmdir(path);
 }
 
-static int read_node(launch *l, const char *text)
+/* ---- >>options ---- */
+
+static void help(void)
 {
-    char host[16];
-    const char *slash = strchr(text, '/');
-    long node, nodes;
-    if (slash == NULL || (size_t)(slash - text) >= sizeof host)
-        return 0;
-    memcpy(host, text, (size_t)(slash - text));
-    host[slash - text] = 0;
-    if (!number_of(slash + 1, 1, MOST_RANKS, &nodes) || !number_of(host, 0, nodes - 1, &node))
-        return 0;
-    l->node = (int)node;
-    l->nodes = (int)nodes;
-    return 1;
+    puts("usage: dtrun -n RANKS [options] PROGRAM [ARGS...]\n"
+         "  -n N              processes on this host\n"
+         "  --node I/N        this is host I of N, each with as many processes; needs --root and --token-file\n"
+         "  --root ADDRESS    where rank 0 listens: host:port, [address]:port or unix:/path\n"
+         "  --unix            ranks meet over a unix socket in a private directory\n"
+         "  --token-file F    its first line is the group's secret, 16 to 255 bytes; else one is made\n"
+         "  --grace-ms N      before SIGTERM, and again before SIGKILL, once a rank failed; default 5000\n"
+         "  --threads N       OMP_NUM_THREADS and the like where they are not set; default 1\n"
+         "  --no-prefix       lines of output without [rank]\n"
+         "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN, DTRAIN_LOCAL_RANK and\n"
+         "DTRAIN_LOCAL_SIZE. Rank 0 has the standard input. When a rank fails the others are ended, and the exit\n"
+         "status is that rank's: 128 + N after signal N, 127 when PROGRAM cannot be run, 2 for a bad command line.");
+    exit(0);
 }
 
-/* Reads one flag with its value; returns how many arguments it took, 0 when it is wrong (and says so). */
-static int read_flag(launch *l, const char *flag, const char *value)
+static int number(const char *name, const char *text, int least, int most)
 {
-    long number = 0;
-    int good = value != NULL;
-    if (strcmp(flag, "--unix") == 0 || strcmp(flag, "--no-prefix") == 0) {
-        l->local |= flag[2] == 'u';
-        l->no_prefix |= flag[2] == 'n';
-        return 1;
+    size_t digits = strspn(text, "0123456789");
+    int value = digits > 0 && digits < 10 && text[digits] == 0 ? atoi(text) : -1;
+    if (value < least || value > most)
+        refuse(2, "%s takes a number from %d to %d, not \"%s\"", name, least, most, text);
+    return value;
+}
+
+static void check_options(const launch *l)
+{
+    if (l->local_size == 0)
+        refuse(2, "how many ranks? Give -n N; see dtrun --help");
+    if (!l->command[0] || l->command[0][0] == 0)
+        refuse(2, "which program? See dtrun --help");
+    if (l->root && l->use_unix)
+        refuse(2, "--unix makes a root itself: leave out --root");
+    if (l->root && !strchr(l->root, ':'))
+        refuse(2, "--root takes host:port or unix:/path, not \"%s\"", l->root);
+    if (l->nodes > 1 && (!l->root || !l->token_file))
+        refuse(2, "several nodes need --root host:port and --token-file, the same on each");
+}
+
+static void parse_node(launch *l, char *text)
+{
+    char *slash = strchr(text, '/');
+    if (!slash)
+        refuse(2, "--node takes I/N, as in 0/2, not \"%s\"", text);
+    *slash = 0;
+    l->nodes = number("N of --node I/N", slash + 1, 1, 65536);
+    l->node = number("I of --node I/N", text, 0, l->nodes - 1);
+}
+
+static void parse(launch *l, char **at)
+{
+    char *node = NULL;
+    const struct {
+        const char *name;
+        int least, most, *number; /* a number; without a most, a flag */
+        char **text;
+    } known[] = {{"-n", 1, MOST_RANKS, &l->local_size, NULL},  {"--grace-ms", 0, 86400000, &l->grace_ms, NULL},
+                 {"--threads", 1, 65536, &l->threads, NULL},   {"--unix", 0, 0, &l->use_unix, NULL},
+                 {"--no-prefix", 0, 0, &l->no_prefix, NULL},   {"--node", 0, 0, NULL, &node},
+                 {"--token-file", 0, 0, NULL, &l->token_file}, {"--root", 0, 0, NULL, &l->root}};
+    size_t i, count = sizeof known / sizeof *known;
+    l->nodes = l->threads = 1;
+    l->grace_ms = 5000;
+    for (; *at && (*at)[0] == '-' && strcmp(*at, "--") != 0; at++) {
+        for (i = 0; i < count && strcmp(*at, known[i].name) != 0;)
+            i++;
+        if (strcmp(*at, "--help") == 0 || strcmp(*at, "-h") == 0)
+            help();
+        if (i == count)
+            refuse(2, "unknown option %s; see dtrun --help", *at);
+        if ((known[i].text || known[i].most) && !*++at)
+            refuse(2, "%s needs a value; see dtrun --help", known[i].name);
+        if (known[i].text)
+            *known[i].text = *at;
+        else
+            *known[i].number = known[i].most ? number(known[i].name, *at, known[i].least, known[i].most) : 1;
     }
-    if (strcmp(flag, "-n") == 0) {
-        good = good && number_of(value, 1, MOST_RANKS, &number);
-        l->count = (int)number;
-    } else if (strcmp(flag, "--node") == 0) {
-        good = good && read_node(l, value);
-    } else if (strcmp(flag, "--threads") == 0) {
-        good = good && number_of(value, 1, 65536, &number);
-        l->threads = (int)number;
-    } else if (strcmp(flag, "--grace-ms") == 0) {
-        good = good && number_of(value, 0, INT_MAX, &l->grace_ms);
-    } else if (strcmp(flag, "--root") == 0) {
-        l->root = value;
-    } else if (strcmp(flag, "--token-file") == 0) {
-        l->token_file = value;
-    } else {
-        say("%s is no flag of dtrun; dtrun -n N [flags] PROGRAM [ARGUMENTS], --help lists them", flag);
-        return 0;
-    }
-    if (!good)
-        say("%s %s: not a value that it can have", flag, value != NULL ? value : "(nothing)");
-    return good ? 2 : 0;
+    l->command = *at && strcmp(*at, "--") == 0 ? at + 1 : at;
+    if (node)
+        parse_node(l, node);
+    check_options(l);
 }
 
-static int print_help(void)
+/* ---- >>environment ---- */
+
+static void read_token(char token[TOKEN_BYTES + 1], const char *path)
 {
-    printf("dtrun -n N [flags] PROGRAM [ARGUMENTS]\n"
-           "  -n N               processes on this host\n"
-           "  --node I/N         this is host I of N, each of which starts as many processes\n"
-           "  --root HOST:PORT   where rank 0 listens; without it, a free port of the loopback device\n"
-           "  --unix             unix sockets in a private directory\n"
-           "  --token-file F     the group's secret, first line of F; without it, one is made (one host only)\n"
-           "  --threads N        threads of a process for BLAS libraries, 1\n"
-           "  --grace-ms N       how long ranks may go on after one has failed, 5000\n"
-           "  --no-prefix        lines without \"[rank] \"\n");
-    return 0;
+    char text[TOKEN_BYTES + 3] = "";
+    struct stat about;
+    FILE *file = fopen(path, "r");
+    if (!file || fstat(fileno(file), &about) != 0 || (!fgets(text, sizeof text, file) && ferror(file)))
+        refuse(2, "token file %s: %s", path, strerror(errno));
+    fclose(file);
+    text[strcspn(text, "\r\n")] = 0;
+    if (strlen(text) < 16 || strlen(text) > TOKEN_BYTES)
+        refuse(2, "token file %s: its first line must be a text of 16 to %d bytes", path, TOKEN_BYTES);
+    if (S_ISREG(about.st_mode) && (about.st_mode & 077) != 0)
+        fprintf(stderr, "dtrun: warning: token file %s is not its owner's alone; chmod 600 makes it so\n", path);
+    memcpy(token, text, strlen(text) + 1);
 }
 
-static int read_arguments(launch *l, int argc, char **argv)
+static void make_token(char token[TOKEN_BYTES + 1])
 {
-    int at = 1;
-    while (at < argc && argv[at][0] == '-') {
-        int taken = read_flag(l, argv[at], at + 1 < argc ? argv[at + 1] : NULL);
-        if (taken == 0)
-            return 0;
-        at += taken;
-    }
-    l->program = argv + at;
-    if (l->count == 0 || at >= argc)
-        say(l->count == 0 ? "-n N is needed: how many processes?" : "no program is given");
-    else if ((long)l->count * l->nodes > MOST_RANKS)
-        say("%d processes on %d hosts are more than %d ranks", l->count, l->nodes, MOST_RANKS);
-    else if (l->nodes > 1 && (l->root == NULL || l->token_file == NULL))
-        say("several hosts need --root host:port and --token-file, the same on each");
-    else if (l->local && (l->root != NULL || l->nodes > 1))
-        say("--unix is for one host, and chooses the root itself");
-    else
-        return 1;
-    return 0;
+    unsigned char random[32];
+    size_t i;
+    int fd = open("/dev/urandom", O_RDONLY);
+    if (fd < 0 || read(fd, random, sizeof random) != sizeof random)
+        refuse(1, "/dev/urandom: %s", strerror(errno));
+    close(fd);
+    for (i = 0; i < sizeof random; i++)
+        snprintf(token + 2 * i, 3, "%02x", random[i]);
 }
 
-static int read_token(launch *l)
+static void listen_for_rank_0(launch *l, char *root, size_t bytes)
 {
-    static const char digits[] = "0123456789abcdef";
-    unsigned char bytes[32];
-    int fd = open(l->token_file != NULL ? l->token_file : "/dev/urandom", O_RDONLY | O_CLOEXEC);
-    ssize_t n = -1;
-    if (fd >= 0)
-        n = l->token_file != NULL ? read(fd, l->token, sizeof l->token - 1) : read(fd, bytes, sizeof bytes);
-    int error = errno;
-    if (fd >= 0)
-        close(fd);
-    if (n < 0 || (l->token_file == NULL && n != (ssize_t)sizeof bytes)) {
-        say("%s cannot be read: %s", l->token_file != NULL ? l->token_file : "/dev/urandom", strerror(error));
-        return 0;
-    }
-    for (size_t i = 0; l->token_file == NULL && i < sizeof bytes; i++) {
-        l->token[2 * i] = digits[bytes[i] >> 4];
-        l->token[2 * i + 1] = digits[bytes[i] & 15];
-    }
-    l->token[l->token_file != NULL ? n : 64] = 0;
-    l->token[strcspn(l->token, "\r\n")] = 0;
-    if (strlen(l->token) >= 16 && strlen(l->token) <= 255)
-        return 1;
-    say("the first line of %s has %zu bytes; a token has 16 to 255", l->token_file, strlen(l->token));
-    return 0;
-}
-
-/* Decides where ranks meet: the given root, a private directory, or a port that is bound here and now. */
-static int make_root(launch *l)
-{
-    const char *base = getenv("TMPDIR");
     struct sockaddr_in address;
-    socklen_t bytes = sizeof address;
-    if (l->root != NULL) {
-        snprintf(l->address, sizeof l->address, "%s", l->root);
-        return 1;
-    }
-    if (l->local) {
-        snprintf(l->directory, sizeof l->directory, "%.60s/dtrun-XXXXXX", base != NULL && *base != 0 ? base : "/tmp");
-        if (mkdtemp(l->directory) == NULL) {
-            say("cannot make a directory %s: %s", l->directory, strerror(errno));
-            l->directory[0] = 0;
-            return 0;
-        }
-        snprintf(l->address, sizeof l->address, "unix:%s/root", l->directory);
-        return 1;
-    }
+    socklen_t length = sizeof address;
+    l->listener = socket(AF_INET, SOCK_STREAM, 0);
     memset(&address, 0, sizeof address);
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    l->listener = socket(AF_INET, SOCK_STREAM, 0);
-    if (l->listener < 0 || fcntl(l->listener, F_SETFD, FD_CLOEXEC) < 0 ||
-        bind(l->listener, (struct sockaddr *)&address, bytes) != 0 || listen(l->listener, 1024) != 0 ||
-        getsockname(l->listener, (struct sockaddr *)&address, &bytes) != 0) {
-        say("cannot listen on the loopback device: %s", strerror(errno));
-        return 0;
-    }
-    snprintf(l->address, sizeof l->address, "127.0.0.1:%d", ntohs(address.sin_port));
-    return 1;
-}
-
-/* Removes the private directory and what ranks that were killed left in it. */
-static void remove_root(launch *l)
-{
-    char path[300];
-    if (l->directory[0] == 0)
-        return;
-    snprintf(path, sizeof path, "%s/root", l->directory);
-    unlink(path);
-    for (int rank = 0; rank < l->count; rank++) {
-        snprintf(path, sizeof path, "%s/root.%d", l->directory, rank);
-        unlink(path);
-    }
-    rmdir(l->directory);
+    if (l->listener < 0 || bind(l->listener, (struct sockaddr *)&address, length) != 0 ||
+        listen(l->listener, 1024) != 0 || getsockname(l->listener, (struct sockaddr *)&address, &length) != 0)
+        refuse(1, "cannot listen on 127.0.0.1: %s", strerror(errno));
+    fcntl(l->listener, F_SETFD, FD_CLOEXEC);
+    snprintf(root, bytes, "127.0.0.1:%d", ntohs(address.sin_port));
 }
 
 static void set_number(const char *name, int value, int overwrite)
@@ -282,335 +257,544 @@ static void set_number(const char *name, int value, int overwrite)
     setenv(name, text, overwrite);
 }
 
-/* The child's side, up to the program. Never returns; what goes wrong is written to report. */
-static void become_rank(launch *l, int index, int out, int err, int report, pid_t parent)
+static void set_environment(launch *l)
 {
-    int in = index == 0 && l->node == 0 && !isatty(0) ? 0 : open("/dev/null", O_RDONLY), error;
-    sigset_t none;
-    setpgid(0, 0);
-#ifdef __linux__
-    prctl(PR_SET_PDEATHSIG, SIGKILL); /* a dtrun that is killed leaves no ranks behind */
-#endif
-    if (getppid() != parent)
-        _exit(CANNOT_RUN);
-    for (int number = 1; number < NSIG; number++)
-        signal(number, SIG_DFL);
-    sigemptyset(&none);
-    sigprocmask(SIG_SETMASK, &none, NULL);
-    if ((in != 0 && dup2(in, 0) < 0) || dup2(out, 1) < 0 || dup2(err, 2) < 0)
-        _exit(CANNOT_RUN);
-    if (in > 2)
-        close(in);
-    set_number("DTRAIN_RANK", l->node * l->count + index, 1);
-    set_number("DTRAIN_WORLD_SIZE", l->nodes * l->count, 1);
-    set_number("DTRAIN_LOCAL_RANK", index, 1);
-    set_number("DTRAIN_LOCAL_SIZE", l->count, 1);
-    setenv("DTRAIN_ROOT", l->address, 1);
+    const char *parent = getenv("TMPDIR");
+    char root[sizeof l->directory + 16];
+    if (l->use_unix) {
+        if (!parent || parent[0] != '/' || strlen(parent) > 72) /* a socket's path has room for 104 bytes */
+            parent = "/tmp";
+        snprintf(l->directory, sizeof l->directory, "%s/dtrun.XXXXXX", parent);
+        if (!mkdtemp(l->directory))
+            refuse(1, "cannot make a directory in %s: %s", parent, strerror(errno));
+        snprintf(root, sizeof root, "unix:%s/root", l->directory);
+    } else if (!l->root)
+        listen_for_rank_0(l, root, sizeof root);
+    setenv("DTRAIN_ROOT", l->root ? l->root : root, 1);
     setenv("DTRAIN_TOKEN", l->token, 1);
+    unsetenv("DTRAIN_TOKEN_FILE");
     unsetenv("DTRAIN_LISTEN_FD");
-    if (l->listener >= 0 && index == 0) {
-        fcntl(l->listener, F_SETFD, 0);
-        set_number("DTRAIN_LISTEN_FD", l->listener, 1);
-    }
+    set_number("DTRAIN_WORLD_SIZE", l->local_size * l->nodes, 1);
+    set_number("DTRAIN_LOCAL_SIZE", l->local_size, 1);
     set_number("OMP_NUM_THREADS", l->threads, 0);
     set_number("OPENBLAS_NUM_THREADS", l->threads, 0);
     set_number("MKL_NUM_THREADS", l->threads, 0);
-    execvp(l->program[0], l->program);
-    error = errno;
-    ssize_t ignored = write(report, &error, sizeof error);
-    (void)ignored;
-    _exit(CANNOT_RUN);
 }
 
-static int make_pipe(int ends[2])
+/* Keeps what the caller left open from the ranks, and makes room for two pipes a rank here and for connections to
+ * all ranks there. */
+static void set_descriptors(const launch *l)
 {
-    return pipe(ends) == 0 && fcntl(ends[0], F_SETFD, FD_CLOEXEC) == 0 && fcntl(ends[1], F_SETFD, FD_CLOEXEC) == 0;
+    struct rlimit limit;
+    struct dirent *entry;
+    DIR *open_ones = opendir("/dev/fd");
+    while (open_ones && (entry = readdir(open_ones)) != NULL)
+        if (atoi(entry->d_name) > 2)
+            fcntl(atoi(entry->d_name), F_SETFD, FD_CLOEXEC);
+    if (open_ones)
+        closedir(open_ones);
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= (rlim_t)l->local_size * (rlim_t)l->nodes * 2 + 64)
+        return;
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
 }
 
-/* Starts one rank; returns 0 when the program cannot be run (and says so). */
-static int start_rank(launch *l, int index)
+/* ---- >>output ---- */
+
+static stream *queue_of(launch *l, int which)
 {
-    child *c = &l->children[index];
-    int out[2], err[2], report[2], error = 0;
-    pid_t parent = getpid();
-    if (!make_pipe(out) || !make_pipe(err) || !make_pipe(report)) {
-        say("no pipe for rank %d: %s", l->node * l->count + index, strerror(errno));
-        return 0;
+    return &l->queues[l->queues[1].fd == 1 ? 0 : which]; /* one for both, where both are one file */
+}
+
+static void append(stream *s, const char *bytes, size_t count)
+{
+    if (s->gone || count == 0)
+        return;
+    if (count > s->room - s->length) {
+        s->room = (s->length + count) * 2;
+        s->bytes = realloc(s->bytes, s->room);
+        if (!s->bytes)
+            refuse(1, "out of memory");
     }
-    c->pid = fork();
-    if (c->pid == 0)
-        become_rank(l, index, out[1], err[1], report[1], parent);
-    close(out[1]);
-    close(err[1]);
-    close(report[1]);
-    if (c->pid < 0) {
-        say("the system refused a process for rank %d: %s", l->node * l->count + index, strerror(errno));
-        return 0;
+    memcpy(s->bytes + s->length, bytes, count);
+    s->length += count;
+}
+
+static void say(launch *l, const char *format, ...)
+{
+    char text[1024] = "dtrun: ";
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text + 7, sizeof text - 8, format, list);
+    va_end(list);
+    strcat(text, "\n");
+    append(queue_of(l, 1), text, strlen(text));
+}
+
+static void emit_line(launch *l, int index)
+{
+    stream *s = &l->streams[index];
+    stream *q = queue_of(l, index % 2);
+    char prefix[24];
+    snprintf(prefix, sizeof prefix, "[%d] ", l->first_rank + index / 2);
+    if (!l->no_prefix)
+        append(q, prefix, strlen(prefix));
+    append(q, s->bytes, s->length);
+    append(q, "\n", 1);
+    s->length = 0;
+}
+
+static void take_bytes(launch *l, int index, const char *bytes, size_t count)
+{
+    stream *s = &l->streams[index];
+    for (; count > 0; bytes++, count--) {
+        int is_end = *bytes == '\n' || *bytes == '\r';
+        int ends = *bytes == '\n' ? !s->after_return : is_end && s->length > 0;
+        if (ends || (!is_end && s->length == LINE_BYTES))
+            emit_line(l, index);
+        s->after_return = *bytes == '\r' && (ends || s->after_return);
+        if (!is_end)
+            append(s, bytes, 1);
     }
-    setpgid(c->pid, c->pid); /* the child does so too: whoever comes first */
-    c->streams[0].fd = out[0];
-    c->streams[1].fd = err[0];
-    l->running++;
-    for (int i = 0; i < 2; i++)
-        fcntl(c->streams[i].fd, F_SETFL, O_NONBLOCK);
-    ssize_t n;
-    while ((n = read(report[0], &error, sizeof error)) < 0 && errno == EINTR)
-        continue;
-    close(report[0]);
-    if (n != (ssize_t)sizeof error)
-        return 1;
-    say("%s cannot be run: %s", l->program[0], strerror(error));
+}
+
+/* Returns 1 when there may be more. */
+static int read_stream(launch *l, int index)
+{
+    stream *s = &l->streams[index];
+    char bytes[READ_BYTES];
+    ssize_t got = s->fd < 0 ? -1 : read(s->fd, bytes, sizeof bytes);
+    if (got > 0)
+        take_bytes(l, index, bytes, (size_t)got);
+    if (got != 0)
+        return got > 0;
+    if (s->length > 0)
+        emit_line(l, index);
+    close(s->fd);
+    s->fd = -1;
     return 0;
 }
 
-static void write_all(int fd, const char *data, size_t bytes)
+/* ---- >>ending ---- */
+
+static void signal_groups(const launch *l, int signal_number)
 {
-    while (bytes > 0) {
-        ssize_t n = write(fd, data, bytes);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-            struct pollfd one = {fd, POLLOUT, 0};
-            poll(&one, 1, 1000);
-            continue;
-        }
-        if (n <= 0) /* nobody reads any more; the ranks go on */
-            return;
-        data += n;
-        bytes -= (size_t)n;
-    }
+    int i;
+    for (i = 0; i < l->started; i++)
+        if (l->groups[i] > 0)
+            kill(-l->groups[i], signal_number);
 }
 
-static void put_line(launch *l, int index, int which, const char *text, size_t bytes, int ended)
+static void go_on(launch *l, phase next, int signal_number)
 {
-    static char whole[LINE_BYTES + 32];
-    size_t at = 0;
-    if (!l->no_prefix)
-        at = (size_t)snprintf(whole, 24, "[%d] ", l->node * l->count + index);
-    memcpy(whole + at, text, bytes);
-    at += bytes;
-    if (!ended)
-        whole[at++] = '\n';
-    write_all(which + 1, whole, at);
+    const int64_t waits[] = {0, SETTLE_MS, l->grace_ms, l->grace_ms, (int64_t)l->grace_ms + LINGER_MS, LINGER_MS};
+    l->phase = next;
+    l->deadline = now_ms() + waits[next];
+    signal_groups(l, signal_number);
+    if (signal_number == SIGTERM)
+        signal_groups(l, SIGCONT); /* or a stopped process would not end */
 }
 
-/* Passes on what whole lines a rank has written; `last` also what has no end. */
-static void pass_lines(launch *l, int index, int which, int last)
+static void reap(pid_t pid)
 {
-    stream *s = &l->children[index].streams[which];
-    size_t begin = 0;
-    for (size_t i = 0; i < s->bytes; i++)
-        if (s->line[i] == '\n' || s->line[i] == '\r') {
-            put_line(l, index, which, s->line + begin, i + 1 - begin, 1);
-            begin = i + 1;
-        }
-    if (begin < s->bytes && (last || (begin == 0 && s->bytes == LINE_BYTES))) {
-        put_line(l, index, which, s->line + begin, s->bytes - begin, 0);
-        begin = s->bytes;
-    }
-    memmove(s->line, s->line + begin, s->bytes - begin);
-    s->bytes -= begin;
+    while (waitpid(pid, NULL, 0) < 0 && errno == EINTR)
+        continue;
 }
 
-static void read_stream(launch *l, int index, int which)
+static void clean_up(const launch *l)
 {
-    stream *s = &l->children[index].streams[which];
-    ssize_t n = read(s->fd, s->line + s->bytes, LINE_BYTES - s->bytes);
-    if (n < 0 && (errno == EINTR || errno == EAGAIN))
-        return;
-    s->bytes += n > 0 ? (size_t)n : 0;
-    pass_lines(l, index, which, n <= 0);
-    if (n <= 0) {
-        close(s->fd);
-        s->fd = -1;
-    }
+    signal_groups(l, SIGKILL);
+    remove_directory(l->directory);
+    kill(l->guard, SIGKILL);
+    reap(l->guard);
+    if (l->feeder > 0 && kill(l->feeder, SIGKILL) == 0)
+        reap(l->feeder);
 }
 
-static void signal_ranks(launch *l, int number)
+static const char *end_of(const launch *l, int index, char text[160])
 {
-    for (int i = 0; i < l->count; i++)
-        if (l->children[i].pid > 0 && (!l->children[i].ended || number == SIGKILL))
-            kill(-l->children[i].pid, number);
-}
-
-static void describe(char *text, size_t capacity, int status)
-{
-    if (WIFSIGNALED(status))
-        snprintf(text, capacity, "was killed by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
-    else if (WEXITSTATUS(status) != 0)
-        snprintf(text, capacity, "exited with status %d", WEXITSTATUS(status));
+    const rank *r = &l->ranks[index];
+    int length = snprintf(text, 160, r->pid ? "rank %d (pid %ld) " : "rank %d ", l->first_rank + index, (long)r->pid);
+    if (r->code == CLD_EXITED)
+        snprintf(text + length, 64, "exited with status %d", r->value);
+    else if (r->code)
+        snprintf(text + length, 64, "was killed by signal %d (%s)", r->value, strsignal(r->value));
     else
-        snprintf(text, capacity, "ended well");
+        snprintf(text + length, 64, r->pid ? "has not ended" : "was not started");
+    return text;
 }
 
-static void reap(launch *l)
+static void look_at(launch *l, int index)
 {
-    int status;
-    pid_t pid;
-    while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
-        for (int i = 0; i < l->count; i++) {
-            child *c = &l->children[i];
-            char how[96];
-            if (c->pid != pid || c->ended)
-                continue;
-            c->ended = 1;
-            c->status = status;
-            l->running--;
-            if (status == 0 || l->failed >= 0)
-                continue;
-            l->failed = i;
-            describe(how, sizeof how, status);
-            if (l->running > 0 && l->stage == 0)
-                say("rank %d (pid %ld) %s; ending the other %d", l->node * l->count + i, (long)pid, how, l->running);
-            else
-                say("rank %d (pid %ld) %s", l->node * l->count + i, (long)pid, how);
-        }
-}
-
-/* Takes the ranks that are left a step nearer to their end, when the time has come. */
-static void advance_end(launch *l)
-{
-    int64_t now = now_ms();
-    if (l->failed >= 0 && l->stage == 0) {
-        l->stage = 1;
-        l->ended_ms = now;
-    }
-    if (l->stage == 0 || l->stage == 3 || now - l->ended_ms < l->grace_ms)
+    rank *r = &l->ranks[index];
+    siginfo_t info;
+    info.si_pid = 0;
+    if (r->code || waitid(P_PID, (id_t)r->pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
         return;
-    l->ended_ms = now;
-    signal_ranks(l, l->stage == 1 ? SIGTERM : SIGKILL);
-    signal_ranks(l, SIGCONT);
-    l->stage++;
+    r->code = info.si_code;
+    r->value = info.si_status;
+    l->running--;
+    if (r->code == CLD_EXITED && r->value == 0)
+        return;
+    if (l->first_failed < 0 ||
+        (l->phase == FAILED && l->ranks[l->first_failed].code == CLD_EXITED && r->code != CLD_EXITED))
+        l->first_failed = index;
+    if (l->phase == STARTED)
+        go_on(l, FAILED, 0);
 }
 
-static void take_signals(launch *l)
+static void name_first(launch *l)
 {
-    unsigned char number;
-    while (read(signal_pipe[0], &number, 1) == 1) {
-        if (number == SIGCHLD)
-            continue;
-        signal_ranks(l, number);
-        if (number != SIGINT && number != SIGTERM && number != SIGHUP && number != SIGQUIT)
-            continue;
-        if (++l->interrupts > 1) {
-            signal_ranks(l, SIGKILL);
-            l->stage = 3;
-        } else if (l->stage < 2) {
-            l->stage = 2;
-            l->ended_ms = now_ms();
-        }
+    char text[160], others[40] = "";
+    if (l->running > 0)
+        snprintf(others, sizeof others, "; ending the other %d rank%s", l->running, l->running == 1 ? "" : "s");
+    say(l, "%s%s", end_of(l, l->first_failed, text), others);
+}
+
+static void check_deadline(launch *l)
+{
+    phase now = l->phase;
+    if (now == STARTED || now == LINGERING || now_ms() < l->deadline)
+        return;
+    l->hurry = now == KILLED;
+    if (now == FAILED)
+        name_first(l);
+    else if (now != KILLED)
+        say(l, "%d rank%s did not end within %d ms: %s", l->running, l->running == 1 ? "" : "s", l->grace_ms,
+            now == LEAVING ? "SIGTERM" : "SIGKILL");
+    if (now != KILLED)
+        go_on(l, now + 1, now == LEAVING ? SIGTERM : now == TERMINATING ? SIGKILL : 0);
+}
+
+/* Writes what a reader takes at once. poll() grants PIPE_BUF bytes, more could block, and to make the descriptor
+ * non-blocking would change it for all others that have it. */
+static void flush(launch *l, stream *q)
+{
+    struct pollfd ready = {q->fd, POLLOUT, 0};
+    size_t done = 0;
+    ssize_t written = 0;
+    while (done < q->length && done < 64 * PIPE_BUF && written >= 0 && poll(&ready, 1, 0) > 0) {
+        written = write(q->fd, q->bytes + done, q->length - done < PIPE_BUF ? q->length - done : PIPE_BUF);
+        done += written > 0 ? (size_t)written : 0;
+    }
+    if (done > 0)
+        memmove(q->bytes, q->bytes + done, q->length -= done);
+    if (written >= 0 || errno == EINTR || errno == EAGAIN)
+        return;
+    q->gone = 1;
+    q->length = 0;
+    if (l->first_failed < 0)
+        l->lost_output = errno == EPIPE ? 128 + SIGPIPE : 1;
+    if (l->phase <= LEAVING) {
+        say(l, "standard %s: %s; ending the ranks", q == l->queues ? "output" : "error", strerror(errno));
+        go_on(l, TERMINATING, SIGTERM);
     }
 }
 
-/* Watches the ranks until the last one has ended and its output has been passed on. */
-static void watch(launch *l)
+/* ---- >>signals ---- */
+
+static void on_signal(int signal_number, siginfo_t *info, void *context)
 {
-    struct pollfd *fds = (struct pollfd *)malloc(sizeof(struct pollfd) * (size_t)(2 * l->count + 1));
-    int *owner = (int *)malloc(sizeof(int) * (size_t)(2 * l->count + 1));
-    int64_t drained_ms = 0;
-    while (fds != NULL && owner != NULL) {
-        int count = 0, n;
-        fds[count].fd = signal_pipe[0];
-        fds[count++].events = POLLIN;
-        for (int i = 0; i < 2 * l->count; i++)
-            if (l->children[i / 2].streams[i % 2].fd >= 0) {
-                owner[count] = i;
-                fds[count].fd = l->children[i / 2].streams[i % 2].fd;
-                fds[count++].events = POLLIN;
-            }
-        if (l->running == 0 && drained_ms == 0) {
-            drained_ms = now_ms();
-            signal_ranks(l, SIGKILL); /* what the ranks have started and left behind */
-        }
-        if (l->running == 0 && (count == 1 || now_ms() - drained_ms > 2000))
-            break;
-        n = poll(fds, (nfds_t)count, l->stage > 0 || l->running == 0 ? 50 : 1000);
-        for (int i = 1; n > 0 && i < count; i++)
-            if (fds[i].revents != 0)
-                read_stream(l, owner[i] / 2, owner[i] % 2);
-        take_signals(l);
-        reap(l);
-        advance_end(l);
-    }
-    free(fds);
-    free(owner);
+    int saved = errno;
+    int note[2] = {signal_number, info->si_pid};
+    ssize_t written = write(wake[1], note, sizeof note); /* when it is full it will be read, and every rank looked at */
+    (void)written;
+    (void)context;
+    errno = saved;
 }
 
-static int watch_signals(void)
+static void catch_signals(void)
 {
-    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCHLD};
-    struct sigaction action;
-    struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
-        files.rlim_cur = files.rlim_max;
-        setrlimit(RLIMIT_NOFILE, &files); /* many ranks have many pipes, and rank 0 many connections */
-    }
-    if (!make_pipe(signal_pipe) || fcntl(signal_pipe[0], F_SETFL, O_NONBLOCK) < 0 ||
-        fcntl(signal_pipe[1], F_SETFL, O_NONBLOCK) < 0)
-        return 0;
+    static const int caught[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT, SIGCHLD};
+    struct sigaction action, before;
+    size_t i;
+    make_pipe(wake);
+    fcntl(wake[0], F_SETFL, O_NONBLOCK);
+    fcntl(wake[1], F_SETFL, O_NONBLOCK);
     memset(&action, 0, sizeof action);
-    action.sa_handler = on_signal;
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_NOCLDSTOP;
     sigfillset(&action.sa_mask);
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
-        sigaction(numbers[i], &action, NULL);
-    action.sa_handler = SIG_IGN;
-    sigaction(SIGPIPE, &action, NULL);
-    return 1;
+    for (i = 0; i < sizeof caught / sizeof *caught; i++) {
+        sigaction(caught[i], NULL, &before);
+        if (before.sa_handler != SIG_IGN || caught[i] == SIGCHLD) /* nohup, and sh for what runs in its background */
+            sigaction(caught[i], &action, NULL);
+    }
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGTTIN, SIG_IGN); /* for the cat of input_of, which stops alone in the background */
+    sigemptyset(&action.sa_mask);
+    sigprocmask(SIG_SETMASK, &action.sa_mask, NULL);
 }
 
-static int run(launch *l)
+static void asked_to_end(launch *l, int signal_number)
 {
-    int status = 0, started = 0;
-    l->children = (child *)calloc((size_t)l->count, sizeof(child));
-    for (int i = 0; l->children != NULL && i < l->count; i++)
-        for (int which = 0; which < 2; which++) {
-            l->children[i].streams[which].fd = -1;
-            l->children[i].streams[which].line = (char *)malloc(LINE_BYTES);
-            if (l->children[i].streams[which].line == NULL)
-                l->count = 0;
-        }
-    if (l->children == NULL || l->count == 0) {
-        say("no memory");
-        return 1;
+    int counts = signal_number == SIGINT || signal_number == SIGTERM;
+    if (l->phase == LINGERING)
+        l->hurry = 1;
+    else if (counts && l->asked_at && now_ms() - l->asked_at >= SAME_SIGNAL_MS)
+        go_on(l, KILLED, SIGKILL);
+    else if (l->phase == TERMINATING || l->phase == KILLED)
+        signal_groups(l, signal_number);
+    else {
+        say(l, "signal %d (%s) passed on; SIGKILL follows after %d ms or a second signal", signal_number,
+            strsignal(signal_number), l->grace_ms);
+        go_on(l, TERMINATING, signal_number);
     }
-    while (started < l->count && start_rank(l, started))
-        started++;
-    if (l->listener >= 0)
-        close(l->listener);
-    if (started < l->count) {
-        signal_ranks(l, SIGKILL);
-        while (waitpid(-1, &status, 0) > 0 || errno == EINTR)
-            continue;
-        return CANNOT_RUN;
+    if (counts && !l->asked_at)
+        l->asked_at = now_ms();
+}
+
+static void take_note(launch *l, int signal_number, pid_t pid)
+{
+    int64_t since = now_ms();
+    int i;
+    if (signal_number == SIGCHLD) { /* many ends make one signal, which tells of the first */
+        for (i = 0; i < l->started; i++)
+            if (l->ranks[i].pid == pid)
+                look_at(l, i);
+    } else if (signal_number == SIGTSTP) {
+        signal_groups(l, SIGTSTP);
+        raise(SIGSTOP);
+        l->deadline += now_ms() - since;
+    } else if (signal_number == SIGCONT || signal_number == SIGUSR1 || signal_number == SIGUSR2)
+        signal_groups(l, signal_number);
+    else
+        asked_to_end(l, signal_number);
+}
+
+/* Waits for anything to happen, and does what is to be done. */
+static void turn(launch *l, int64_t wait_ms)
+{
+    int i, note[2], any, count = 2 * l->started;
+    for (i = 0; i < count; i++)
+        l->polled[i] = (struct pollfd){queue_of(l, i % 2)->length < QUEUE_BYTES ? l->streams[i].fd : -1, POLLIN, 0};
+    for (i = 0; i < 2; i++)
+        l->polled[count + i] = (struct pollfd){l->queues[i].length > 0 ? l->queues[i].fd : -1, POLLOUT, 0};
+    l->polled[count + 2] = (struct pollfd){wake[0], POLLIN, 0};
+    if (poll(l->polled, (nfds_t)count + 3, wait_ms < 0 ? 0 : (int)wait_ms) > 0)
+        for (i = 0; i < count; i++)
+            if (l->polled[i].revents)
+                read_stream(l, i);
+    for (any = 0; read(wake[0], note, sizeof note) == sizeof note; any = 1)
+        take_note(l, note[0], note[1]);
+    for (i = 0; any && i < l->started; i++)
+        look_at(l, i);
+    flush(l, &l->queues[0]);
+    flush(l, &l->queues[1]);
+    check_deadline(l);
+}
+
+/* ---- >>start ---- */
+
+/* A child that has none of our signal handling; on Linux it is killed when this process ends. */
+static pid_t fork_child(void)
+{
+    sigset_t all, before;
+    pid_t parent = getpid(), child;
+    int i;
+    sigfillset(&all);
+    sigprocmask(SIG_SETMASK, &all, &before); /* no signal meets our handlers in the child */
+    child = fork();
+    for (i = 1; child == 0 && i < NSIG; i++)
+        if (i != SIGKILL && i != SIGSTOP)
+            signal(i, SIG_DFL);
+    sigprocmask(SIG_SETMASK, &before, NULL); /* which is empty, see catch_signals */
+    if (child != 0)
+        return child;
+#ifdef __linux__
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+    if (getppid() != parent)
+        _exit(127);
+    return 0;
+}
+
+/* Outlives this process by the moment that it takes to clean up after it. */
+static void start_guard(launch *l)
+{
+    int i, ends[2]; /* the writing end closes with this process */
+    char byte;
+    pid_t pid;
+    make_pipe(ends);
+    pid = fork_child();
+    if (pid < 0)
+        refuse(1, "fork: %s", strerror(errno));
+    close(ends[pid == 0]);
+    if (pid > 0) {
+        l->guard = pid;
+        return;
     }
-    watch(l);
-    for (int i = 0; i < l->count && l->failed >= 0; i++) {
-        char how[96];
-        describe(how, sizeof how, l->children[i].status);
-        say("rank %d %s", l->node * l->count + i, how);
+#ifdef __linux__
+    prctl(PR_SET_PDEATHSIG, 0);
+    prctl(PR_SET_NAME, "dtrun-guard");
+#endif
+    setsid();
+    for (i = 1; i < NSIG; i++)
+        signal(i, SIG_IGN);
+    while (read(ends[0], &byte, 1) > 0)
+        continue;
+    signal_groups(l, SIGKILL);
+    remove_directory(l->directory);
+    _exit(0);
+}
+
+/* Rank 0 may not read from the terminal, being no member of its foreground group; a cat of ours may. */
+static int input_of(launch *l, int index)
+{
+    int ends[2];
+    pid_t pid;
+    if (l->first_rank + index > 0)
+        return open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (!isatty(0))
+        return fcntl(0, F_DUPFD_CLOEXEC, 3);
+    make_pipe(ends);
+    pid = fork_child();
+    if (pid == 0) {
+        dup2(ends[1], 1);
+        execlp("cat", "cat", (char *)NULL);
+        _exit(127);
     }
-    status = l->failed >= 0 ? l->children[l->failed].status : 0;
-    return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    l->feeder = pid;
+    close(ends[1]);
+    return ends[0];
+}
+
+static void become_rank(const launch *l, int index, const int standard[3], int report)
+{
+    int i, error, global = l->first_rank + index;
+    setpgid(0, 0);
+    set_number("DTRAIN_RANK", global, 1);
+    set_number("DTRAIN_LOCAL_RANK", index, 1);
+    if (global == 0 && l->listener >= 0) {
+        set_number("DTRAIN_LISTEN_FD", l->listener, 1);
+        fcntl(l->listener, F_SETFD, 0);
+    }
+    for (i = 0; i < 3; i++)
+        dup2(standard[i], i);
+    execvp(l->command[0], l->command);
+    error = errno;
+    _exit(write(report, &error, sizeof error) < 0 ? 126 : 127);
+}
+
+/* Nothing of the ranks' output is shown: it would only hide the reason. */
+static void give_up_start(launch *l, int status, const char *what, int error)
+{
+    int i;
+    clean_up(l);
+    for (i = 0; i < l->started; i++)
+        reap(l->ranks[i].pid);
+    refuse(status, "cannot %s %s: %s", status == 127 ? "run" : "start another", what, strerror(error));
+}
+
+static void start_rank(launch *l, int index)
+{
+    int i, pipes[3][2], standard[3], error = 0;
+    ssize_t got;
+    pid_t pid;
+    for (i = 0; i < 3; i++)
+        make_pipe(pipes[i]); /* output, error, and whether the program could be run */
+    standard[0] = input_of(l, index);
+    standard[1] = pipes[0][1];
+    standard[2] = pipes[1][1];
+    pid = fork_child();
+    if (pid == 0)
+        become_rank(l, index, standard, pipes[2][1]);
+    if (pid < 0)
+        give_up_start(l, 1, "rank", errno);
+    l->groups[index] = l->ranks[index].pid = pid;
+    l->started++;
+    l->running++;
+    close(standard[0]);
+    for (i = 0; i < 3; i++)
+        close(pipes[i][1]);
+    for (i = 0; i < 2; i++) {
+        fcntl(pipes[i][0], F_SETFL, O_NONBLOCK);
+        l->streams[2 * index + i].fd = pipes[i][0];
+    }
+    while ((got = read(pipes[2][0], &error, sizeof error)) < 0 && errno == EINTR)
+        continue;
+    close(pipes[2][0]);
+    if (got > 0)
+        give_up_start(l, 127, l->command[0], error);
+}
+
+/* Says whether a group still has a member or a pipe a writer, and forgets the numbers of empty groups. */
+static int remains(launch *l)
+{
+    int i, any = 0;
+    for (i = 0; i < l->started; i++) {
+        if (l->groups[i] > 0 && kill(-l->groups[i], 0) != 0 && errno == ESRCH)
+            l->groups[i] = 0;
+        any |= l->groups[i] > 0 || l->streams[2 * i].fd >= 0 || l->streams[2 * i + 1].fd >= 0;
+    }
+    return any;
+}
+
+static int finish(launch *l)
+{
+    const rank *first = &l->ranks[l->first_failed < 0 ? 0 : l->first_failed];
+    int i, reads, unnamed = l->phase == FAILED;
+    char text[160];
+    for (i = 0; l->running == 0 && i < l->started; i++)
+        reap(l->ranks[i].pid);
+    if (l->running == 0)
+        go_on(l, LINGERING, 0);
+    /* what the ranks left behind, a tee or a logger, may still end by itself; nobody tells when */
+    while (!l->hurry && remains(l) && now_ms() < l->deadline)
+        turn(l, 20);
+    clean_up(l);
+    for (i = 0; i < 2 * l->started; i++) {
+        for (reads = 0; reads < 8 && read_stream(l, i);) /* what is there; somebody may write for ever */
+            reads++;
+        if (l->streams[i].length > 0)
+            emit_line(l, i);
+    }
+    if (unnamed)
+        name_first(l);
+    for (i = 0; l->first_failed >= 0 && l->local_size > 1 && i < l->local_size; i++)
+        say(l, "%s%s", end_of(l, i, text), i == l->first_failed ? ", the first to fail" : "");
+    do
+        turn(l, l->queues[0].length + l->queues[1].length > 0 ? 1000 : 0);
+    while (!l->hurry && l->queues[0].length + l->queues[1].length > 0);
+    if (l->lost_output)
+        return l->lost_output;
+    if (l->first_failed < 0)
+        return l->running > 0 || l->started < l->local_size ? 128 + SIGKILL : 0;
+    return first->code == CLD_EXITED ? first->value : 128 + first->value;
 }
 
 int main(int argc, char **argv)
 {
-    launch l;
-    int status = CONFUSED;
-    memset(&l, 0, sizeof l);
-    l.nodes = l.threads = 1;
-    l.grace_ms = 5000;
-    l.listener = l.failed = -1;
-    if (argc == 2 && strcmp(argv[1], "--help") == 0)
-        return print_help();
-    if (!read_arguments(&l, argc, argv) || !read_token(&l))
-        return CONFUSED;
-    if (!watch_signals()) {
-        say("no pipe for signals: %s", strerror(errno));
-        return 1;
+    launch *l = mmap(NULL, sizeof *l, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANON, -1, 0);
+    struct stat out, err;
+    int fd;
+    if (l == MAP_FAILED)
+        refuse(1, "no memory: %s", strerror(errno));
+    while ((fd = open("/dev/null", O_RDWR)) >= 0 && fd < 3)
+        continue; /* so that no descriptor of ours takes the place of a closed standard one */
+    close(fd);
+    parse(l, argv + (argc > 0));
+    if (l->token_file)
+        read_token(l->token, l->token_file);
+    else
+        make_token(l->token);
+    catch_signals();
+    set_descriptors(l);
+    l->first_rank = l->node * l->local_size;
+    l->listener = l->first_failed = -1;
+    l->queues[0].fd = l->queues[1].fd = 1;
+    if (fstat(1, &out) != 0 || fstat(2, &err) != 0 || out.st_dev != err.st_dev || out.st_ino != err.st_ino)
+        l->queues[1].fd = 2;
+    start_guard(l);
+    set_environment(l);
+    while (l->started < l->local_size && l->phase == STARTED) {
+        start_rank(l, l->started);
+        if (l->listener >= 0)
+            close(l->listener); /* connections to a dead rank 0 shall be refused */
+        l->listener = -1;
+        turn(l, 0);
     }
-    if (make_root(&l))
-        status = run(&l);
-    remove_root(&l);
-    return status;
+    while (!l->hurry && l->running > 0)
+        turn(l, l->phase == STARTED ? 3600000 : l->deadline - now_ms());
+    return finish(l);
 }
