@@ -560,7 +560,8 @@ typedef enum dtrain_progress {
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
  *
- * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT, give the root to all of them. DTRAIN_TOKEN or the file named by
+ * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
+ * to all of them. DTRAIN_TOKEN or the file named by
  * DTRAIN_TOKEN_FILE, DTRAIN_INTERFACE, DTRAIN_INSECURE=1 and DTRAIN_TIMEOUT_MS stand for the fields of those names
  * where these are 0.
  *
@@ -7325,10 +7326,15 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
                    : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
     }
     if (host != NULL && port != NULL) {
-        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host,
-                 port);
-        dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s", host, port);
-        return DTRAIN_OK;
+        /* torchrun's own agent listens at MASTER_PORT then */
+        const char *agent = dtrain__place_get("TORCHELASTIC_USE_AGENT_STORE");
+        int taken = agent != NULL && strcmp(agent, "True") == 0;
+        status = dtrain__place_number("MASTER_PORT", 0, 65535 - taken, &number);
+        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%d" : "%.200s:%d", host,
+                 (int)number + taken);
+        dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s%s", host, port,
+                              taken ? " + 1 (torchrun has the first)" : "");
+        return status;
     }
     nodes = nodes != NULL ? nodes : dtrain__place_get("SLURM_JOB_NODELIST");
     if (launcher == DTRAIN__LAUNCHER_SLURM && nodes != NULL && dtrain__place_get("SLURM_JOB_ID") != NULL &&

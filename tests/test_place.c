@@ -30,7 +30,7 @@ static const char *const variables[] = {"DTRAIN_RANK",
                                         "PMI_RANK",
                                         "PMI_SIZE",
                                         "MPI_LOCALNRANKS",
-                                        "JOB_COMPLETION_INDEX"};
+                                        "JOB_COMPLETION_INDEX", "TORCHELASTIC_USE_AGENT_STORE"};
 
 /* Clears the environment of all launchers, then sets name, value, name, value, ..., NULL. */
 static void environment(const char *name, ...)
@@ -106,6 +106,11 @@ TEST(torchrun_gives_all_four)
     stands(3, 4, "[fd00::7]:29501");
     environment("RANK", "3", "WORLD_SIZE", "4", "MASTER_ADDR", "node0", NULL);
     refused("set MASTER_PORT");
+    environment("RANK", "1", "WORLD_SIZE", "2", "MASTER_ADDR", "n", "MASTER_PORT", "29501x", NULL);
+    refused("MASTER_PORT=29501x");
+    environment("RANK", "1", "WORLD_SIZE", "2", "MASTER_ADDR", "n", "MASTER_PORT", "29501", "TORCHELASTIC_USE_AGENT_STORE",
+                "True", NULL); /* torchrun's agent listens at 29501 */
+    stands(1, 2, "n:29502");
     environment("RANK", "3", "WORLD_SIZE", "4", NULL);
     refused("set DTRAIN_ROOT=host:port, the same on every rank");
 }

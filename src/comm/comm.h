@@ -47,7 +47,8 @@ typedef enum dtrain_progress {
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
  *
- * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT, give the root to all of them. DTRAIN_TOKEN or the file named by
+ * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
+ * to all of them. DTRAIN_TOKEN or the file named by
  * DTRAIN_TOKEN_FILE, DTRAIN_INTERFACE, DTRAIN_INSECURE=1 and DTRAIN_TIMEOUT_MS stand for the fields of those names
  * where these are 0.
  *

@@ -191,10 +191,15 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
                    : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
     }
     if (host != NULL && port != NULL) {
-        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%.8s" : "%.200s:%.8s", host,
-                 port);
-        dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s", host, port);
-        return DTRAIN_OK;
+        /* torchrun's own agent listens at MASTER_PORT then */
+        const char *agent = dtrain__place_get("TORCHELASTIC_USE_AGENT_STORE");
+        int taken = agent != NULL && strcmp(agent, "True") == 0;
+        status = dtrain__place_number("MASTER_PORT", 0, 65535 - taken, &number);
+        snprintf(place->root, sizeof place->root, strchr(host, ':') != NULL ? "[%.200s]:%d" : "%.200s:%d", host,
+                 (int)number + taken);
+        dtrain__place_believe(place, "MASTER_ADDR=%.100s MASTER_PORT=%.8s%s", host, port,
+                              taken ? " + 1 (torchrun has the first)" : "");
+        return status;
     }
     nodes = nodes != NULL ? nodes : dtrain__place_get("SLURM_JOB_NODELIST");
     if (launcher == DTRAIN__LAUNCHER_SLURM && nodes != NULL && dtrain__place_get("SLURM_JOB_ID") != NULL &&
