@@ -279,7 +279,10 @@ typedef enum dtrain_op {
     DTRAIN_MEAN, /* the sum divided once; floats only */
     DTRAIN_PROD,
     DTRAIN_MIN, /* a NaN wins; -0 is below +0 */
-    DTRAIN_MAX
+    DTRAIN_MAX,
+    DTRAIN_AND, /* bit by bit; integers only, as are the next two */
+    DTRAIN_OR,
+    DTRAIN_XOR
 } dtrain_op;
 
 #define DTRAIN_MAX_DIMS 8
@@ -533,13 +536,26 @@ extern "C" {
 typedef struct dtrain_comm dtrain_comm;
 typedef struct dtrain_work dtrain_work;
 
+/* The order in which a reduction combines the ranks' values. */
+typedef enum dtrain_order {
+    DTRAIN_ORDER_TREE = 0, /* see >>order */
+    DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
+} dtrain_order;
+
+/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
+ * the ranks of a node are no power of two; the others in the tree order. What
+ * a collective has no form of, or not for this number of ranks, is chosen for it. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
-    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
-    DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
-    DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING /* messages, tree order: all_reduce in pieces of which each rank folds a part */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; worlds of a power of two, others TREE */
+    DTRAIN_ALGORITHM_TREE,               /* whole vectors up to a rank and down again */
+    DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING,   /* all_reduce: halves of halves, each rank folds a part */
+    DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
+    DTRAIN_ALGORITHM_BRUCK,              /* everything to everyone in few steps, folded by each */
+    DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside nodes, then between their first ranks */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces in turn over two trees */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -559,6 +575,9 @@ typedef enum dtrain_progress {
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
+ *
+ * DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, in groups of threads too, and
+ * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
  * to all of them. DTRAIN_TOKEN or the file named by
@@ -580,7 +599,9 @@ typedef struct dtrain_comm_desc {
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
     int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
     int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
-    dtrain_algorithm algorithm;  /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
+    dtrain_order order;          /* of reductions; 0: the tree's */
+    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
@@ -645,6 +666,17 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                     const dtrain_comm_desc *desc);
 
+/* Returns the name of the algorithm that a call would use: "halving_doubling".
+ *
+ *   collective   "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+ *                "all_to_all" or "barrier"
+ *   count        elements, as the call has them
+ *   returns      "?" for another name or a NULL comm
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype);
+
 /* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
  *
  * Peers that need this rank for an operation get DTRAIN_ERR_PEER_LOST with its number. Work still pending
@@ -694,7 +726,8 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *
  *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
  *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
- *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size
+ *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
+ *             DTRAIN_AND, OR, XOR for integers
  *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
  *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
@@ -715,6 +748,17 @@ DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, vo
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                dtrain_dtype dtype, dtrain_op op);
 
+/* dtrain_reduce_scatter with parts as the caller says: rank r gets elements [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
+ *                     one after the other
+ *   out               counts[rank] elements; in place means out == in + this rank's offset
+ *   others            as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op);
+
 /* Joins every rank's shard of `count` elements; every rank gets them all.
  *
  *   in       this rank's shard (see dtrain_shard); in place means in == out + begin of the shard
@@ -726,6 +770,15 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype);
 
+/* dtrain_all_gather with parts as the caller says: rank r's goes to [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   as in dtrain_reduce_scatter_v; parts do not overlap, what lies between them is unchanged
+ *   in                counts[rank] elements; in place means in == out + this rank's offset
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype);
+
 /* Copies `count` elements from rank root to every rank, in place.
  *
  *   dtype    any of whole bytes
@@ -733,6 +786,69 @@ DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, vo
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root);
+
+/* Reduces `count` elements over all ranks to rank root.
+ *
+ *   out      count elements on the root, where it may be in; on other ranks not touched, may be NULL
+ *   others   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root);
+
+/* Joins every rank's shard of `count` elements on rank root.
+ *
+ *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
+ *   out      count elements on the root; on other ranks not touched, may be NULL
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root);
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands rank root's `count` elements out, to each rank its shard.
+ *
+ *   in       count elements on the root; on other ranks not read, may be NULL
+ *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root);
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands each rank's `count` elements out, to each rank its shard of them.
+ *
+ *   in       count elements: rank r gets shard r (see dtrain_shard)
+ *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
+ *            where count is a multiple of the world size
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype);
+
+/* dtrain_all_to_all with parts as the caller says.
+ *
+ *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
+ *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
+ *   in place                  in == out with the same arrays for both
+ *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype);
 
 /* Returns when every rank has called it; errors as dtrain_all_reduce.
  *
@@ -756,10 +872,21 @@ DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t c
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
 
+/* Sends to one rank while it receives from another; of use to rings and halos, where sends alone would cross.
+ *
+ *   to, from   other ranks than this one, the same or two; -1: none. They call dtrain_exchange, or dtrain_send and
+ *              dtrain_recv, with the same counts
+ *   in, out    apart
+ *   errors     as dtrain_recv
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype);
+
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
- *   buffers  belong to the operation until it is done
+ *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
  *
  * collective: every rank of comm, same order; never blocks */
@@ -771,10 +898,66 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                 int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root,
+                                                dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                            int peer, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
                                            dtrain_work **work);
+
+/* Reduces tensors of one shape and dtype over all ranks; in may be out. Otherwise as dtrain_all_reduce.
+ *
+ *   errors   DTRAIN_ERR_INVALID  shapes or dtypes of in and out differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op);
+
+/* Reduces tensors of one shape over all ranks and splits the result along dimension 0.
+ *
+ *   out      in's shape but for dimension 0, of which rank r has the rows that dtrain_shard gives it
+ *   errors   DTRAIN_ERR_INVALID  out has another shape or dtype; the text says which was expected
+ *   others   as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op);
+
+/* Concatenates the ranks' tensors along dimension 0, in the order of the ranks.
+ *
+ *   out      of which in has the rows that dtrain_shard gives this rank; otherwise of in's shape
+ *   errors   DTRAIN_ERR_INVALID  in has another shape or dtype; the text says which was expected
+ *   others   as dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out);
+
+/* Copies rank root's tensor to tensors of its dtype and element count on every rank, in place.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root);
 
 /* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
  *
@@ -2932,13 +3115,14 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
-    if (op != DTRAIN_SUM && op != DTRAIN_MEAN && op != DTRAIN_PROD && op != DTRAIN_MIN && op != DTRAIN_MAX)
+    int bits = op == DTRAIN_AND || op == DTRAIN_OR || op == DTRAIN_XOR;
+    if (op < DTRAIN_SUM || op > DTRAIN_XOR)
         return 0;
     switch (dtype) {
     case DTRAIN_F64:
     case DTRAIN_F32:
     case DTRAIN_F16:
-    case DTRAIN_BF16: return 1;
+    case DTRAIN_BF16: return !bits;
     case DTRAIN_I8:
     case DTRAIN_U8:
     case DTRAIN_I32:
@@ -3006,6 +3190,9 @@ DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__and_u8, uint8_t, a[i] & b[i])
+DTRAIN__PAIR_INT(dtrain__or_u8, uint8_t, a[i] | b[i])
+DTRAIN__PAIR_INT(dtrain__xor_u8, uint8_t, a[i] ^ b[i])
 DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
@@ -3114,7 +3301,11 @@ static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const v
                                 dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
     int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
     int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
-    if (op == DTRAIN_SUM)
+    if (op >= DTRAIN_AND)
+        (op == DTRAIN_AND  ? dtrain__and_u8
+         : op == DTRAIN_OR ? dtrain__or_u8
+                           : dtrain__xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
+    else if (op == DTRAIN_SUM)
         sums[width](a, b, count);
     else if (op == DTRAIN_PROD)
         products[width](a, b, count);
@@ -3981,7 +4172,7 @@ static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 
-#define DTRAIN__POST_WORDS 8
+#define DTRAIN__POST_WORDS 10
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
@@ -3990,18 +4181,19 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
+    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
     unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* number of the last operation whose buffers this rank has left */
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
     dtrain__error why; /* it left; readable once left is set */
     dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
@@ -6852,6 +7044,20 @@ static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64
     return status;
 }
 
+/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
+static int dtrain__socket_node_ranks(dtrain__socket *s)
+{
+    const dtrain__member *members = s->hub.members;
+    int n = 1;
+    while (n < s->hub.size && members[n].host == members[0].host)
+        n++;
+    for (int rank = 0; rank < s->hub.size; rank++)
+        if (members[rank].host != members[rank - rank % n].host ||
+            (rank >= n && rank % n == 0 && members[rank].host == members[rank - 1].host))
+            return 0;
+    return n;
+}
+
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
 {
     memset(transport, 0, sizeof *transport);
@@ -6879,16 +7085,21 @@ static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket
 
 #define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
-#define DTRAIN__MESSAGE_BYTES (96 + DTRAIN__MESSAGE_SMALL)
 
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
     DTRAIN__REDUCE_SCATTER,
     DTRAIN__ALL_GATHER,
     DTRAIN__BROADCAST,
+    DTRAIN__REDUCE,
+    DTRAIN__GATHER,
+    DTRAIN__SCATTER,
+    DTRAIN__ALL_TO_ALL,
     DTRAIN__BARRIER,
     DTRAIN__SEND,
-    DTRAIN__RECV
+    DTRAIN__RECV,
+    DTRAIN__EXCHANGE,
+    DTRAIN__KINDS
 } dtrain__kind;
 
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
@@ -6901,28 +7112,49 @@ typedef struct dtrain__call {
     uint64_t root;
     uint64_t algorithm;
     uint64_t ranks;
+    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
+    uint64_t group;
 } dtrain__call;
+
+typedef struct dtrain__message_header {
+    uint64_t magic;
+    dtrain__call call;
+    uint64_t tag;
+    uint64_t bytes;
+} dtrain__message_header;
+
+/* Where a rank's part of a vector is, in elements. */
+typedef struct dtrain__extent {
+    size_t begin, count;
+} dtrain__extent;
 
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
     dtrain_op op;
-    int root; /* of a broadcast; the peer of a send or recv */
+    int root; /* or the peer: of a send, of a recv, of an exchange's message out; -1: none */
+    int from; /* of an exchange's message in; -1: none */
     size_t count;
+    size_t in_count;                                           /* of an exchange's message in */
+    size_t row;                                                /* parts are cut between rows of so many elements */
+    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
     const void *in;
     void *out;
     dtrain_algorithm algorithm;
-    uint64_t number;
+    uint64_t number, in_number;
+    uint64_t turn; /* among the operations that went over the board */
     int64_t started_ns, deadline_ns;
     int phase;
-    int warned;            /* the log has said whom this operation awaits */
-    int awaited;           /* the peer it awaits, or -1 */
-    int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
-    size_t at;             /* progress inside the phase */
+    int warned;              /* the log has said whom this operation awaits */
+    int awaited;             /* the peer it awaits, or -1 */
+    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
-    size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
+    size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
+
+#define DTRAIN__MESSAGE_BYTES (sizeof(dtrain__message_header) + DTRAIN__MESSAGE_SMALL)
 
 struct dtrain_work {
     dtrain_comm *comm;
@@ -6938,18 +7170,23 @@ struct dtrain_comm {
     dtrain_transport transport;
     dtrain__socket *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
-    pid_t process; /* that made it */
+    pid_t process;         /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;      /* by a message operation; the board keeps its own */
     uint64_t number;           /* of the last collective */
+    uint64_t turn;             /* of the last one over the board */
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
     void **outs;
+    uint64_t group;                        /* names it among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others;        /* of the operation under way; others: of what an all-to-all receives */
+    dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     size_t scratch_bytes;
@@ -6966,35 +7203,71 @@ static size_t dtrain__op_bytes(const dtrain__op *op)
     return op->count * (dtrain_dtype_bits(op->dtype) / 8);
 }
 
+static int dtrain__op_reduces(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__REDUCE;
+}
+
+static int dtrain__op_is_message(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
+}
+
 static const char *dtrain__kind_name(uint64_t kind)
 {
-    static const char *const names[] = {"no call",   "all_reduce", "reduce_scatter", "all_gather",
-                                        "broadcast", "barrier",    "send",           "recv"};
+    static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                        "reduce",  "gather",     "scatter",        "all_to_all", "barrier",
+                                        "send",    "recv",       "exchange"};
     return kind < sizeof names / sizeof names[0] ? names[kind] : "an unknown call";
 }
 
 static const char *dtrain__op_name(uint64_t op)
 {
-    return op == DTRAIN_SUM    ? "sum"
-           : op == DTRAIN_MEAN ? "mean"
-           : op == DTRAIN_PROD ? "product"
-           : op == DTRAIN_MIN  ? "min"
-           : op == DTRAIN_MAX  ? "max"
-                               : "no operation";
+    static const char *const names[] = {"sum", "mean", "product", "min", "max", "and", "or", "xor"};
+    return op - DTRAIN_SUM < sizeof names / sizeof names[0] ? names[op - DTRAIN_SUM] : "no operation";
 }
 
-static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
+static const char *dtrain__algorithm_name(uint64_t algorithm)
+{
+    static const char *const names[] = {
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
+    size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
+    return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
+           : index < sizeof names / sizeof names[0] ? names[index]
+                                                    : "no algorithm";
+}
+
+/* A hash of what a rank was told of the parts; never 0 where it was told anything.
+ * Source: FNV-1a, RFC 9923. */
+static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op *op)
+{
+    uint64_t hash = 0xcbf29ce484222325u;
+    if (op->kind == DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return op->row > 1 ? op->row : op->counts != NULL;
+    for (int rank = 0; rank < comm->size; rank++) {
+        hash = (hash ^ op->counts[rank]) * 0x100000001b3u;
+        hash = (hash ^ (op->offsets != NULL ? op->offsets[rank] : 0)) * 0x100000001b3u;
+    }
+    return hash | (uint64_t)1 << 63;
+}
+
+/* What the peer of one direction must have called as well; only an exchange has two. */
+static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
 {
     dtrain__call call;
-    int message = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
     call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
-    call.number = op->number;
+    call.number = other ? op->in_number : op->number;
     call.dtype = (uint64_t)op->dtype;
     call.op = (uint64_t)op->op;
-    call.count = op->count;
+    call.count = other ? op->in_count : op->count;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
+        call.count = 0; /* every rank has a count of its own */
     call.root = message ? 0 : (uint64_t)op->root;
-    call.algorithm = (uint64_t)op->algorithm;
+    call.algorithm = message ? 0 : (uint64_t)op->algorithm;
     call.ranks = (uint64_t)comm->size;
+    call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
+    call.group = comm->group;
     return call;
 }
 
@@ -7007,44 +7280,77 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
 {
     dtrain__text out;
     const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", ring[8] = "";
+    char dtype[16], detail[32] = "", root[32] = "";
     size_t n = 0;
+    int reduces =
+        call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
     for (; name[n] != 0 && n < sizeof dtype - 1; n++)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
-    if (call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER)
+    if (reduces)
         snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
-    if (call->algorithm == DTRAIN_ALGORITHM_RING)
-        snprintf(ring, sizeof ring, ", ring");
+    if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
+        snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
-    else if (call->kind == DTRAIN__BROADCAST)
-        snprintf(out.text, sizeof out.text, "broadcast #%llu (%s x %llu, root %llu)", (unsigned long long)call->number,
-                 dtype, (unsigned long long)call->count, (unsigned long long)call->root);
     else
-        snprintf(out.text, sizeof out.text, "%s #%llu (%s%s x %llu%s)", dtrain__kind_name(call->kind),
-                 (unsigned long long)call->number, detail, dtype, (unsigned long long)call->count, ring);
+        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s)", dtrain__kind_name(call->kind),
+                 call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
+                 dtype, (unsigned long long)call->count, root,
+                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "");
     return out;
 }
 
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     call.kind = (uint64_t)op->kind;
+    call.count = op->kind == DTRAIN__EXCHANGE && op->root < 0 ? op->in_count : op->count;
     return dtrain__call_text(&call);
 }
 
+/* What another rank called does not fit; says what it was, or, where the calls look the same, what differs. */
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
+                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
             "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
             peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+    if (theirs->group != comm->group)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx", mine.text, peer,
+                            other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
+                            (unsigned long long)comm->group);
+    if (alike && theirs->parts != call.parts)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
+                            "rank the same arrays",
+                            mine.text, peer, other.text, comm->rank);
+    if (alike && theirs->algorithm != call.algorithm)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s by %s, this rank %d by %s; give every rank the same desc.algorithm, "
+                            "order and DTRAIN_ALGORITHM",
+                            mine.text, peer, other.text, dtrain__algorithm_name(theirs->algorithm), comm->rank,
+                            dtrain__algorithm_name(call.algorithm));
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
                         mine.text, peer, other.text, comm->rank, mine.text);
+}
+
+/* Both called the same, but the sender gives another number of bytes than the receiver awaits. */
+static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
+                                       size_t awaits)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                        "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
+                        "must fit",
+                        dtrain__op_text(comm, op).text, comm->rank, from, gives / width, to, awaits / width);
 }
 
 /* The operation ends because of something that broke the group; quotes the first cause. */
@@ -7085,15 +7391,142 @@ static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
     return now >= op->deadline_ns;
 }
 
-static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op, size_t in_bytes,
-                                              size_t out_bytes, size_t offset)
+/* Scratch memory for an operation, kept for the next ones. */
+static int dtrain__comm_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
+{
+    unsigned char *scratch;
+    if (comm->scratch_bytes >= bytes)
+        return 1;
+    scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (scratch == NULL) {
+        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
+                     "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
+                     dtrain__op_text(comm, op).text, comm->rank, bytes);
+        return 0;
+    }
+    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    comm->scratch = scratch;
+    comm->scratch_bytes = bytes;
+    return 1;
+}
+
+/* Where every rank's part is: as given, else counted from the start, rows whole. */
+static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                               const size_t *offsets, dtrain__extent *parts)
+{
+    size_t row = op->row > 0 ? op->row : 1, next = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__extent *part = &parts[rank];
+        if (counts == NULL) {
+            part->count = dtrain_split(op->count / row, comm->size, rank, &part->begin) * row;
+            part->begin *= row;
+        } else {
+            part->count = counts[rank];
+            part->begin = offsets != NULL ? offsets[rank] : next;
+            next += counts[rank];
+        }
+    }
+}
+
+/* Lays out the operation that starts now. */
+static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t mine;
+    if (op->kind < DTRAIN__ALL_REDUCE || op->kind > DTRAIN__ALL_TO_ALL)
+        return;
+    dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
+    if (op->kind != DTRAIN__ALL_TO_ALL)
+        return;
+    mine = comm->parts[comm->rank].count;
+    if (op->counts != NULL)
+        dtrain__op_extents(comm, op, op->out_counts, op->out_offsets, comm->others);
+    else
+        for (int rank = 0; rank < comm->size; rank++) {
+            comm->others[rank].begin = (size_t)rank * mine;
+            comm->others[rank].count = mine;
+        }
+}
+
+static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
+{
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
+                        dtrain__kind_name((uint64_t)op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
+}
+
+/* Bytes from a vector's start to the end of its last part, in *bytes. */
+static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                                      const size_t *offsets, size_t *bytes)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = SIZE_MAX / 4 / width, next = 0;
+    *bytes = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t begin = offsets != NULL ? offsets[rank] : next;
+        if (counts[rank] > most || begin > most - counts[rank])
+            return dtrain__op_too_large(comm, op, counts[rank]);
+        next = begin + counts[rank];
+        if (counts[rank] > 0 && next * width > *bytes)
+            *bytes = next * width;
+    }
+    return DTRAIN_OK;
+}
+
+/* Bytes of the operation's vectors: *in and *out as this rank's buffers have them, and how far into the longer one
+ * the shorter begins when they are one. */
+static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, whole = op->count * width, begin = 0, part, row;
+    dtrain_status status = DTRAIN_OK;
+    int root = comm->rank == op->root;
+    *offset = 0;
+    *in = *out = whole;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, in);
+        return status == DTRAIN_OK ? dtrain__op_reach(comm, op, op->out_counts, op->out_offsets, out) : status;
+    }
+    if (op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, &whole);
+        part = op->counts[comm->rank];
+        for (int rank = 0; op->offsets == NULL && rank < comm->rank; rank++)
+            begin += op->counts[rank];
+        begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
+    } else {
+        row = op->row > 0 ? op->row : 1;
+        part = dtrain_split(op->count / row, comm->size, comm->rank, &begin) * row;
+        begin *= row;
+    }
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *in = whole, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__ALL_GATHER: *in = part * width, *out = whole, *offset = begin * width; break;
+    case DTRAIN__GATHER: *in = part * width, *out = root ? whole : 0, *offset = begin * width; break;
+    case DTRAIN__SCATTER: *in = root ? whole : 0, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__REDUCE: *out = root ? whole : 0; break;
+    case DTRAIN__ALL_TO_ALL: *out = (size_t)comm->size * part * width; break;
+    case DTRAIN__SEND: *out = 0; break;
+    case DTRAIN__RECV: *in = 0; break;
+    case DTRAIN__EXCHANGE: *in = op->root >= 0 ? whole : 0, *out = op->from >= 0 ? op->in_count * width : 0; break;
+    default: break;
+    }
+    return status;
+}
+
+/* Buffers are one, with the shorter at its place in the longer, or apart. */
+static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op)
 {
     uintptr_t in = (uintptr_t)op->in, out = (uintptr_t)op->out;
+    size_t in_bytes, out_bytes, offset;
+    dtrain_status status = dtrain__op_sizes(comm, op, &in_bytes, &out_bytes, &offset);
+    if (status != DTRAIN_OK)
+        return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
                             dtrain__kind_name((uint64_t)op->kind), op->count, comm->rank,
                             op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
+    if (op->kind == DTRAIN__EXCHANGE)
+        in_place = 0;
+    else if (op->kind == DTRAIN__ALL_TO_ALL && in_place && in_bytes > 0)
+        in_place = in_bytes == out_bytes &&
+                   (op->counts == NULL || (op->counts == op->out_counts && op->offsets == op->out_offsets));
     if (in_bytes > 0 && out_bytes > 0 && !in_place && in < out + out_bytes && out < in + in_bytes)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s of %zu elements on rank %d: in and out overlap; give the same buffer, with this "
@@ -7102,36 +7535,39 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
     return DTRAIN_OK;
 }
 
+static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
+{
+    const char *kind = dtrain__kind_name((uint64_t)op->kind);
+    if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
+        return DTRAIN_OK;
+    if (peer < 0 || peer >= comm->size)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
+                            comm->rank, peer, comm->size);
+    if (dtrain__op_is_message(op) && peer == comm->rank)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
+                            comm->rank);
+    return DTRAIN_OK;
+}
+
 /* Checks a call's arguments before anything of it is seen by a peer. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);
-    size_t bytes, begin, shard;
-    const char *kind = dtrain__kind_name((uint64_t)op->kind);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (bits == 0 || bits % 8 != 0 || (reduces && !dtrain__fold_supported(op->dtype, op->op)))
+    dtrain_status status;
+    if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(
             &comm->error, DTRAIN_ERR_INVALID,
-            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?", kind,
-            comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op));
-    if (!dtrain__mul_size(op->count, bits / 8, &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
-                            kind, comm->rank, op->count, bits);
-    if (op->root < 0 || op->root >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
-                            comm->rank, op->root, comm->size);
-    if ((op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV) && op->root == comm->rank)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
-                            comm->rank);
-    shard = dtrain_split(op->count, comm->size, comm->rank, &begin) * (bits / 8);
-    begin *= bits / 8;
-    switch (op->kind) {
-    case DTRAIN__REDUCE_SCATTER: return dtrain__op_check_buffers(comm, op, bytes, shard, begin);
-    case DTRAIN__ALL_GATHER: return dtrain__op_check_buffers(comm, op, shard, bytes, begin);
-    case DTRAIN__SEND: return dtrain__op_check_buffers(comm, op, bytes, 0, 0);
-    case DTRAIN__RECV: return dtrain__op_check_buffers(comm, op, 0, bytes, 0);
-    default: return dtrain__op_check_buffers(comm, op, bytes, bytes, 0);
-    }
+            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?",
+            dtrain__kind_name((uint64_t)op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
+            (int)op->op, dtrain__op_name((uint64_t)op->op));
+    if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
+        return dtrain__op_too_large(comm, op, op->count);
+    if (op->in_count > SIZE_MAX / 4 / (bits / 8))
+        return dtrain__op_too_large(comm, op, op->in_count);
+    status = dtrain__op_check_peer(comm, op, op->root);
+    if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
+        status = dtrain__op_check_peer(comm, op, op->from);
+    return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
 }
 
 #endif
@@ -7512,28 +7948,45 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     size_t bytes = dtrain__op_bytes(op);
     if (op->kind == DTRAIN__BARRIER)
         return 1;
-    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST) && bytes <= DTRAIN__POST_INLINE_BYTES &&
-           bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
+           bytes <= DTRAIN__POST_INLINE_BYTES && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
 }
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    return &comm->transport.board->slots[rank].posts[op->number & 1];
+    return &comm->transport.board->slots[rank].posts[op->turn & 1];
+}
+
+/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
+static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t bytes = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
+        return 1;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t end = (comm->parts[rank].begin + comm->parts[rank].count) * (dtrain_dtype_bits(op->dtype) / 8);
+        bytes = comm->parts[rank].count > 0 && end > bytes ? end : bytes;
+    }
+    if (!dtrain__comm_reserve(comm, op, bytes))
+        return 0;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+    return 1;
 }
 
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    dtrain__call call;
-    dtrain__post *post;
-    post = dtrain__fused_post_of(comm, op, comm->rank);
-    call = dtrain__op_call(comm, op);
+    dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     memcpy(post->call, &call, sizeof post->call);
-    post->in = op->in;
+    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
+    post->counts = op->counts;
+    post->offsets = op->offsets;
     if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
         memcpy(post->data, op->in, dtrain__op_bytes(op));
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -7542,7 +7995,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
     uint64_t word = __atomic_load_n(&comm->transport.board->slots[peer].arrived, __ATOMIC_SEQ_CST);
-    return word == 2 * op->number || word / 2 > op->number;
+    return word == 2 * op->turn || word / 2 > op->turn;
 }
 
 /* Ends the operation with the board broken: first makes sure that no peer is inside its buffers. */
@@ -7557,7 +8010,7 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 /* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
 static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__call mine = dtrain__op_call(comm, op), first, other;
+    dtrain__call mine = dtrain__op_call(comm, op, 0), first, other;
     memcpy(&first, dtrain__fused_post_of(comm, op, 0)->call, sizeof first);
     for (int peer = 1; peer < comm->size; peer++) {
         memcpy(&other, dtrain__fused_post_of(comm, op, peer)->call, sizeof other);
@@ -7572,11 +8025,45 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Where in `rank`'s input the elements for this rank begin, and how many it gives. */
+static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+    dtrain__extent given = comm->parts[comm->rank];
+    if (op->kind == DTRAIN__ALL_GATHER)
+        given.begin = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return given;
+    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
+    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
+        given.begin += post->counts[to];
+    given.count = post->counts[comm->rank];
+    return given;
+}
+
+/* Says whether each two ranks of an uneven all-to-all agree on what goes between them, as far as this rank is one
+ * of them. The rest will go on, so that the group ends where not. */
+static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
+        size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
+        if (gives == awaits)
+            continue;
+        dtrain__op_uneven(comm, op, peer, comm->rank, gives * width, awaits * width);
+        dtrain__board_break(comm->transport.board, &op->error);
+        dtrain__board_revoke(comm->transport.board, comm->rank);
+        return 0;
+    }
+    return 1;
+}
+
 static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 {
+    int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
         memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
-    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0)
+    if (!folds || op->count == 0)
         return;
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
@@ -7587,14 +8074,14 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    __atomic_store_n(&slot->arrived, 2 * op->number + 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
             op->awaited = peer;
             dtrain__op_expire(comm, op);
             return 1;
         }
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     return 0;
 }
@@ -7620,7 +8107,8 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             return 0;
     op->awaited = -1;
     comm->number = op->number;
-    if (!dtrain__fused_agree(comm, op))
+    comm->turn = op->turn;
+    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
         return 1;
     if (dtrain__fused_inline(comm, op)) {
         dtrain__fused_small(comm, op);
@@ -7631,44 +8119,78 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
-/* Folds elements [begin, begin + n) of all inputs, into every rank's output or into this rank's shard. */
-static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n, size_t shard_begin)
+/* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
+static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
+    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
         comm->ins[rank] = (const unsigned char *)post->in + begin * width;
-        comm->outs[rank] = op->kind == DTRAIN__ALL_REDUCE ? (unsigned char *)post->out + begin * width : NULL;
+        if (op->kind == DTRAIN__ALL_REDUCE)
+            comm->outs[rank] = (unsigned char *)post->out + offset * width;
     }
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        comm->outs[0] = (unsigned char *)op->out + (begin - shard_begin) * width;
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs,
-                 op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1, 0, n);
+    if (outs == 1)
+        comm->outs[0] =
+            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
+            offset * width;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
 }
 
-/* Copies the part of [begin, begin + n) of this rank's output that lies in `rank`'s shard. */
-static void dtrain__fused_copy_shard(dtrain_comm *comm, dtrain__op *op, int rank, size_t begin, size_t n)
+/* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
+static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, low, shard = dtrain_split(op->count, comm->size, rank, &low);
-    size_t from = begin > low ? begin : low, to = begin + n < low + shard ? begin + n : low + shard;
-    const unsigned char *source = (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in;
-    unsigned char *target = (unsigned char *)op->out;
-    if (from < to && source != target + low * width)
-        memcpy(target + from * width, source + (from - low) * width, (to - from) * width);
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, before = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
+        size_t low = from > before ? from : before, end = before + part->count;
+        end = end < from + n ? end : from + n;
+        if (low < end) {
+            size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
+            const unsigned char *source =
+                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
+            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
+            if (source != target)
+                memcpy(target, source, (end - low) * width);
+        }
+        before += part->count;
+    }
 }
 
-/* This rank's part of the work, in elements: its own shard for reductions, everything for copies. All-reduce
- * cuts at cache lines, so that no two ranks write one line. */
+/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
+static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, part = comm->parts[comm->rank].begin;
+    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
+    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
+    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
+    if (op->kind == DTRAIN__SCATTER)
+        source += part * width;
+    else if (op->kind == DTRAIN__GATHER)
+        target += part * width;
+    if (source != target)
+        memcpy(target + from * width, source + from * width, n * width);
+}
+
+/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so that no two
+ * ranks write one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
-    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n;
+    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n, total = 0;
     *begin = 0;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        return dtrain_split(op->count, comm->size, comm->rank, begin);
-    if (op->kind == DTRAIN__BROADCAST && op->root == comm->rank)
-        return 0;
-    if (op->kind != DTRAIN__ALL_REDUCE)
-        return op->count;
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
+    case DTRAIN__GATHER:
+    case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
+    case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
+    case DTRAIN__ALL_GATHER: return op->count;
+    case DTRAIN__ALL_TO_ALL:
+        for (int rank = 0; rank < comm->size; rank++)
+            total += comm->others[rank].count;
+        return total;
+    default: break;
+    }
     n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
     end = (*begin + n) * line;
     *begin *= line;
@@ -7687,20 +8209,18 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
         if (!dtrain__board_enter(board, comm->rank))
             return dtrain__fused_end_broken(comm, op);
-        if (op->kind == DTRAIN__BROADCAST)
-            memcpy((unsigned char *)op->out + from * width,
-                   (const unsigned char *)dtrain__fused_post_of(comm, op, op->root)->in + from * width, n * width);
-        else if (op->kind == DTRAIN__ALL_GATHER)
-            for (int rank = 0; rank < comm->size; rank++)
-                dtrain__fused_copy_shard(comm, op, rank, from, n);
+        if (dtrain__op_reduces(op))
+            dtrain__fused_reduce(comm, op, from, n);
+        else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
+            dtrain__fused_collect(comm, op, from, n);
         else
-            dtrain__fused_reduce(comm, op, from, n, begin);
+            dtrain__fused_copy(comm, op, from, n);
         dtrain__board_leave(board, comm->rank);
         op->at += n;
         if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
             return 0;
     }
-    __atomic_store_n(&board->slots[comm->rank].finished, op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&board->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
@@ -7712,7 +8232,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
     dtrain__board *board = comm->transport.board;
     for (int peer = (int)op->at; peer < comm->size; peer++) {
         int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->number)
+        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
@@ -7728,8 +8248,12 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
 {
     if (op->phase == DTRAIN__FUSED_POST) {
         op->number = comm->number + 1;
+        op->turn = comm->turn + 1;
         if (dtrain__board_broken(comm->transport.board))
             return dtrain__fused_end_broken(comm, op);
+        dtrain__op_layout(comm, op);
+        if (!dtrain__fused_lend(comm, op))
+            return 1;
         dtrain__fused_post(comm, op);
     }
     if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))
@@ -7752,18 +8276,19 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 
 #endif
 
-/* ---- >>plan ----
- * What a collective over messages consists of: step k of an operation, computed from nothing but the call, so
- * that an operation can stop anywhere and go on later. A step is at most one message out and one in. */
-#ifndef DTRAIN__PLAN
-#define DTRAIN__PLAN
+/* ---- >>step ----
+ * What collectives over messages are made of: a step is at most one message out and one in. A plan computes step k
+ * of an operation from nothing but the call, so that an operation can stop anywhere and go on later. Here are the
+ * step itself and what all plans share; each plan has a file of its own and >>plan chooses between them. */
+#ifndef DTRAIN__STEP
+#define DTRAIN__STEP
 
 #ifndef DTRAIN__BLOCK_BYTES
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 #ifndef DTRAIN__MESSAGE_CHUNK
-#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; a multiple of every element */
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
 #endif
 
 typedef struct dtrain__step {
@@ -7775,37 +8300,31 @@ typedef struct dtrain__step {
     size_t recv_bytes;
     void *fold; /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
-    int fold_early; /* nothing of it is still to be sent: folds while more arrives */
-    int ahead;      /* may be sent before the step before it has been received */
-    uint64_t tag;   /* the same at both ends of a message */
+    int fold_early;           /* nothing of it is still to be sent: folds while more arrives */
+    int ahead;                /* may be sent before the step before it has been received */
+    uint64_t tag_out, tag_in; /* the same at both ends of a message */
+    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* done before any of it moves; may be NULL */
 } dtrain__step;
 
-/* Where partial sums are kept, all of them in the partial dtype. */
-static dtrain_dtype dtrain__message_dtype(const dtrain__op *op)
+/* Ranks in a row of their own: every stride-th from first on. */
+typedef struct dtrain__line {
+    int index; /* of this rank in it */
+    int size, first, stride;
+} dtrain__line;
+
+static int dtrain__line_rank(const dtrain__line *line, int index)
 {
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    return reduces ? dtrain__fold_partial(op->dtype) : op->dtype;
+    return line->first + index * line->stride;
 }
 
-static size_t dtrain__message_width(const dtrain__op *op)
+static dtrain__line dtrain__line_of(const dtrain_comm *comm)
 {
-    return dtrain_dtype_bits(dtrain__message_dtype(op)) / 8;
+    dtrain__line line = {comm->rank, comm->size, 0, 1};
+    return line;
 }
 
-/* scratch = [this rank's partial sums, unless they are in out | what was received]; both begin on a cache line. */
-static size_t dtrain__message_half(const dtrain__op *op)
-{
-    return (op->count * dtrain__message_width(op) + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
-}
-
-/* Where this rank's partial sums of the whole vector are: in out itself, where they fit. */
-static unsigned char *dtrain__message_held(const dtrain_comm *comm, const dtrain__op *op)
-{
-    int fits = op->kind == DTRAIN__ALL_REDUCE && dtrain__message_dtype(op) == op->dtype;
-    return fits ? (unsigned char *)op->out : comm->scratch;
-}
-
-static int dtrain__message_levels(int size)
+/* The number of bits that ranks below size have. */
+static int dtrain__step_levels(int size)
 {
     int levels = 0;
     while ((1 << levels) < size)
@@ -7813,71 +8332,301 @@ static int dtrain__message_levels(int size)
     return levels;
 }
 
-/* Up the binomial tree, whose sums are those of the balanced tree, then down again. */
-static int dtrain__plan_tree(const dtrain_comm *comm, const dtrain__op *op, int k, int root, int up,
-                             unsigned char *held, unsigned char *recv, dtrain__step *step)
+static int dtrain__step_power_of_two(int size)
 {
-    int levels = dtrain__message_levels(comm->size);
-    int rank = (comm->rank - root + comm->size) % comm->size, down = !up || k >= levels;
-    int level = !down ? k : (up ? 2 * levels : levels) - 1 - k;
-    size_t bytes = op->count * dtrain__message_width(op);
-    if (level < 0)
-        return 0;
-    int distance = 1 << level, low = rank % (2 * distance) == 0 && rank + distance < comm->size;
-    int high = rank % (2 * distance) == distance;
-    int peer = ((low ? rank + distance : rank - distance) + root) % comm->size;
-    if ((down && low) || (!down && high)) {
-        step->to = peer;
-        step->send = held;
-        step->send_bytes = bytes;
-    }
-    if ((down && high) || (!down && low)) {
-        step->from = peer;
-        step->recv = down ? held : recv;
-        step->recv_bytes = bytes;
-        step->fold = down ? NULL : held;
-        step->fold_count = op->count;
-    }
-    return 1;
+    return (size & (size - 1)) == 0;
 }
 
-static int dtrain__plan_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, unsigned char *held,
-                                 unsigned char *recv, dtrain__step *step)
+/* Where partial sums are kept, all of them in the partial dtype. */
+static dtrain_dtype dtrain__step_dtype(const dtrain__op *op)
 {
-    if (k >= dtrain__message_levels(comm->size))
-        return 0;
-    step->to = step->from = comm->rank ^ (1 << k);
-    step->send_first = comm->rank < step->to;
-    step->send = held;
-    step->recv = recv;
-    step->send_bytes = step->recv_bytes = op->count * dtrain__message_width(op);
+    return dtrain__op_reduces(op) ? dtrain__fold_partial(op->dtype) : op->dtype;
+}
+
+static size_t dtrain__step_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(dtrain__step_dtype(op)) / 8;
+}
+
+/* Of elements as the caller has them. */
+static size_t dtrain__step_out_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(op->dtype) / 8;
+}
+
+static size_t dtrain__step_line(size_t bytes)
+{
+    return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+/* Plans that keep partial sums of the whole vector have scratch = [these, unless they are in out | what was received].
+ */
+static size_t dtrain__step_half(const dtrain__op *op)
+{
+    return dtrain__step_line(op->count * dtrain__step_width(op));
+}
+
+static int dtrain__step_holds_in_out(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE && dtrain__step_dtype(op) == op->dtype;
+}
+
+static unsigned char *dtrain__step_held(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__step_holds_in_out(op) ? (unsigned char *)op->out : comm->scratch;
+}
+
+static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));
+}
+
+static size_t dtrain__step_whole_scratch(const dtrain__op *op)
+{
+    return (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op);
+}
+
+static void dtrain__step_send(dtrain__step *step, int to, const unsigned char *data, size_t bytes)
+{
+    step->to = to;
+    step->send = data;
+    step->send_bytes = bytes;
+}
+
+static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data, size_t bytes)
+{
+    step->from = from;
+    step->recv = data;
+    step->recv_bytes = bytes;
+}
+
+/* Receives partial sums of `count` elements and folds them into held. */
+static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
+{
+    dtrain__step_recv(step, from, data, count * width);
     step->fold = held;
-    step->fold_count = op->count;
+    step->fold_count = count;
+}
+
+/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
+{
+    dtrain_dtype partial = dtrain__step_dtype(op);
+    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    if (partial != op->dtype)
+        dtrain_convert(in, op->dtype, out, partial, count);
+    else if (in != out && count > 0)
+        memcpy(out, in, count * dtrain__step_width(op));
+}
+
+#endif
+
+/* ---- >>tree ----
+ * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling,
+ * node by node. Every sum is one of the balanced tree's, except where ranks of a node are no power of two. And the
+ * double binary tree, which has an order of its own.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; double tree: Sanders, Speck, Traeff, Parallel Computing
+ * 35(12), 2009. */
+#ifndef DTRAIN__TREE
+#define DTRAIN__TREE
+
+/* One level of the binomial tree over a line rotated so that root comes first: pairs at a distance of 2^level. */
+static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int root,
+                               int level, int down, dtrain__step *step)
+{
+    size_t width = dtrain__step_width(op);
+    int index = (line->index - root + line->size) % line->size, distance = 1 << level;
+    int low = index % (2 * distance) == 0 && index + distance < line->size;
+    int high = index % (2 * distance) == distance;
+    int other = ((low ? index + distance : index - distance) + root) % line->size;
+    int peer = dtrain__line_rank(line, other);
+    unsigned char *held = op->kind == DTRAIN__BROADCAST ? (unsigned char *)op->out : dtrain__step_held(comm, op);
+    if ((down && low) || (!down && high))
+        dtrain__step_send(step, peer, held, op->count * width);
+    else if (down && high)
+        dtrain__step_recv(step, peer, held, op->count * width);
+    else if (low)
+        dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, width);
+}
+
+static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int level,
+                                dtrain__step *step)
+{
+    int peer = dtrain__line_rank(line, line->index ^ (1 << level));
+    unsigned char *held = dtrain__step_held(comm, op);
+    dtrain__step_send(step, peer, held, op->count * dtrain__step_width(op));
+    dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, dtrain__step_width(op));
+    step->send_first = comm->rank < peer;
+}
+
+/* Up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from rank 0 to its root
+ * unless any order will do. */
+static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__line line = dtrain__line_of(comm);
+    int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
+    if (op->kind == DTRAIN__BROADCAST) {
+        if (k < levels)
+            dtrain__tree_level(comm, op, &line, op->root, levels - 1 - k, 1, step);
+        return k < levels;
+    }
+    if (op->kind == DTRAIN__REDUCE) {
+        if (k < levels)
+            dtrain__tree_level(comm, op, &line, any ? op->root : 0, k, 0, step);
+        else if (k == levels && !any && op->root != 0 && comm->rank == 0)
+            dtrain__step_send(step, op->root, dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
+        else if (k == levels && !any && op->root != 0 && comm->rank == op->root)
+            dtrain__step_recv(step, 0, dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
+        return k <= levels;
+    }
+    if (k < 2 * levels)
+        dtrain__tree_level(comm, op, &line, 0, k < levels ? k : 2 * levels - 1 - k, k >= levels, step);
+    return k < 2 * levels;
+}
+
+static int dtrain__tree_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__line line = dtrain__line_of(comm);
+    if (k >= dtrain__step_levels(comm->size))
+        return 0;
+    dtrain__tree_double(comm, op, &line, k, step);
     return 1;
 }
 
-/* Step k of a ring: sends block rank + shift - k to the right and receives the one before it from the left. */
-static int dtrain__plan_ring(const dtrain_comm *comm, const dtrain__op *op, int k, int reduce, unsigned char *held,
-                             unsigned char *recv, dtrain__step *step)
+/* To the first rank of each node, between these, and back. */
+static int dtrain__tree_nodes(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    int n = comm->size, steps = n - 1, gather = !reduce || k >= steps;
-    int shift = reduce && gather ? 1 : 0, turn = reduce && gather ? k - steps : k;
-    size_t width = dtrain__message_width(op), out, in, out_count, in_count;
-    if (k >= (reduce ? 2 * steps : steps))
+    int ranks = comm->node_ranks, first = comm->rank - comm->rank % ranks, nodes = (comm->size + ranks - 1) / ranks;
+    int here = comm->size - first < ranks ? comm->size - first : ranks;
+    dtrain__line inner = {comm->rank - first, here, first, 1}, outer = {comm->rank / ranks, nodes, 0, ranks};
+    int in = dtrain__step_levels(ranks), out = dtrain__step_levels(nodes);
+    int doubles = dtrain__step_power_of_two(nodes), between = doubles ? out : 2 * out;
+    if (k >= 2 * in + between)
         return 0;
-    out_count = dtrain_split(op->count, n, (comm->rank + shift - turn + 2 * n) % n, &out);
-    in_count = dtrain_split(op->count, n, (comm->rank + shift - turn - 1 + 2 * n) % n, &in);
-    step->to = (comm->rank + 1) % n;
-    step->from = (comm->rank + n - 1) % n;
-    step->send_first = comm->rank % 2 == 0;
-    step->send = held + out * width;
-    step->send_bytes = out_count * width;
-    step->recv = gather ? held + in * width : recv;
-    step->recv_bytes = in_count * width;
-    step->fold = gather ? NULL : held + in * width;
-    step->fold_count = in_count;
+    if (k < in)
+        dtrain__tree_level(comm, op, &inner, 0, k, 0, step);
+    else if (k >= in + between)
+        dtrain__tree_level(comm, op, &inner, 0, 2 * in + between - 1 - k, 1, step);
+    else if (comm->rank == first && doubles)
+        dtrain__tree_double(comm, op, &outer, k - in, step);
+    else if (comm->rank == first)
+        dtrain__tree_level(comm, op, &outer, 0, k - in < out ? k - in : 2 * out - 1 - (k - in), k - in >= out, step);
     return 1;
 }
+
+/* A rank's neighbours in the binary tree whose in-order walk is the ranks; -1: none. */
+typedef struct dtrain__branch {
+    int parent, child[2];
+} dtrain__branch;
+
+static dtrain__branch dtrain__tree_branch(int index, int size)
+{
+    dtrain__branch branch = {-1, {-1, -1}};
+    int bit = 1, below;
+    while (bit < size && (index & bit) == 0)
+        bit *= 2;
+    if (index > 0) {
+        branch.parent = (index ^ bit) | (2 * bit);
+        if (branch.parent >= size)
+            branch.parent = index ^ bit;
+        branch.child[0] = bit > 1 ? index - bit / 2 : -1;
+    }
+    for (below = bit / 2; below > 0 && index + below >= size;)
+        below /= 2;
+    if (below > 0)
+        branch.child[1] = index + below;
+    return branch;
+}
+
+/* Pieces go alternately up and down two trees; who is inside one is a leaf of the other, or nearly. */
+static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_width(op), most = DTRAIN__BLOCK_BYTES / width, begin, n;
+    size_t pieces = op->count / most + 1, index = (size_t)k / 3 % pieces;
+    int down = (size_t)k >= 3 * pieces, mirror = index % 2 == 1, turn = k % 3, size = comm->size, peer;
+    if ((size_t)k >= 6 * pieces)
+        return 0;
+    dtrain__branch branch = dtrain__tree_branch(mirror ? size - 1 - comm->rank : comm->rank, size);
+    begin = index * most;
+    n = op->count - begin < most ? op->count - begin : most;
+    unsigned char *held = dtrain__step_held(comm, op) + begin * width;
+    peer = (down ? turn == 0 : turn == 2) ? branch.parent : branch.child[down ? turn - 1 : turn];
+    if (peer < 0)
+        return 1;
+    peer = mirror ? size - 1 - peer : peer;
+    if (down ? turn > 0 : turn == 2)
+        dtrain__step_send(step, peer, held, n * width);
+    else if (down)
+        dtrain__step_recv(step, peer, held, n * width);
+    else
+        dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, n, width);
+    step->tag_out = step->tag_in = index << 1 | (uint64_t)down;
+    return 1;
+}
+
+#endif
+
+/* ---- >>ring ----
+ * Plans in which every rank sends to its right neighbour and receives from its left one only, at full bandwidth:
+ * reductions in an order of their own, all-gather, and broadcast in pieces.
+ *
+ * Source: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. */
+#ifndef DTRAIN__RING
+#define DTRAIN__RING
+
+/* Step k: block rank - k - 1 goes to the right, the one before it comes from the left and is folded, until this
+ * rank's own is complete; then complete blocks go round. An all-gather does the second half, a reduce-scatter the
+ * first. */
+static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int n = comm->size, reduces = dtrain__op_reduces(op), gathers = !reduces || k >= n - 1;
+    int turn = gathers && reduces ? k - (n - 1) : k, shift = gathers ? 0 : 1;
+    size_t width = dtrain__step_width(op);
+    unsigned char *held = reduces ? dtrain__step_held(comm, op) : (unsigned char *)op->out;
+    if (k >= (op->kind == DTRAIN__ALL_REDUCE ? 2 : 1) * (n - 1))
+        return 0;
+    const dtrain__extent *out = &comm->parts[(comm->rank - shift - turn + 2 * n) % n];
+    const dtrain__extent *in = &comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
+    int left = (comm->rank + n - 1) % n;
+    dtrain__step_send(step, (comm->rank + 1) % n, held + out->begin * width, out->count * width);
+    if (gathers)
+        dtrain__step_recv(step, left, held + in->begin * width, in->count * width);
+    else
+        dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in->begin * width, in->count, width);
+    step->send_first = comm->rank % 2 == 0;
+    return 1;
+}
+
+/* A broadcast in pieces from rank to rank: step k takes in piece k and sends on the one before it. */
+static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
+    size_t pieces = op->count > 0 ? (op->count - 1) / most + 1 : 1;
+    int index = (comm->rank - op->root + comm->size) % comm->size;
+    unsigned char *data = (unsigned char *)op->out;
+    step->send_first = 1;
+    if (at < pieces && index > 0) {
+        size_t n = op->count - at * most < most ? op->count - at * most : most;
+        dtrain__step_recv(step, (comm->rank + comm->size - 1) % comm->size, data + at * most * width, n * width);
+        step->tag_in = at;
+    }
+    if (at > 0 && at <= pieces && index < comm->size - 1) {
+        size_t n = op->count - (at - 1) * most < most ? op->count - (at - 1) * most : most;
+        dtrain__step_send(step, (comm->rank + 1) % comm->size, data + (at - 1) * most * width, n * width);
+        step->tag_out = at - 1;
+    }
+    return at <= pieces;
+}
+
+#endif
+
+/* ---- >>halving ----
+ * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
+#ifndef DTRAIN__HALVING_PLAN
+#define DTRAIN__HALVING_PLAN
 
 /* Rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
 typedef struct dtrain__blocks {
@@ -7887,7 +8636,7 @@ typedef struct dtrain__blocks {
     int previous_size;       /* of the one before; 0: none */
 } dtrain__blocks;
 
-static dtrain__blocks dtrain__plan_blocks(int rank, int ranks)
+static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
 {
     dtrain__blocks blocks = {0, 1, 0, 0, 0, 0};
     for (;;) {
@@ -7914,7 +8663,7 @@ typedef struct dtrain__part {
 
 /* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
  * lines of the output, whatever the partial sums are. */
-static dtrain__part dtrain__plan_half(int index, int halvings, size_t n)
+static dtrain__part dtrain__halving_part(int index, int halvings, size_t n)
 {
     dtrain__part range = {0, n};
     for (int level = 0; level < halvings; level++) {
@@ -7941,21 +8690,21 @@ typedef struct dtrain__halving {
 } dtrain__halving;
 
 /* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
-static size_t dtrain__plan_piece(const dtrain_comm *comm, const dtrain__op *op)
+static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
-    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__step_width(op);
     pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
     return (op->count / (2 * pairs) / 64 + 1) * 64;
 }
 
 /* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
  * nothing later than the one before the last. */
-static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
+static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, piece = dtrain__plan_piece(comm, op), pair, turn, index;
+    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op), pair, turn, index;
     int peers;
-    at->blocks = dtrain__plan_blocks(comm->rank, comm->size);
+    at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
     peers = at->blocks.previous_size / at->blocks.size;
     at->up = at->blocks.levels + (at->blocks.next_size > 0);
     at->down = at->up + peers;
@@ -7972,112 +8721,542 @@ static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, siz
     at->n = op->count - at->begin < piece ? op->count - at->begin : piece;
     at->out = (unsigned char *)op->out + at->begin * width;
     at->recv = comm->scratch;
-    at->held = dtrain__message_dtype(op) == op->dtype
+    at->held = dtrain__step_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__message_width(op);
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__step_width(op);
     return 1;
 }
 
-static void dtrain__plan_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
+static void dtrain__halving_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
 {
-    step->to = to;
-    step->send = base + range.begin * width;
-    step->send_bytes = (range.end - range.begin) * width;
+    dtrain__step_send(step, to, base + range.begin * width, (range.end - range.begin) * width);
 }
 
-static void dtrain__plan_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
+static void dtrain__halving_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
 {
-    step->from = from;
-    step->recv = base + range.begin * width;
-    step->recv_bytes = (range.end - range.begin) * width;
+    dtrain__step_recv(step, from, base + range.begin * width, (range.end - range.begin) * width);
 }
 
-static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range, size_t width)
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
+                                 size_t width)
 {
     dtrain__part all = {0, range.end - range.begin};
-    dtrain__plan_recv(step, from, at->recv, all, width);
+    dtrain__halving_recv(step, from, at->recv, all, width);
     step->fold = at->held + range.begin * width;
     step->fold_count = all.end;
     step->fold_early = 1;
 }
 
 /* Between binary blocks: the smaller one's partial sums go up to the larger one, the results come down again. */
-static void dtrain__plan_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
+static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
 {
     const dtrain__blocks *b = &at->blocks;
-    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
-    dtrain__part mine = dtrain__plan_half(b->index, b->levels, at->n);
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    dtrain__part mine = dtrain__halving_part(b->index, b->levels, at->n);
     int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
     int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
     int index = b->index + turn * b->size, levels = 0, previous = b->first - b->previous_size + index;
     while ((1 << levels) < b->previous_size)
         levels++;
     if (at->step < at->up)
-        dtrain__plan_fold(step, next, at, mine, wide);
+        dtrain__halving_fold(step, next, at, mine, wide);
     else if (at->step < at->down)
-        dtrain__plan_send(step, previous, at->held, dtrain__plan_half(index, levels, at->n), wide);
+        dtrain__halving_send(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
     else if (index < b->previous_size)
-        dtrain__plan_recv(step, previous, at->out, dtrain__plan_half(index, levels, at->n), width);
+        dtrain__halving_recv(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
     else
-        dtrain__plan_send(step, next, at->out, mine, width);
+        dtrain__halving_send(step, next, at->out, mine, width);
+}
+
+/* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
+static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    dtrain__halving at;
+    if (!dtrain__halving_where(comm, op, k, &at))
+        return;
+    if (at.step == 0)
+        dtrain__step_widen(op, at.begin, at.n, at.held);
+    if (at.step == at.up && at.blocks.previous_size == 0) {
+        dtrain__part mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
+                            at.out + mine.begin * dtrain__step_out_width(op), mine.end - mine.begin);
+    }
 }
 
 /* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold
  * first and the lower block of ranks is the left operand, so the sums are the tree's. Where the world is no power
- * of two, binary blocks each do so and hand their partial sums to the next larger one.
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
-static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+ * of two, binary blocks each do so and hand their partial sums to the next larger one. */
+static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__halving at;
-    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
-    if (!dtrain__plan_where(comm, op, (size_t)k, &at))
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    if (!dtrain__halving_where(comm, op, (size_t)k, &at))
         return 0;
     int level = at.step < at.blocks.levels ? at.step : at.steps - 1 - at.step;
     int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
-    step->tag = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
+    step->tag_out = step->tag_in = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
     step->send_first = comm->rank < peer;
     step->ahead = at.paired;
+    step->prepare = dtrain__halving_prepare;
     if (at.step < at.blocks.levels) {
-        dtrain__plan_send(step, peer, at.held, dtrain__plan_half(peer_index, level + 1, at.n), wide);
-        dtrain__plan_fold(step, peer, &at, dtrain__plan_half(at.blocks.index, level + 1, at.n), wide);
+        dtrain__halving_send(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
+        dtrain__halving_fold(step, peer, &at, dtrain__halving_part(at.blocks.index, level + 1, at.n), wide);
     } else if (at.step >= at.doubling) {
-        dtrain__plan_send(step, peer, at.out, dtrain__plan_half(at.blocks.index, level + 1, at.n), width);
-        dtrain__plan_recv(step, peer, at.out, dtrain__plan_half(peer_index, level + 1, at.n), width);
+        dtrain__halving_send(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
+        dtrain__halving_recv(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
     } else {
-        step->tag = at.begin << 8 | 64;
-        dtrain__plan_between(op, &at, step);
+        step->tag_out = step->tag_in = at.begin << 8 | 64;
+        dtrain__halving_between(op, &at, step);
     }
     return 1;
 }
 
-static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
-    unsigned char *held = dtrain__message_held(comm, op);
-    unsigned char *recv = comm->scratch + (held == comm->scratch ? dtrain__message_half(op) : 0);
+    size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
+    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : 2 * piece);
+}
+
+#endif
+
+/* ---- >>bruck ----
+ * Plans of ceil(log2 n) steps for any number of ranks, for small vectors: after step k a rank holds what 2^(k+1)
+ * ranks had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
+ * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier.
+ *
+ * Source: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; barrier: Hensgen, Finkel, Manber, Int. J.
+ * Parallel Programming 17(1), 1988. */
+#ifndef DTRAIN__BRUCK
+#define DTRAIN__BRUCK
+
+/* Elements before slot number `slot`. */
+static size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
+{
+    size_t begin = 0;
+    if (op->kind == DTRAIN__BARRIER)
+        return 0;
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        return (size_t)slot * op->count;
+    for (int i = 0; i < slot; i++)
+        begin += comm->parts[(comm->rank + i) % comm->size].count;
+    return begin;
+}
+
+static size_t dtrain__bruck_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__bruck_slot(comm, op, comm->size) * dtrain__step_out_width(op);
+}
+
+static void dtrain__bruck_begin(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t bytes = dtrain__bruck_slot(comm, op, 1) * dtrain__step_out_width(op);
+    (void)k;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+}
+
+static void dtrain__bruck_end(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t width = dtrain__step_out_width(op);
+    if (k == 0)
+        dtrain__bruck_begin(comm, op, k);
+    for (int i = 0; i < comm->size; i++) {
+        int rank = (comm->rank + i) % comm->size;
+        const unsigned char *slot = comm->scratch + dtrain__bruck_slot(comm, op, i) * width;
+        comm->ins[rank] = slot;
+        if (op->kind == DTRAIN__ALL_GATHER && comm->parts[rank].count > 0)
+            memcpy((unsigned char *)op->out + comm->parts[rank].begin * width, slot, comm->parts[rank].count * width);
+    }
+    if (op->kind == DTRAIN__ALL_REDUCE && op->count > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+}
+
+static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
+    size_t width = dtrain__step_out_width(op);
+    if (k >= levels) {
+        step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
+        return k == levels;
+    }
+    int slots = distance < n - distance ? distance : n - distance;
+    size_t begin = dtrain__bruck_slot(comm, op, distance), end = dtrain__bruck_slot(comm, op, distance + slots);
+    dtrain__step_send(step, (comm->rank + n - distance) % n, comm->scratch,
+                      dtrain__bruck_slot(comm, op, slots) * width);
+    dtrain__step_recv(step, (comm->rank + distance) % n, comm->scratch + begin * width, (end - begin) * width);
+    step->send_first = comm->rank / distance % 2 == 0;
+    step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
+    return 1;
+}
+
+#endif
+
+/* ---- >>direct ----
+ * Plans in which every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and
+ * reductions in which each rank receives its part of everybody's input and folds all of them in one pass, in the
+ * tree order, in the dtype they came in. Gather and scatter are one message for each rank but the root.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005. */
+#ifndef DTRAIN__DIRECT_PLAN
+#define DTRAIN__DIRECT_PLAN
+
+static int dtrain__direct_rounds(const dtrain_comm *comm)
+{
+    return dtrain__step_power_of_two(comm->size) ? comm->size - 1 : comm->size;
+}
+
+/* Whom this rank meets in a round: it meets this rank in the same one. May be the rank itself. */
+static int dtrain__direct_peer(const dtrain_comm *comm, int round)
+{
+    if (dtrain__step_power_of_two(comm->size))
+        return comm->rank ^ (round + 1);
+    return (round - comm->rank + comm->size) % comm->size;
+}
+
+/* Reductions go block by block: the same elements of every part. */
+typedef struct dtrain__direct {
+    size_t most, blocks; /* elements of each part in a block; blocks */
+    size_t block;        /* this one */
+    int turn, turns;     /* step in the block, and how many it has */
+} dtrain__direct;
+
+/* Elements of `rank`'s part in the block. */
+static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct *at, int rank)
+{
+    size_t begin = at->block * at->most, count = comm->parts[rank].count;
+    return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
+}
+
+static size_t dtrain__direct_most(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = DTRAIN__BLOCK_BYTES, longest = 0;
+    most = (most < all ? most : all) / dtrain__step_out_width(op) / 64 * 64;
+    for (int rank = 0; rank < comm->size; rank++)
+        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+    most = most > 0 ? most : 64;
+    return longest < most ? longest : most;
+}
+
+static size_t dtrain__direct_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t width = dtrain__step_out_width(op), longest = 0;
+    if (dtrain__op_reduces(op))
+        return (size_t)comm->size * dtrain__step_line(dtrain__direct_most(comm, op) * width);
+    for (int rank = 0; op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out && rank < comm->size; rank++)
+        longest = comm->others[rank].count > longest ? comm->others[rank].count : longest;
+    return longest * width;
+}
+
+static unsigned char *dtrain__direct_slot(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at,
+                                          int rank)
+{
+    return comm->scratch + (size_t)rank * dtrain__step_line(at->most * dtrain__step_out_width(op));
+}
+
+/* Where the block of this rank's part of the result goes. */
+static unsigned char *dtrain__direct_result(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at)
+{
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? 0 : comm->parts[comm->rank].begin;
+    if (op->kind == DTRAIN__REDUCE && comm->rank != op->root)
+        return dtrain__direct_slot(comm, op, at, comm->rank);
+    return (unsigned char *)op->out + (begin + at->block * at->most) * dtrain__step_out_width(op);
+}
+
+static dtrain__direct dtrain__direct_where(const dtrain_comm *comm, const dtrain__op *op, size_t k)
+{
+    dtrain__direct at;
+    size_t longest = 0;
+    int rounds = dtrain__direct_rounds(comm), root = comm->rank == op->root;
+    at.most = dtrain__direct_most(comm, op);
+    for (int rank = 0; rank < comm->size; rank++)
+        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+    at.blocks = longest > 0 ? (longest - 1) / at.most + 1 : 1;
+    at.turns = rounds + 1;
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        at.turns += rounds;
+    else if (op->kind == DTRAIN__REDUCE)
+        at.turns += root ? comm->size : 1;
+    at.block = k / (size_t)at.turns;
+    at.turn = (int)(k % (size_t)at.turns);
+    return at;
+}
+
+/* Folds the block of this rank's part of everybody's input. */
+static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    dtrain__direct at = dtrain__direct_where(comm, op, k);
+    size_t begin = comm->parts[comm->rank].begin + at.block * at.most, n = dtrain__direct_count(comm, &at, comm->rank);
+    void *result = dtrain__direct_result(comm, op, &at);
+    for (int rank = 0; rank < comm->size; rank++)
+        comm->ins[rank] = dtrain__direct_slot(comm, op, &at, rank);
+    comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    if (n > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &result, 1, 0, n);
+}
+
+static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__direct at = dtrain__direct_where(comm, op, (size_t)k);
+    int rounds = dtrain__direct_rounds(comm), gathers = at.turn > rounds, round = at.turn - (gathers ? rounds + 1 : 0);
+    size_t width = dtrain__step_out_width(op), mine = dtrain__direct_count(comm, &at, comm->rank) * width, theirs;
+    if (at.block >= at.blocks)
+        return 0;
+    step->tag_out = step->tag_in = at.block << 12 | (uint64_t)(op->kind == DTRAIN__REDUCE && gathers ? 4095 : at.turn);
+    if (at.turn == rounds) {
+        step->prepare = dtrain__direct_fold;
+        return 1;
+    }
+    int root = op->kind == DTRAIN__REDUCE && gathers;
+    int peer = !root ? dtrain__direct_peer(comm, round) : comm->rank == op->root ? round : op->root;
+    if (peer == comm->rank)
+        return 1;
+    theirs = dtrain__direct_count(comm, &at, peer) * width;
+    unsigned char *place = (unsigned char *)op->out + (comm->parts[peer].begin + at.block * at.most) * width;
+    const unsigned char *given = (const unsigned char *)op->in + (comm->parts[peer].begin + at.block * at.most) * width;
+    step->send_first = comm->rank < peer;
+    if (!gathers || comm->rank != op->root || op->kind == DTRAIN__ALL_REDUCE)
+        dtrain__step_send(step, peer, gathers ? dtrain__direct_result(comm, op, &at) : given, gathers ? mine : theirs);
+    if (!gathers)
+        dtrain__step_recv(step, peer, dtrain__direct_slot(comm, op, &at, peer), mine);
+    else if (op->kind == DTRAIN__ALL_REDUCE || comm->rank == op->root)
+        dtrain__step_recv(step, peer, place, theirs);
+    return 1;
+}
+
+/* In place, a block that has come lies in scratch until the one that went is gone. */
+static void dtrain__direct_place(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t width = dtrain__step_out_width(op);
+    int peer = dtrain__direct_peer(comm, (int)k - 1);
+    if (peer != comm->rank && comm->others[peer].count > 0)
+        memcpy((unsigned char *)op->out + comm->others[peer].begin * width, comm->scratch,
+               comm->others[peer].count * width);
+}
+
+static int dtrain__direct_pairs(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int rounds = dtrain__direct_rounds(comm), all_to_all = op->kind == DTRAIN__ALL_TO_ALL;
+    int in_place = all_to_all && op->in == op->out;
+    int peer = k < rounds ? dtrain__direct_peer(comm, k) : comm->rank;
+    size_t width = dtrain__step_out_width(op);
+    const dtrain__extent *out = all_to_all ? &comm->parts[peer] : &comm->parts[comm->rank];
+    const dtrain__extent *in = all_to_all ? &comm->others[peer] : &comm->parts[peer];
+    const unsigned char *from = (const unsigned char *)(all_to_all ? op->in : op->out);
+    if (in_place && k > 0)
+        step->prepare = dtrain__direct_place;
+    if (k >= rounds || peer == comm->rank)
+        return k < rounds + in_place;
+    dtrain__step_send(step, peer, from + out->begin * width, out->count * width);
+    dtrain__step_recv(step, peer, in_place ? comm->scratch : (unsigned char *)op->out + in->begin * width,
+                      in->count * width);
+    step->send_first = comm->rank < peer;
+    return 1;
+}
+
+/* One message between the root and each other rank. */
+static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op);
+    int root = comm->rank == op->root, rank = root ? k : comm->rank, gather = op->kind == DTRAIN__GATHER;
+    const dtrain__extent *part = &comm->parts[rank < comm->size ? rank : 0];
+    size_t begin = root ? part->begin * width : 0;
+    if (k >= (root ? comm->size : 1))
+        return 0;
+    step->tag_out = step->tag_in = 0;
+    if (root && k == comm->rank)
+        return 1;
+    if (gather != root)
+        dtrain__step_send(step, root ? rank : op->root, (const unsigned char *)op->in + begin, part->count * width);
+    else
+        dtrain__step_recv(step, root ? rank : op->root, (unsigned char *)op->out + begin, part->count * width);
+    return 1;
+}
+
+#endif
+
+/* ---- >>plan ----
+ * Which plan an operation follows: asked for by name, or selected by kind, size and number of ranks, so that all
+ * ranks come to the same. */
+#ifndef DTRAIN__PLAN
+#define DTRAIN__PLAN
+
+#define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
+#define DTRAIN__PLAN_WHOLE ((size_t)64 << 10) /* bytes that travel in few whole messages */
+
+/* Keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
+static int dtrain__plan_whole(const dtrain__op *op)
+{
+    return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
+           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK;
+}
+
+static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    switch (op->algorithm) {
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_scratch(comm, op);
+    case DTRAIN_ALGORITHM_DIRECT: return dtrain__direct_scratch(comm, op);
+    case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_scratch(comm, op);
+    default: return dtrain__plan_whole(op) ? dtrain__step_whole_scratch(op) : 0;
+    }
+}
+
+/* A message of the caller's own, or two that cross. */
+static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op);
+    if (op->kind != DTRAIN__RECV && op->root >= 0)
+        dtrain__step_send(step, op->root, (const unsigned char *)op->in, op->count * width);
+    if (op->kind == DTRAIN__RECV)
+        dtrain__step_recv(step, op->root, (unsigned char *)op->out, op->count * width);
+    else if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        dtrain__step_recv(step, op->from, (unsigned char *)op->out, op->in_count * width);
+    step->send_first = comm->rank < op->root;
+    step->tag_out = step->tag_in = 0;
+    return k == 0;
+}
+
+/* Fills in step k of an operation; returns 0 when there is none. */
+static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
     memset(step, 0, sizeof *step);
     step->to = step->from = -1;
-    step->tag = (uint64_t)k;
-    switch (op->kind) {
-    case DTRAIN__SEND:
-    case DTRAIN__RECV:
-        step->to = op->kind == DTRAIN__SEND ? op->root : -1;
-        step->from = op->kind == DTRAIN__RECV ? op->root : -1;
-        step->send = (const unsigned char *)op->in;
-        step->recv = (unsigned char *)op->out;
-        step->send_bytes = step->recv_bytes = dtrain__op_bytes(op);
-        return k == 0;
-    case DTRAIN__BROADCAST: return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__ALL_GATHER: return dtrain__plan_ring(comm, op, k, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
-    default: break;
+    step->tag_out = step->tag_in = (uint64_t)k;
+    if (dtrain__op_is_message(op))
+        return dtrain__plan_message(comm, op, k, step);
+    switch (op->algorithm) {
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return dtrain__tree_doubling(comm, op, k, step);
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
+    case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
+    case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_RING:
+        return op->kind == DTRAIN__BROADCAST ? dtrain__ring_broadcast(comm, op, k, step)
+                                             : dtrain__ring_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_DIRECT:
+        return dtrain__op_reduces(op)                                      ? dtrain__direct_reduce(comm, op, k, step)
+               : op->kind == DTRAIN__GATHER || op->kind == DTRAIN__SCATTER ? dtrain__direct_root(comm, op, k, step)
+                                                                           : dtrain__direct_pairs(comm, op, k, step);
+    default: return dtrain__tree_plan(comm, op, k, step);
     }
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return dtrain__plan_halving(comm, op, k, step);
-    if (op->algorithm == DTRAIN_ALGORITHM_RING)
-        return dtrain__plan_ring(comm, op, k, 1, held, recv, step);
-    if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING)
-        return dtrain__plan_doubling(comm, op, k, held, recv, step);
-    return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
+}
+
+/* Whether a kind of operation over messages has a form by this name. */
+static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
+{
+    int power_of_two = dtrain__step_power_of_two(comm->size);
+    switch (algorithm) {
+    case DTRAIN_ALGORITHM_TREE:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
+               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING:
+        return power_of_two && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
+    case DTRAIN_ALGORITHM_RING:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER ||
+               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING:
+    case DTRAIN_ALGORITHM_DOUBLE_TREE: return kind == DTRAIN__ALL_REDUCE && comm->size > 1;
+    case DTRAIN_ALGORITHM_NODES: return kind == DTRAIN__ALL_REDUCE && comm->node_ranks > 0;
+    case DTRAIN_ALGORITHM_BRUCK:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__ALL_GATHER || kind == DTRAIN__BARRIER;
+    case DTRAIN_ALGORITHM_DIRECT: return kind != DTRAIN__BROADCAST && kind != DTRAIN__BARRIER;
+    default: return 0;
+    }
+}
+
+/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
+static size_t dtrain__plan_small(int ranks)
+{
+    size_t kib = !dtrain__step_power_of_two(ranks) ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
+    return kib << 10;
+}
+
+static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
+{
+    int power_of_two = dtrain__step_power_of_two(comm->size);
+    if (comm->size > 1 && bytes > dtrain__plan_small(comm->size))
+        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
+    if (power_of_two)
+        return DTRAIN_ALGORITHM_RECURSIVE_DOUBLING;
+    return bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_TREE;
+}
+
+static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = dtrain__op_bytes(op);
+    dtrain_algorithm asked = comm->asked[op->kind];
+    if (dtrain__op_is_message(op))
+        return DTRAIN_ALGORITHM_AUTO;
+    if (comm->transport.board != NULL && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+        return DTRAIN_ALGORITHM_FUSED;
+    if (op->counts != NULL && dtrain__op_reduces(op))
+        return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
+    if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && dtrain__plan_exists(comm, op->kind, DTRAIN_ALGORITHM_TREE) &&
+        !dtrain__step_power_of_two(comm->size))
+        asked = DTRAIN_ALGORITHM_TREE;
+    if (dtrain__plan_exists(comm, op->kind, asked))
+        return asked;
+    if (comm->transport.board != NULL && !dtrain__op_reduces(op))
+        return DTRAIN_ALGORITHM_FUSED;
+    switch (op->kind) {
+    case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);
+    case DTRAIN__REDUCE_SCATTER:
+        if (bytes > DTRAIN__PLAN_WHOLE)
+            return DTRAIN_ALGORITHM_DIRECT;
+        return dtrain__step_power_of_two(comm->size) ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+    case DTRAIN__ALL_GATHER: return bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__BROADCAST:
+        return bytes <= DTRAIN__PLAN_WHOLE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__REDUCE: return bytes <= DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
+    case DTRAIN__BARRIER: return DTRAIN_ALGORITHM_BRUCK;
+    default: return DTRAIN_ALGORITHM_DIRECT;
+    }
+}
+
+/* An algorithm's constant from its name; 0 when there is none of that name. */
+static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
+{
+    for (int value = DTRAIN_ALGORITHM_FUSED - 1; value <= DTRAIN_ALGORITHM_DOUBLE_TREE; value++) {
+        dtrain_algorithm one = value < DTRAIN_ALGORITHM_FUSED ? DTRAIN_ALGORITHM_AUTO : (dtrain_algorithm)value;
+        const char *text = dtrain__algorithm_name((uint64_t)one);
+        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0) {
+            *algorithm = one;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static dtrain__kind dtrain__plan_kind(const char *name, size_t bytes)
+{
+    for (int kind = DTRAIN__ALL_REDUCE; kind <= DTRAIN__BARRIER; kind++) {
+        const char *text = dtrain__kind_name((uint64_t)kind);
+        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0)
+            return (dtrain__kind)kind;
+    }
+    return DTRAIN__KINDS;
+}
+
+/* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
+static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
+{
+    while (text != NULL && *text != 0) {
+        size_t bytes = strcspn(text, ","), kind_bytes = strcspn(text, "=,");
+        int every = kind_bytes == bytes;
+        dtrain__kind kind = every ? DTRAIN__ALL_REDUCE : dtrain__plan_kind(text, kind_bytes);
+        dtrain_algorithm algorithm = DTRAIN_ALGORITHM_AUTO;
+        const char *name = every ? text : text + kind_bytes + 1;
+        if (kind == DTRAIN__KINDS || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
+            return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                                "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
+                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
+                                "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
+                                (int)(bytes < 60 ? bytes : 60), text);
+        for (int k = (int)kind; k <= (every ? DTRAIN__BARRIER : (int)kind); k++)
+            if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->transport.board != NULL)
+                comm->asked[k] = algorithm;
+        text += bytes + (text[bytes] == ',');
+    }
+    return DTRAIN_OK;
 }
 
 #endif
@@ -8094,24 +9273,6 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
 
-typedef struct dtrain__message_header {
-    uint64_t magic;
-    dtrain__call call;
-    uint64_t tag;
-    uint64_t bytes;
-} dtrain__message_header;
-
-/* `count` elements of this rank's input, from `begin` on, as partial sums. */
-static void dtrain__message_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
-{
-    dtrain_dtype partial = dtrain__message_dtype(op);
-    const unsigned char *in = (const unsigned char *)op->in + begin * (dtrain_dtype_bits(op->dtype) / 8);
-    if (partial != op->dtype)
-        dtrain_convert(in, op->dtype, out, partial, count);
-    else if (in != out && count > 0)
-        memcpy(out, in, count * dtrain__message_width(op));
-}
-
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
@@ -8122,74 +9283,67 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
+/* Puts what this rank already has of its result in its place. */
+static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t piece = dtrain__plan_piece(comm, op) * dtrain__message_width(op);
-    int narrow = dtrain__message_dtype(op) == op->dtype;
-    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
-        return 0;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return DTRAIN__MESSAGE_CHUNK + (narrow ? 0 : 2 * piece);
-    return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
+    size_t width = dtrain__step_out_width(op), count = comm->parts[comm->rank].count;
+    size_t begin = comm->parts[comm->rank].begin, from = 0, to = begin;
+    int wanted = comm->rank == op->root;
+    switch (op->kind) {
+    case DTRAIN__ALL_GATHER: wanted = op->algorithm != DTRAIN_ALGORITHM_BRUCK; break;
+    case DTRAIN__GATHER: break;
+    case DTRAIN__SCATTER: from = begin, to = 0; break;
+    case DTRAIN__ALL_TO_ALL: from = begin, to = comm->others[comm->rank].begin, wanted = 1; break;
+    default: return;
+    }
+    if (wanted && count > 0)
+        memmove((unsigned char *)op->out + to * width, (const unsigned char *)op->in + from * width, count * width);
 }
 
-static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
+static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
 {
-    size_t bytes = dtrain__message_scratch(comm, op);
-    if (comm->scratch_bytes >= bytes)
-        return 1;
-    unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
-    if (scratch == NULL) {
-        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
-                     dtrain__op_text(comm, op).text, comm->rank, bytes);
-        return 0;
+    if (!dtrain__op_is_message(op)) {
+        op->number = comm->number + 1;
+        return;
     }
-    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
-    comm->scratch = scratch;
-    comm->scratch_bytes = bytes;
-    return 1;
+    if (op->root >= 0)
+        op->number = 1 + (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root];
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        op->in_number = 1 + comm->received[op->from];
 }
 
 /* Returns 1 when the operation has ended already. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t width = dtrain__message_width(op), begin, shard;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
-    else
-        op->number = comm->number + 1;
+    dtrain__message_number(comm, op);
     if (comm->broken.status != DTRAIN_OK) {
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
-    if (!dtrain__message_reserve(comm, op))
+    dtrain__op_layout(comm, op);
+    if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        dtrain__message_widen(op, 0, op->count, dtrain__message_held(comm, op));
-    if (op->kind == DTRAIN__ALL_GATHER) {
-        shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
-        if (shard > 0)
-            memmove((unsigned char *)op->out + begin * width, op->in, shard * width);
-    }
+    if (dtrain__plan_whole(op))
+        dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
+    else if (!dtrain__op_is_message(op))
+        dtrain__message_own(comm, op);
     op->phase = 1;
     return 0;
 }
 
 static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t begin = 0, n = op->count, width = dtrain__message_width(op);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        n = dtrain_split(op->count, comm->size, comm->rank, &begin);
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
-        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__message_held(comm, op) + begin * width, op->out, n);
-    if (op->kind == DTRAIN__SEND)
-        comm->sent[op->root] = op->number;
-    else if (op->kind == DTRAIN__RECV)
-        comm->received[op->root] = op->number;
-    else
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].begin : 0;
+    size_t n = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].count : op->count;
+    if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
+        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
+                            op->out, n);
+    if (!dtrain__op_is_message(op))
         comm->number = op->number;
+    else if (op->root >= 0)
+        (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root] = op->number;
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        comm->received[op->from] = op->in_number;
     return 1;
 }
 
@@ -8197,27 +9351,19 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
 {
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op);
-    header.tag = step->tag;
+    header.call = dtrain__op_call(comm, op, 0);
+    header.tag = step->tag_out;
     header.bytes = step->send_bytes;
     memcpy(comm->message_out, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
         memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
 }
 
-/* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
+/* Before anything of a step moves. */
 static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
 {
-    dtrain__halving at;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING && dtrain__plan_where(comm, op, k, &at)) {
-        if (at.step == 0)
-            dtrain__message_widen(op, at.begin, at.n, at.held);
-        if (at.step == at.up && at.blocks.previous_size == 0) {
-            dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
-            dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
-                                at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
-        }
-    }
+    if (step->prepare != NULL)
+        step->prepare(comm, op, k);
     if (step->to >= 0)
         dtrain__message_write_header(comm, op, step);
 }
@@ -8250,13 +9396,15 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    dtrain__call mine = dtrain__op_call(comm, op);
+    dtrain__call mine = dtrain__op_call(comm, op, 1);
     memcpy(&came, comm->message_in, sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
-    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag || came.bytes != step->recv_bytes)
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
+    if (came.bytes != step->recv_bytes)
+        return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
     return DTRAIN_OK;
 }
 
@@ -8275,8 +9423,8 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
-                          (end - begin) / dtrain__message_width(op));
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
+                          (end - begin) / dtrain__step_width(op));
     }
     if (*done < header + payload)
         return DTRAIN_OK;
@@ -8304,7 +9452,7 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
 static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
     if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, step->fold, step->recv, step->fold_count);
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, step->fold, step->recv, step->fold_count);
 }
 
 /* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
@@ -8313,8 +9461,8 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
                                   int *receives)
 {
     for (;;) {
-        int more_in = dtrain__message_plan(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
-        int more_out = dtrain__message_plan(comm, op, (int)op->send_at, out);
+        int more_in = dtrain__plan_step(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
+        int more_out = dtrain__plan_step(comm, op, (int)op->send_at, out);
         if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
             dtrain__message_enter(comm, op, out, op->send_at);
             op->entered++;
@@ -8405,7 +9553,7 @@ static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, con
 static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step step;
-    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+    while (dtrain__plan_step(comm, op, (int)op->at, &step)) {
         if (op->entered == op->at) {
             dtrain__message_enter(comm, op, &step, op->at);
             op->entered++;
@@ -8721,34 +9869,6 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__comm_small(int ranks, int power_of_two)
-{
-    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
-static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain_algorithm asked = comm->desc.algorithm;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    int power_of_two = (comm->size & (comm->size - 1)) == 0;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL &&
-        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
-        return DTRAIN_ALGORITHM_FUSED;
-    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
-        return DTRAIN_ALGORITHM_TREE;
-    if (asked == DTRAIN_ALGORITHM_RING)
-        return DTRAIN_ALGORITHM_RING;
-    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
-        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
-         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
-        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
@@ -8756,7 +9876,7 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
-    op->algorithm = dtrain__comm_select(comm, op);
+    op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
     op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
@@ -8926,11 +10046,27 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
     dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+}
+
+/* The algorithms that desc and environment ask for; where nodes are said to be. */
+static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
+{
+    const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
+        comm->asked[kind] = comm->desc.algorithm;
+    comm->node_ranks = comm->desc.node_ranks;
+    if (comm->node_ranks == 0 && ranks != NULL)
+        comm->node_ranks = atoi(ranks);
+    if (comm->node_ranks < 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
+                            comm->node_ranks);
+    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. */
@@ -8959,9 +10095,16 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL) {
+    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
+    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
+        comm->parts == NULL) {
         dtrain__comm_free(comm);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    }
+    comm->others = comm->parts + size;
+    if (dtrain__comm_choose(comm) != DTRAIN_OK) {
+        dtrain__comm_free(comm);
+        return dtrain__thread_error.status;
     }
     *out = comm;
     return DTRAIN_OK;
@@ -8971,12 +10114,15 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
 {
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_HALVING_DOUBLING))
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
                             algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
                             progress);
+    if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
+                            (int)desc->order);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
                             desc->connections, DTRAIN__MAX_LANES);
@@ -9120,8 +10266,11 @@ DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
         status = dtrain__socket_formed(comm->socket, &formed, comm->started_ns, comm->form_deadline_ns);
     if (status != DTRAIN_OK)
         comm->error = dtrain__thread_error;
-    else if (formed)
+    else if (formed) {
         comm->forming = 0;
+        if (comm->socket != NULL && comm->node_ranks == 0)
+            comm->node_ranks = dtrain__socket_node_ranks(comm->socket);
+    }
     *ready = status == DTRAIN_OK && formed;
     return status;
 }
@@ -9346,8 +10495,7 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 
-static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
-                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));
@@ -9357,14 +10505,51 @@ static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, co
     op.out = out;
     op.count = count;
     op.dtype = dtype;
+    op.from = -1;
+    return op;
+}
+
+/* The same with parts as the caller says; comm may be NULL, which is found later. */
+static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                      const size_t *counts, const size_t *offsets, dtrain_dtype dtype)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, 0, dtype);
+    op.counts = counts;
+    op.offsets = offsets;
+    for (int rank = 0; comm != NULL && counts != NULL && rank < comm->size; rank++) {
+        size_t sum = op.count + counts[rank];
+        op.count = sum >= op.count ? sum : SIZE_MAX; /* refused as too large */
+    }
+    return op;
+}
+
+/* Runs a call to its end, or starts it when there is a place for its handle. */
+static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
+                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
     return dtrain__comm_call(comm, &op, work);
 }
 
-static dtrain_status dtrain__no_work(const char *call)
+static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                          const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                          dtrain_op reduction, int root, dtrain_work **work)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: nowhere to put the handle (work is NULL)", call);
+    dtrain__op op = dtrain__op_of_parts(comm, kind, in, out, counts, offsets, dtype);
+    op.op = reduction;
+    op.root = root;
+    if (counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__kind_name((uint64_t)kind));
+    return dtrain__comm_call(comm, &op, work);
+}
+
+static dtrain_status dtrain__no_work(dtrain_comm *comm, dtrain__kind kind)
+{
+    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__kind_name((uint64_t)kind));
 }
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
@@ -9386,8 +10571,22 @@ DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_reduce_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_REDUCE);
     return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root)
+{
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE);
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -9400,8 +10599,23 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const vo
                                                      dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("reduce_scatter_async");
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
     return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -9414,8 +10628,22 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_gather_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
     return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype)
+{
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root)
@@ -9427,13 +10655,119 @@ DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer,
                                                 int root, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("broadcast_async");
+        return dtrain__no_work(comm, DTRAIN__BROADCAST);
     return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root)
+{
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root)
+{
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                          const size_t *in_offsets, void *out, const size_t *out_counts,
+                                          const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of_parts(comm, DTRAIN__ALL_TO_ALL, in, out, in_counts, in_offsets, dtype);
+    op.out_counts = out_counts;
+    op.out_offsets = out_offsets;
+    if (in_counts == NULL || out_counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "all_to_all_v: an array of counts, one for each rank, is NULL");
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype)
+{
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, work);
 }
 
 DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
 {
     return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__BARRIER);
+    return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer)
@@ -9445,7 +10779,7 @@ DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, si
                                            int peer, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("send_async");
+        return dtrain__no_work(comm, DTRAIN__SEND);
     return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
 }
 
@@ -9458,8 +10792,42 @@ DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t 
                                            dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("recv_async");
+        return dtrain__no_work(comm, DTRAIN__RECV);
     return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
+}
+
+static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
+    op.in_count = out_count;
+    op.root = to;
+    op.from = from;
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype)
+{
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__EXCHANGE);
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, work);
+}
+
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype)
+{
+    dtrain__kind kind = collective != NULL ? dtrain__plan_kind(collective, strlen(collective)) : DTRAIN__KINDS;
+    dtrain__op op = dtrain__op_of(kind, NULL, NULL, count, dtype);
+    if (comm == NULL || kind == DTRAIN__KINDS)
+        return "?";
+    return dtrain__algorithm_name((uint64_t)dtrain__plan_select(comm, &op));
 }
 
 /* Index of the first element in which a and b differ; count when none does. */
@@ -9519,6 +10887,96 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
     return status;
+}
+
+#endif
+
+/* ---- >>tensor_calls ----
+ * Collectives over tensors: the same calls, with shapes compared first. */
+#ifndef DTRAIN__TENSOR_CALLS
+#define DTRAIN__TENSOR_CALLS
+
+static size_t dtrain__tensor_rows(const dtrain_tensor *tensor)
+{
+    return tensor->ndim > 0 ? tensor->shape[0] : 1;
+}
+
+/* Elements of one row. */
+static size_t dtrain__tensor_row(const dtrain_tensor *tensor)
+{
+    size_t row = 1;
+    for (int i = 1; i < tensor->ndim; i++)
+        row *= tensor->shape[i];
+    return row;
+}
+
+/* Checks that part is whole but for its first size, which must be rows. */
+static dtrain_status dtrain__tensor_fits(dtrain_comm *comm, const char *call, const dtrain_tensor *whole,
+                                         const dtrain_tensor *part, size_t rows)
+{
+    int fits = comm != NULL && whole != NULL && part != NULL;
+    if (!fits)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID, "%s: the group or a tensor is NULL",
+                            call);
+    fits = whole->dtype == part->dtype && whole->ndim == part->ndim && dtrain__tensor_rows(part) == rows;
+    for (int i = 1; fits && i < whole->ndim; i++)
+        fits = whole->shape[i] == part->shape[i];
+    if (fits)
+        return DTRAIN_OK;
+    dtrain_tensor expected = *whole;
+    expected.shape[0] = rows;
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s was expected beside %s, %s came", call,
+                        comm->rank, dtrain__tensor_text(&expected).text, dtrain__tensor_text(whole).text,
+                        dtrain__tensor_text(part).text);
+}
+
+/* The same, where the part is this rank's share of the rows. */
+static dtrain_status dtrain__tensor_splits(dtrain_comm *comm, const char *call, const dtrain_tensor *whole,
+                                           const dtrain_tensor *part)
+{
+    size_t rows = comm != NULL && whole != NULL ? dtrain_shard(comm, dtrain__tensor_rows(whole), comm->rank, NULL) : 0;
+    if (comm != NULL && whole != NULL && whole->ndim == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: a scalar has no dimension 0 to split",
+                            call, comm->rank);
+    return dtrain__tensor_fits(comm, call, whole, part, rows);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op)
+{
+    dtrain_status status =
+        dtrain__tensor_fits(comm, "tensor_all_reduce", in, out, in != NULL ? dtrain__tensor_rows(in) : 0);
+    return status != DTRAIN_OK ? status : dtrain_all_reduce(comm, in->data, out->data, in->count, in->dtype, op);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op)
+{
+    dtrain_status status = dtrain__tensor_splits(comm, "tensor_reduce_scatter", in, out);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__op call = dtrain__op_of(DTRAIN__REDUCE_SCATTER, in->data, out->data, in->count, in->dtype);
+    call.op = op;
+    call.row = dtrain__tensor_row(in);
+    return dtrain__comm_call(comm, &call, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out)
+{
+    dtrain_status status = dtrain__tensor_splits(comm, "tensor_all_gather", out, in);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__op call = dtrain__op_of(DTRAIN__ALL_GATHER, in->data, out->data, out->count, out->dtype);
+    call.row = dtrain__tensor_row(out);
+    return dtrain__comm_call(comm, &call, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root)
+{
+    if (tensor == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "tensor_broadcast: the tensor is NULL");
+    return dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
 }
 
 #endif

@@ -280,34 +280,6 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__comm_small(int ranks, int power_of_two)
-{
-    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
-static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain_algorithm asked = comm->desc.algorithm;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    int power_of_two = (comm->size & (comm->size - 1)) == 0;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL &&
-        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
-        return DTRAIN_ALGORITHM_FUSED;
-    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
-        return DTRAIN_ALGORITHM_TREE;
-    if (asked == DTRAIN_ALGORITHM_RING)
-        return DTRAIN_ALGORITHM_RING;
-    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
-        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
-         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
-        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
@@ -315,7 +287,7 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
-    op->algorithm = dtrain__comm_select(comm, op);
+    op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
     op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000

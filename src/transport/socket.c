@@ -560,6 +560,20 @@ static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64
     return status;
 }
 
+/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
+static int dtrain__socket_node_ranks(dtrain__socket *s)
+{
+    const dtrain__member *members = s->hub.members;
+    int n = 1;
+    while (n < s->hub.size && members[n].host == members[0].host)
+        n++;
+    for (int rank = 0; rank < s->hub.size; rank++)
+        if (members[rank].host != members[rank - rank % n].host ||
+            (rank >= n && rank % n == 0 && members[rank].host == members[rank - 1].host))
+            return 0;
+    return n;
+}
+
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
 {
     memset(transport, 0, sizeof *transport);
