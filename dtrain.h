@@ -5206,7 +5206,7 @@ typedef struct dtrain__hub {
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
-    uint32_t stepping, waiting;
+    uint32_t stepping, waiting, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
@@ -5245,9 +5245,10 @@ static void dtrain__hub_tell(dtrain__hub *hub)
         dtrain__net_poke(hub->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do. */
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
 static void dtrain__hub_kick(dtrain__hub *hub)
 {
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
         dtrain__net_poke(hub->kick[1]);
 }
@@ -6259,8 +6260,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         hub->fds[count++] = extra[i];
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);

@@ -73,7 +73,7 @@ typedef struct dtrain__hub {
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
-    uint32_t stepping, waiting;
+    uint32_t stepping, waiting, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
@@ -112,9 +112,10 @@ static void dtrain__hub_tell(dtrain__hub *hub)
         dtrain__net_poke(hub->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do. */
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
 static void dtrain__hub_kick(dtrain__hub *hub)
 {
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
         dtrain__net_poke(hub->kick[1]);
 }

@@ -578,8 +578,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         hub->fds[count++] = extra[i];
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);
