@@ -5570,6 +5570,10 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     if (type == DTRAIN__FRAME_BYE) {
         if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
             return 0;
+        if (!hub->formed && hub->rank == 0) {
+            member->joined = 0; /* it gave up waiting for others, and may start again; its connection ends next */
+            return 1;
+        }
         member->left = 1;
         snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
         dtrain__store_forget(hub, (int)about);
@@ -5720,6 +5724,7 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
         errno = error;
         return NULL;
     }
+    door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
     door->lane = lane;

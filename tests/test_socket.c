@@ -499,6 +499,34 @@ TEST(early_and_late_starters_meet)
     CHECK_EQ(end_of(two, 10), 0);
 }
 
+/* Gives up before the others come, and starts again. */
+static int comes_twice(scene *s)
+{
+    dtrain_comm_desc desc = scene_desc(s, 1);
+    dtrain_comm *world;
+    desc.timeout_ms = 300;
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_TIMEOUT);
+    usleep(400000);
+    return rank_main(s, 1, nothing);
+}
+
+TEST(a_rank_that_gave_up_may_come_again)
+{
+    for (int again = 0; again < 2; again++) {
+        scene s;
+        scene_begin(&s, 3, 1);
+        fflush(stdout);
+        pid_t root = start_rank(&s, 0, nothing), one = fork();
+        if (one == 0)
+            _exit(comes_twice(&s));
+        usleep(again ? 1000000 : 500000); /* rank 2 comes when rank 1 has come back, or is away */
+        pid_t two = start_rank(&s, 2, nothing);
+        CHECK_EQ(end_of(root, 20), 0);
+        CHECK_EQ(end_of(one, 20), 0);
+        CHECK_EQ(end_of(two, 20), 0);
+    }
+}
+
 static int address_pipe[2];
 
 static void tell_address(void *user, const char *address)

@@ -437,6 +437,10 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     if (type == DTRAIN__FRAME_BYE) {
         if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
             return 0;
+        if (!hub->formed && hub->rank == 0) {
+            member->joined = 0; /* it gave up waiting for others, and may start again; its connection ends next */
+            return 1;
+        }
         member->left = 1;
         snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
         dtrain__store_forget(hub, (int)about);
