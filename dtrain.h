@@ -5101,6 +5101,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
 typedef struct dtrain__bytes {
     unsigned char *data;
     size_t bytes, capacity;
+    int short_of; /* memory: there was none for something that belongs here */
 } dtrain__bytes;
 
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
@@ -5113,8 +5114,10 @@ static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block,
     while (capacity - block->bytes < more)
         capacity *= 2;
     data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
-    if (data == NULL)
+    if (data == NULL) {
+        block->short_of = 1;
         return 0;
+    }
     block->data = data;
     block->capacity = capacity;
     return 1;
@@ -5283,10 +5286,10 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     return 1;
 }
 
-/* Appends to a frame under way; a frame that lacks memory is noticed when it is sent. */
+/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
 static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
 {
-    if (!dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
         return;
     dtrain__put_le(frame->data + frame->bytes, value, bytes);
     frame->bytes += (size_t)bytes;
@@ -5294,7 +5297,7 @@ static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value,
 
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
-    if (bytes == 0 || !dtrain__bytes_room(hub->allocator, frame, bytes))
+    if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
@@ -5310,17 +5313,21 @@ static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
+    to->out.short_of = 0;
     dtrain__give(hub, &to->out, 0, 4);
     dtrain__give(hub, &to->out, (uint64_t)type, 2);
     return begin;
 }
 
-static void dtrain__frame_close(dtrain__member *to, size_t begin)
+/* Returns 0 when memory was short: then nothing of the frame is left, as a part of one would accuse its sender. */
+static int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
-    if (to->out.bytes >= begin + 6)
-        dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
-    else
+    if (to->out.short_of) {
         to->out.bytes = begin;
+        return 0;
+    }
+    dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    return 1;
 }
 
 static void dtrain__frame_reason(dtrain__hub *hub, dtrain__member *to, int type, int rank, dtrain_status status,
@@ -5399,6 +5406,19 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
+/* Keeps the answer to this rank's own request. */
+static void dtrain__store_keep(dtrain__hub *hub, uint32_t id, dtrain_status status, int found, const void *data,
+                               size_t bytes)
+{
+    hub->store_value.bytes = 0;
+    hub->store_value.short_of = 0;
+    dtrain__give_bytes(hub, &hub->store_value, data, bytes);
+    hub->store_status = hub->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
+    hub->store_found = found;
+    hub->store_answered = id;
+    dtrain__hub_tell(hub);
+}
+
 /* Answers a store request: rank 0's own at once, another's by a frame. */
 static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
                                  const void *data, size_t bytes)
@@ -5406,12 +5426,7 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__member *member = &hub->members[rank];
     size_t begin;
     if (rank == hub->rank) {
-        hub->store_value.bytes = 0;
-        dtrain__give_bytes(hub, &hub->store_value, data, bytes);
-        hub->store_status = hub->store_value.bytes == bytes ? status : DTRAIN_ERR_MEMORY;
-        hub->store_found = found;
-        hub->store_answered = id;
-        dtrain__hub_tell(hub);
+        dtrain__store_keep(hub, id, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
@@ -5419,7 +5434,8 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    dtrain__frame_close(member, begin);
+    if (!dtrain__frame_close(member, begin) && bytes > 0)
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -5475,7 +5491,7 @@ static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int wha
     dtrain__store_forget(hub, rank);
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, "no memory to wait", 15);
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
     asker->rank = rank;
@@ -5506,12 +5522,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
         return 0;
     if (id != hub->store_id)
         return 1; /* of a request that was given up */
-    hub->store_value.bytes = 0;
-    dtrain__give_bytes(hub, &hub->store_value, reader->at, reader->left);
-    hub->store_status = hub->store_value.bytes == reader->left ? (dtrain_status)status : DTRAIN_ERR_MEMORY;
-    hub->store_found = found != 0;
-    hub->store_answered = (uint32_t)id;
-    dtrain__hub_tell(hub);
+    dtrain__store_keep(hub, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -5644,13 +5655,25 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
+/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, hub->rank, cause.status, cause.text);
+}
+
 /* Reads what a member's control connection holds. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
-        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096))
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096)) {
+            dtrain__hub_short_of_memory(hub);
             return;
+        }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
                                         member->in.capacity - member->in.bytes);
         if (n < 0)
@@ -5771,7 +5794,7 @@ static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
 static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
-    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -5788,7 +5811,7 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__member *member = &hub->members[door->peer];
-    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -5853,8 +5876,9 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
-    dtrain__frame_close(root, begin);
-    return DTRAIN_OK;
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Rank 0: when all have joined, tells everyone where everyone is. */
@@ -5873,7 +5897,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
-        dtrain__frame_close(member, begin);
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
     }
     hub->formed = 1;
     dtrain__hub_tell(hub);
@@ -6034,6 +6061,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         door = dtrain__hub_new_door(hub, &peer);
         if (door == NULL) {
             close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
             return;
         }
         door->fd = fd;
@@ -6188,7 +6216,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < links; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed)
+    if (hub->rank == 0 && !hub->formed && !hub->broken)
         dtrain__hub_complete(hub);
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
         for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
@@ -9591,11 +9619,11 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
     return DTRAIN_OK;
 }
 
-/* Sends the request, or on rank 0 serves it; the caller holds the hub's mutex. */
+/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
 static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, const void *value, size_t bytes)
 {
     dtrain__member *root = &hub->members[0];
-    uint32_t id = ++hub->store_id;
+    uint32_t id = ++hub->store_id != 0 ? hub->store_id : ++hub->store_id;
     if (hub->rank == 0) {
         dtrain__store_serve(hub, 0, id, what, key, value, bytes);
         return id;
@@ -9605,7 +9633,8 @@ static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, c
     dtrain__give(hub, &root->out, (uint64_t)what, 1);
     dtrain__give_text(hub, &root->out, 2, key);
     dtrain__give_bytes(hub, &root->out, value, bytes);
-    dtrain__frame_close(root, begin);
+    if (!dtrain__frame_close(root, begin))
+        return 0;
     dtrain__hub_flush(hub, 0);
     return id;
 }
@@ -9619,7 +9648,10 @@ static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void
     pthread_mutex_lock(&hub->mutex);
     if (hub->store_answered == id) {
         *status = hub->store_status;
-        if (*status != DTRAIN_OK)
+        if (*status != DTRAIN_OK && hub->store_value.bytes == 0)
+            dtrain__fail(&comm->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0",
+                         dtrain__store_names[what], comm->rank);
+        else if (*status != DTRAIN_OK)
             dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
                          comm->rank, (int)(hub->store_value.bytes < 300 ? hub->store_value.bytes : 300),
                          (const char *)hub->store_value.data);
@@ -9652,6 +9684,9 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
     pthread_mutex_lock(&hub->mutex);
     uint32_t id = dtrain__store_ask(hub, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
     pthread_mutex_unlock(&hub->mutex);
+    if (id == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d (\"%s\"): no memory for the request",
+                            dtrain__store_names[what], comm->rank, key);
     dtrain__hub_kick(hub);
     for (;;) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);

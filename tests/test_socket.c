@@ -791,6 +791,79 @@ TEST(coming_and_going_a_thousand_times_leaves_no_descriptor_thread_or_byte)
     CHECK_EQ(end_of(pids[1], 60), 0);
 }
 
+/* An allocator whose nth new block, counted from when it is armed, is refused. */
+typedef struct miser {
+    uint32_t armed, count, refused;
+} miser;
+
+static void *resize_or_refuse(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    miser *m = (miser *)user;
+    if (new_bytes > 0 && __atomic_load_n(&m->armed, __ATOMIC_SEQ_CST) &&
+        __atomic_add_fetch(&m->count, 1, __ATOMIC_SEQ_CST) == m->refused)
+        return NULL;
+    return dtrain__resize_default(pointer, old_bytes, new_bytes, align);
+}
+
+static dtrain_status keeps_and_sums(dtrain_comm *world)
+{
+    static unsigned char value[5000], got[5000];
+    int rank = dtrain_comm_rank(world);
+    char mine[2] = {(char)('a' + rank), 0}, other[2] = {(char)('b' - rank), 0};
+    float x = 1;
+    size_t bytes = 0;
+    memset(value, 'a' + rank, sizeof value);
+    dtrain_status status = dtrain_store_set(world, mine, value, sizeof value);
+    if (status == DTRAIN_OK && (status = dtrain_store_wait(world, other, got, sizeof got, &bytes)) == DTRAIN_OK)
+        CHECK(bytes == sizeof got && got[0] == other[0] && got[sizeof got - 1] == other[0]);
+    if (status == DTRAIN_OK && (status = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM)) == DTRAIN_OK)
+        CHECK(x == 2);
+    return status;
+}
+
+/* One rank whose nth block is refused (0: none is); its results are right, or it has an error of its own. */
+static int short_of_memory(scene *s, int rank, uint32_t refused)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    miser m = {0, 0, refused};
+    dtrain_allocator heap = {resize_or_refuse, &m, 0, 0};
+    dtrain_comm *world;
+    dtrain_status status;
+    int before = test_failures, ready = 0;
+    desc.allocator = &heap;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    __atomic_store_n(&m.armed, 1, __ATOMIC_SEQ_CST);
+    while ((status = dtrain_comm_ready(world, &ready)) == DTRAIN_OK && !ready)
+        usleep(100);
+    if (status == DTRAIN_OK)
+        status = keeps_and_sums(world);
+    if (status != DTRAIN_OK) {
+        CHECK(status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_PEER_LOST || status == DTRAIN_ERR_TIMEOUT);
+        CHECK(strstr(dtrain_comm_error(world), "no control message") == NULL);
+    }
+    dtrain_comm_destroy(world);
+    CHECK_EQ(heap.bytes, 0);
+    return test_failures != before;
+}
+
+TEST(a_refused_block_is_an_error_and_never_half_a_message)
+{
+    for (uint32_t nth = 1; nth <= 16; nth++)
+        for (int who = 0; who < 2; who++) {
+            scene s;
+            pid_t pids[2];
+            scene_begin(&s, 2, 0);
+            s.desc.timeout_ms = 500;
+            for (int rank = 0; rank < 2; rank++) {
+                fflush(stdout);
+                if ((pids[rank] = fork()) == 0)
+                    _exit(short_of_memory(&s, rank, rank == who ? nth : 0));
+            }
+            CHECK_EQ(end_of(pids[0], 20), 0);
+            CHECK_EQ(end_of(pids[1], 20), 0);
+        }
+}
+
 static int has_a_child(dtrain_comm *world, scene *s)
 {
     float x = 1;

@@ -85,7 +85,7 @@ static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
 static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
-    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -102,7 +102,7 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__member *member = &hub->members[door->peer];
-    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -167,8 +167,9 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
-    dtrain__frame_close(root, begin);
-    return DTRAIN_OK;
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Rank 0: when all have joined, tells everyone where everyone is. */
@@ -187,7 +188,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
-        dtrain__frame_close(member, begin);
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
     }
     hub->formed = 1;
     dtrain__hub_tell(hub);
@@ -348,6 +352,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         door = dtrain__hub_new_door(hub, &peer);
         if (door == NULL) {
             close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
             return;
         }
         door->fd = fd;
@@ -502,7 +507,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < links; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed)
+    if (hub->rank == 0 && !hub->formed && !hub->broken)
         dtrain__hub_complete(hub);
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
         for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
