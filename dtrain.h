@@ -5368,7 +5368,7 @@ static void dtrain__hub_end(dtrain__hub *hub, int from, int rank, dtrain_status 
     dtrain__hub_kick(hub);
 }
 
-/* A member is gone without a word. */
+/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
     dtrain__error lost;
@@ -5377,10 +5377,12 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank,
                  member->name[0] != 0 ? member->name : "unknown process", how);
     dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
+    if (member->control.fd >= 0)
+        dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
     member->left = 1;
     member->expected = 0;
-    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */

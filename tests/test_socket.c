@@ -279,6 +279,25 @@ TEST(a_stopped_rank_is_named_when_its_heartbeat_is_overdue)
     with_a_victim(v, 60000, 1000);
 }
 
+TEST(a_stopped_rank_that_goes_on_hears_that_it_was_lost)
+{
+    victim v = {1, SIGSTOP, DTRAIN_ERR_PEER_LOST, "rank 1 (", 20};
+    scene s;
+    pid_t pids[3];
+    for (; v.rank >= 0; v.rank--, v.text = "rank 0 (") {
+        scene_begin(&s, 3, 1);
+        s.user = &v;
+        s.desc.heartbeat_ms = 1000;
+        for (int rank = 0; rank < 3; rank++)
+            pids[rank] = start_rank(&s, rank, until_it_breaks);
+        for (int rank = 0; rank < 3; rank++)
+            if (rank != v.rank)
+                CHECK_EQ(end_of(pids[rank], 30), 0);
+        kill(pids[v.rank], SIGCONT);
+        CHECK_EQ(end_of(pids[v.rank], 10), 0);
+    }
+}
+
 TEST(a_stopped_rank_is_named_at_the_deadline)
 {
     victim v = {3, SIGSTOP, DTRAIN_ERR_TIMEOUT, "rank 3", 6};
