@@ -546,6 +546,20 @@ TEST(a_rank_that_gave_up_may_come_again)
     }
 }
 
+TEST(a_connection_that_met_itself_counts_as_refused)
+{
+    dtrain__address address;
+    int count, fd, one = 1;
+    CHECK_EQ(dtrain__net_resolve("127.0.0.1:0", &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_socket(AF_INET, &fd), 0);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    CHECK_EQ(bind(fd, &address.at.any, address.bytes), 0);
+    CHECK_EQ(getsockname(fd, &address.at.any, &address.bytes), 0);
+    CHECK(connect(fd, &address.at.any, address.bytes) == 0 || errno == EINPROGRESS);
+    CHECK_EQ(dtrain__net_connected(fd), ECONNREFUSED);
+    close(fd);
+}
+
 static int address_pipe[2];
 
 static void tell_address(void *user, const char *address)
