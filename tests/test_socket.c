@@ -768,6 +768,34 @@ TEST(what_a_cut_link_lost_is_sent_again_by_a_rank_that_sends_no_more)
     run_ranks(&s, lost_after_the_last_word);
 }
 
+/* While a second process says that it is rank 1. */
+static int undisturbed(dtrain_comm *world, scene *s)
+{
+    float x[2];
+    double until = now_s() + 2;
+    (void)s;
+    do {
+        x[0] = 1;
+        x[1] = now_s() < until;
+        CHECK_EQ(dtrain_all_reduce(world, x, x, 2, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    } while (x[0] == 2 && x[1] > 0);
+    CHECK(world->socket->hub.members[1 - dtrain_comm_rank(world)].down_ns == 0);
+    return 0;
+}
+
+TEST(a_second_rank_1_comes_too_late_to_disturb_the_first)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.reconnect_ms = 5000;
+    pid_t root = start_rank(&s, 0, undisturbed), one = start_rank(&s, 1, undisturbed);
+    usleep(500000);
+    s.desc.timeout_ms = 700;
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "its group is complete and runs"), 10), 0);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+}
+
 static int descriptors(void)
 {
     int open_now = 0;

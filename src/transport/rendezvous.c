@@ -211,13 +211,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[door->peer];
-    int again = hub->formed && member->expected;
-    if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+    int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
+    int again = ours && member->expected;
+    if (ours && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
-    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+    if (again) {
         door->received = member->control.received;
         dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
         return;
