@@ -1247,6 +1247,12 @@ static int64_t dtrain__os_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+/* Milliseconds that a caller chose, as nanoseconds that can be added to any time. */
+static int64_t dtrain__os_ms_to_ns(int64_t ms)
+{
+    return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
+}
+
 static struct timespec dtrain__os_timespec(int64_t ns)
 {
     struct timespec span;
@@ -6776,8 +6782,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
     hub->suspect = -1;
@@ -8813,9 +8820,8 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
     op->algorithm = dtrain__comm_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
-                          ? INT64_MAX
-                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     return DTRAIN_OK;
 }
 
@@ -8914,7 +8920,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (comm->process != getpid())
         return dtrain__comm_usable(comm, "comm_poll");
-    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
@@ -9121,7 +9127,7 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->desc.timeout_ms = place->timeout_ms;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
+    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
     status = dtrain__comm_open(comm, place, desc);
     if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
         status = dtrain__service_join(comm);
@@ -9733,7 +9739,8 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
             "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
             "places for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
+    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX
+                                            : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);
     if (comm->socket != NULL)

@@ -690,6 +690,27 @@ TEST(a_wait_for_a_key_that_nobody_sets_ends_at_the_deadline)
     run_ranks(&s, waits_in_vain);
 }
 
+static int waits_for_a_key(dtrain_comm *world, scene *s)
+{
+    char value = 'x';
+    size_t bytes;
+    (void)s;
+    if (dtrain_comm_rank(world) == 0)
+        CHECK_EQ(dtrain_store_wait(world, "key", &value, 1, &bytes), DTRAIN_OK);
+    else
+        CHECK_EQ(dtrain_store_set(world, "key", &value, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(the_longest_times_are_long)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    s.desc.timeout_ms = s.desc.heartbeat_ms = s.desc.reconnect_ms = INT64_MAX;
+    run_ranks(&s, waits_for_a_key);
+}
+
 /* Cuts this rank's data connections and, on the last rank, its control connection, as a lost link would. */
 static int cut_and_go_on(dtrain_comm *world, scene *s)
 {
