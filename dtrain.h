@@ -5191,6 +5191,7 @@ typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
     char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
     int joined, left, expected;              /* expected: the control connection may come back */
     dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
@@ -5827,6 +5828,7 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
+    hub->members[door->peer].trouble[0] = 0;
     return 1;
 }
 
@@ -6147,10 +6149,11 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 
 static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
 {
-    dtrain__lane *lane = &hub->members[peer].lanes[index];
+    dtrain__member *member = &hub->members[peer];
+    dtrain__lane *lane = &member->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !hub->members[peer].left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !member->left) {
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, peer, &address))
             return;
@@ -6158,7 +6161,9 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         if (door != NULL) {
             door->received = lane->stream.received;
             door->links = lane->links;
-        }
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
     }
     if (door == NULL)
         return;
@@ -6169,6 +6174,10 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 door->state == DTRAIN__DOOR_CLOSED ? door->error.text : door->peer_name,
+                 door->state == DTRAIN__DOOR_CLOSED ? "" : ": no answer");
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
@@ -6664,11 +6673,15 @@ static void dtrain__socket_destroy(void *self)
     dtrain__free(allocator, s, sizeof *s);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
 {
+    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
     pthread_mutex_lock(&s->hub.mutex);
-    if (s->hub.suspect >= 0)
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (s->hub.suspect >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
                  (double)s->hub.suspect_ns * 1e-9);
     pthread_mutex_unlock(&s->hub.mutex);
@@ -7120,11 +7133,11 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char silent[64] = "";
+    char reason[200] = "";
     if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
     return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, silent,
+                        comm->rank, seconds, op->awaited, reason,
                         op->touched ? "data had moved, so the group is broken"
                                     : "nothing had moved, so the call can be made again");
 }
@@ -9127,7 +9140,8 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->desc.timeout_ms = place->timeout_ms;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
+    comm->form_deadline_ns =
+        place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
     status = dtrain__comm_open(comm, place, desc);
     if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
         status = dtrain__service_join(comm);

@@ -569,6 +569,36 @@ static void tell_address(void *user, const char *address)
     (void)ignored;
 }
 
+/* Nobody can reach the others for data, as where a firewall lets the root's port through alone. */
+static int behind_a_firewall(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK); /* rank 0 to 1 and 2 */
+    if (dtrain_comm_rank(world) == 0) {
+        usleep(2000000);
+        return 0;
+    }
+    shutdown(world->socket->hub.listener, SHUT_RDWR);
+    usleep(200000);
+    CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 3 - dtrain_comm_rank(world)), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(dtrain_comm_error(world), "no connection to it: connect: the connection to 127.0.0.1:");
+    CHECK_CONTAINS(dtrain_comm_error(world), "(Connection refused)");
+    CHECK_CONTAINS(dtrain_comm_error(world), "the call can be made again");
+    usleep(500000); /* or the other one would hear that this one has left */
+    return 0;
+}
+
+TEST(a_timeout_says_that_no_connection_could_be_made)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    s.desc.timeout_ms = 700;
+    dtrain_set_log(quiet, NULL);
+    run_ranks(&s, behind_a_firewall);
+    dtrain_set_log(NULL, NULL);
+}
+
 TEST(port_0_becomes_a_port_that_rank_0_is_told)
 {
     scene s;

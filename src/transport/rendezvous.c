@@ -96,6 +96,7 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
+    hub->members[door->peer].trouble[0] = 0;
     return 1;
 }
 
@@ -416,10 +417,11 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 
 static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
 {
-    dtrain__lane *lane = &hub->members[peer].lanes[index];
+    dtrain__member *member = &hub->members[peer];
+    dtrain__lane *lane = &member->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !hub->members[peer].left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !member->left) {
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, peer, &address))
             return;
@@ -427,7 +429,9 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         if (door != NULL) {
             door->received = lane->stream.received;
             door->links = lane->links;
-        }
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
     }
     if (door == NULL)
         return;
@@ -438,6 +442,10 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 door->state == DTRAIN__DOOR_CLOSED ? door->error.text : door->peer_name,
+                 door->state == DTRAIN__DOOR_CLOSED ? "" : ": no answer");
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);

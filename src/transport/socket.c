@@ -312,11 +312,15 @@ static void dtrain__socket_destroy(void *self)
     dtrain__free(allocator, s, sizeof *s);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
 {
+    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
     pthread_mutex_lock(&s->hub.mutex);
-    if (s->hub.suspect >= 0)
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (s->hub.suspect >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
                  (double)s->hub.suspect_ns * 1e-9);
     pthread_mutex_unlock(&s->hub.mutex);
