@@ -496,7 +496,7 @@ TEST(a_timeout_says_who_is_missing_and_what_was_believed)
     scene s;
     scene_begin(&s, 4, 1);
     s.desc.timeout_ms = 700;
-    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "for rank 1, 3;");
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "for rank 1, 2 (came and left), 3;");
     s.desc.timeout_ms = 500;
     pid_t two = start_refused(&s, 2, DTRAIN_ERR_TIMEOUT, "waited 0.5 s for other ranks");
     CHECK_EQ(end_of(root, 10), 0);

@@ -521,8 +521,9 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 16)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
