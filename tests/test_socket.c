@@ -439,6 +439,41 @@ TEST(beyond_this_host_a_token_is_needed)
     CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_DENIED, "192.0.2.1:29500 is beyond this host"), 5), 0);
 }
 
+/* Where rank 0 listens, as text. */
+static dtrain__address_text listens_at(const char *root, const char *secret)
+{
+    dtrain_comm_desc desc;
+    dtrain_comm *world;
+    dtrain__address_text text = {""};
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 2;
+    desc.root = root;
+    desc.token = secret;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    if (world != NULL)
+        text = dtrain__net_text(&world->socket->hub.listening);
+    dtrain_comm_destroy(world);
+    return text;
+}
+
+TEST(a_hosts_name_that_means_loopback_there_is_for_other_hosts_as_well)
+{
+    char root[80] = "";
+    dtrain__address addresses[DTRAIN__MAX_ADDRESSES];
+    int count;
+    CHECK(strncmp(listens_at("127.0.0.1:0", token).text, "127.0.0.1:", 10) == 0);
+    CHECK(strncmp(listens_at("localhost:0", NULL).text, "0.0.0.0:", 8) != 0);
+    CHECK_EQ(gethostname(root, 64), 0);
+    strcat(root, ":0");
+    if (dtrain__net_resolve(root, addresses, &count) != DTRAIN_OK || !dtrain__net_is_local(&addresses[0]) ||
+        strncmp(root, "localhost:", 10) == 0) {
+        printf("skipped: this host's name does not mean loopback\n");
+        return;
+    }
+    CHECK_CONTAINS(listens_at(root, token).text, addresses[0].at.any.sa_family == AF_INET ? "0.0.0.0:" : "[::]:");
+    CHECK(strstr(listens_at(root, NULL).text, "0.0.0.0:") == NULL); /* without a token nobody else may come */
+}
+
 TEST(another_world_size_is_a_mismatch_that_names_both)
 {
     scene s, larger;

@@ -115,12 +115,20 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
+/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
+ * expected from elsewhere; where only this host may come, it does not matter. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
+           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+}
+
 /* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
  * ranks that reach rank 0 as this one does can come there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
-    const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
     here->bytes = (socklen_t)sizeof here->at.storage;
     if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
@@ -128,7 +136,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
-        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
@@ -137,9 +145,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)
             return status;
-    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
-               strncmp(root, "localhost:", 10) != 0) {
-        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    } else if (dtrain__hub_more_than_loopback(hub, here)) {
+        dtrain__net_set_any(here);
     }
     dtrain__net_set_port(here, 0);
     return DTRAIN_OK;

@@ -373,6 +373,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
+    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
+        dtrain__net_set_any(&chosen);
     }
     if (!dtrain__socket_allowed(hub, &chosen))
         return dtrain__socket_closed(hub);
