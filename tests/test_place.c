@@ -144,6 +144,10 @@ TEST(open_mpi_meets_by_a_socket_of_its_own_on_one_host)
                 "PMIX_NAMESPACE", "prterun-a@1", "TMPDIR", directory, NULL);
     snprintf(expected, sizeof expected, "unix:%s/dtrain-%lu/prterun_a_1", directory, (unsigned long)getuid());
     stands(1, 4, expected);
+    setenv("PMIX_NAMESPACE", "prterun-a-host-with-a-long-name.cluster.example.org-123456@1", 1);
+    snprintf(expected, sizeof expected, "unix:%s/dtrain-%lu/me_cluster_example_org_123456_1", directory,
+             (unsigned long)getuid()); /* the end of a long name, which tells jobs apart */
+    stands(1, 4, expected);
     *strrchr(expected, '/') = 0;
     CHECK(lstat(expected + 5, &what) == 0 && (what.st_mode & 0777) == 0700);
     CHECK_EQ(chmod(expected + 5, 0755), 0); /* others might have put their socket there */
@@ -151,6 +155,10 @@ TEST(open_mpi_meets_by_a_socket_of_its_own_on_one_host)
     CHECK_CONTAINS(dtrain_last_error(), "nobody else may enter");
     rmdir(expected + 5);
     rmdir(directory);
+    setenv("TMPDIR", "/a/directory/whose/name/is/too/long/for/the/path/of/a/socket/in/it", 1);
+    snprintf(expected, sizeof expected, "unix:/tmp/dtrain-%lu/%s", (unsigned long)getuid(),
+             "me_cluster_example_org_123456_1");
+    stands(1, 4, expected);
     unsetenv("TMPDIR");
 }
 
