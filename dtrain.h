@@ -555,7 +555,7 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
  *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
- *   Slurm       SLURM_PROCID, SLURM_NTASKS
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS, unless mpirun has started the rank inside the job
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
@@ -7303,6 +7303,10 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    /* In a Slurm job mpirun hands on the variables of the task that it runs in itself, the same to all its ranks; srun
+     * sets neither of these two. */
+    int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
+                (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
     place->world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
@@ -7311,7 +7315,7 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
-    if (dtrain__place_get("SLURM_PROCID") != NULL)
+    if (!inner && dtrain__place_get("SLURM_PROCID") != NULL)
         return dtrain__place_pair(place, "SLURM_PROCID", tasks);
     *launcher = DTRAIN__LAUNCHER_OPENMPI;
     if (dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL)

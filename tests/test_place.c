@@ -131,6 +131,19 @@ TEST(slurm_gives_ranks_and_the_first_node)
     stands(0, 1, "");
 }
 
+TEST(mpirun_inside_a_slurm_job_says_more_than_the_job)
+{
+    environment("SLURM_PROCID", "0", "SLURM_NTASKS", "4", "OMPI_COMM_WORLD_RANK", "3", "OMPI_COMM_WORLD_SIZE", "4",
+                "DTRAIN_ROOT", "m:1234", NULL);
+    stands(3, 4, "m:1234");
+    environment("SLURM_PROCID", "0", "SLURM_NTASKS", "4", "PMI_RANK", "3", "PMI_SIZE", "4", "MPI_LOCALNRANKS", "2",
+                "DTRAIN_ROOT", "m:1234", NULL);
+    stands(3, 4, "m:1234");
+    environment("SLURM_PROCID", "2", "SLURM_NTASKS", "4", "PMI_RANK", "2", "PMI_SIZE", "4", "SLURM_JOB_ID", "7",
+                "SLURM_JOB_NODELIST", "alpha,beta", NULL); /* srun --mpi=pmi2 */
+    stands(2, 4, "alpha:15007");
+}
+
 TEST(open_mpi_meets_by_a_socket_of_its_own_on_one_host)
 {
     char expected[128], directory[] = "/tmp/test-place-XXXXXX";
