@@ -571,7 +571,7 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
  *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
- *   Slurm       SLURM_PROCID, SLURM_NTASKS
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS, unless mpirun has started the rank inside the job
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
@@ -1428,6 +1428,12 @@ static int64_t dtrain__os_now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Milliseconds that a caller chose, as nanoseconds that can be added to any time. */
+static int64_t dtrain__os_ms_to_ns(int64_t ms)
+{
+    return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
 }
 
 static struct timespec dtrain__os_timespec(int64_t ns)
@@ -4755,6 +4761,18 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     return error;
 }
 
+/* Whether a connection has met itself: TCP allows it where nobody listens and the port that the system chose for this
+ * end is the very one that is asked for. */
+static int dtrain__net_is_mirror(int fd)
+{
+    dtrain__address here, there;
+    memset(&here, 0, sizeof here);
+    memset(&there, 0, sizeof there);
+    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
+    return getsockname(fd, &here.at.any, &here.bytes) == 0 && getpeername(fd, &there.at.any, &there.bytes) == 0 &&
+           !dtrain__net_is_unix(&here) && here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+}
+
 /* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
 static int dtrain__net_connected(int fd)
 {
@@ -4766,7 +4784,9 @@ static int dtrain__net_connected(int fd)
     one.revents = 0;
     if (poll(&one, 1, 0) <= 0)
         return EINPROGRESS;
-    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 ? errno : error;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
+        return errno;
+    return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
 /* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */
@@ -5293,6 +5313,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
 typedef struct dtrain__bytes {
     unsigned char *data;
     size_t bytes, capacity;
+    int short_of; /* memory: there was none for something that belongs here */
 } dtrain__bytes;
 
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
@@ -5305,8 +5326,10 @@ static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block,
     while (capacity - block->bytes < more)
         capacity *= 2;
     data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
-    if (data == NULL)
+    if (data == NULL) {
+        block->short_of = 1;
         return 0;
+    }
     block->data = data;
     block->capacity = capacity;
     return 1;
@@ -5360,6 +5383,7 @@ typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
     char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
     int joined, left, expected;              /* expected: the control connection may come back */
     dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
@@ -5398,7 +5422,7 @@ typedef struct dtrain__hub {
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
-    uint32_t stepping, waiting;
+    uint32_t stepping, waiting, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
@@ -5437,9 +5461,10 @@ static void dtrain__hub_tell(dtrain__hub *hub)
         dtrain__net_poke(hub->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do. */
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
 static void dtrain__hub_kick(dtrain__hub *hub)
 {
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
         dtrain__net_poke(hub->kick[1]);
 }
@@ -5474,10 +5499,10 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     return 1;
 }
 
-/* Appends to a frame under way; a frame that lacks memory is noticed when it is sent. */
+/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
 static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
 {
-    if (!dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
         return;
     dtrain__put_le(frame->data + frame->bytes, value, bytes);
     frame->bytes += (size_t)bytes;
@@ -5485,7 +5510,7 @@ static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value,
 
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
-    if (bytes == 0 || !dtrain__bytes_room(hub->allocator, frame, bytes))
+    if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
@@ -5501,17 +5526,21 @@ static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
+    to->out.short_of = 0;
     dtrain__give(hub, &to->out, 0, 4);
     dtrain__give(hub, &to->out, (uint64_t)type, 2);
     return begin;
 }
 
-static void dtrain__frame_close(dtrain__member *to, size_t begin)
+/* Returns 0 when memory was short: then nothing of the frame is left, as a part of one would accuse its sender. */
+static int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
-    if (to->out.bytes >= begin + 6)
-        dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
-    else
+    if (to->out.short_of) {
         to->out.bytes = begin;
+        return 0;
+    }
+    dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    return 1;
 }
 
 static void dtrain__frame_reason(dtrain__hub *hub, dtrain__member *to, int type, int rank, dtrain_status status,
@@ -5552,7 +5581,7 @@ static void dtrain__hub_end(dtrain__hub *hub, int from, int rank, dtrain_status 
     dtrain__hub_kick(hub);
 }
 
-/* A member is gone without a word. */
+/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
     dtrain__error lost;
@@ -5561,10 +5590,12 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank,
                  member->name[0] != 0 ? member->name : "unknown process", how);
     dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
+    if (member->control.fd >= 0)
+        dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
     member->left = 1;
     member->expected = 0;
-    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */
@@ -5590,6 +5621,19 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
+/* Keeps the answer to this rank's own request. */
+static void dtrain__store_keep(dtrain__hub *hub, uint32_t id, dtrain_status status, int found, const void *data,
+                               size_t bytes)
+{
+    hub->store_value.bytes = 0;
+    hub->store_value.short_of = 0;
+    dtrain__give_bytes(hub, &hub->store_value, data, bytes);
+    hub->store_status = hub->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
+    hub->store_found = found;
+    hub->store_answered = id;
+    dtrain__hub_tell(hub);
+}
+
 /* Answers a store request: rank 0's own at once, another's by a frame. */
 static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
                                  const void *data, size_t bytes)
@@ -5597,12 +5641,7 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__member *member = &hub->members[rank];
     size_t begin;
     if (rank == hub->rank) {
-        hub->store_value.bytes = 0;
-        dtrain__give_bytes(hub, &hub->store_value, data, bytes);
-        hub->store_status = hub->store_value.bytes == bytes ? status : DTRAIN_ERR_MEMORY;
-        hub->store_found = found;
-        hub->store_answered = id;
-        dtrain__hub_tell(hub);
+        dtrain__store_keep(hub, id, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
@@ -5610,7 +5649,8 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    dtrain__frame_close(member, begin);
+    if (!dtrain__frame_close(member, begin) && bytes > 0)
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -5666,7 +5706,7 @@ static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int wha
     dtrain__store_forget(hub, rank);
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, "no memory to wait", 15);
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
     asker->rank = rank;
@@ -5697,12 +5737,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
         return 0;
     if (id != hub->store_id)
         return 1; /* of a request that was given up */
-    hub->store_value.bytes = 0;
-    dtrain__give_bytes(hub, &hub->store_value, reader->at, reader->left);
-    hub->store_status = hub->store_value.bytes == reader->left ? (dtrain_status)status : DTRAIN_ERR_MEMORY;
-    hub->store_found = found != 0;
-    hub->store_answered = (uint32_t)id;
-    dtrain__hub_tell(hub);
+    dtrain__store_keep(hub, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -5761,6 +5796,10 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     if (type == DTRAIN__FRAME_BYE) {
         if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
             return 0;
+        if (!hub->formed && hub->rank == 0) {
+            member->joined = 0; /* it gave up waiting for others, and may start again; its connection ends next */
+            return 1;
+        }
         member->left = 1;
         snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
         dtrain__store_forget(hub, (int)about);
@@ -5831,13 +5870,25 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
+/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, hub->rank, cause.status, cause.text);
+}
+
 /* Reads what a member's control connection holds. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
-        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096))
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096)) {
+            dtrain__hub_short_of_memory(hub);
             return;
+        }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
                                         member->in.capacity - member->in.bytes);
         if (n < 0)
@@ -5911,6 +5962,7 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
         errno = error;
         return NULL;
     }
+    door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
     door->lane = lane;
@@ -5957,7 +6009,7 @@ static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
 static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
-    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -5968,13 +6020,14 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
+    hub->members[door->peer].trouble[0] = 0;
     return 1;
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__member *member = &hub->members[door->peer];
-    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -5986,12 +6039,20 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
+/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
+ * expected from elsewhere; where only this host may come, it does not matter. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
+           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+}
+
 /* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
  * ranks that reach rank 0 as this one does can come there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
-    const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
     here->bytes = (socklen_t)sizeof here->at.storage;
     if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
@@ -5999,7 +6060,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
-        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
@@ -6008,9 +6069,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)
             return status;
-    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
-               strncmp(root, "localhost:", 10) != 0) {
-        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    } else if (dtrain__hub_more_than_loopback(hub, here)) {
+        dtrain__net_set_any(here);
     }
     dtrain__net_set_port(here, 0);
     return DTRAIN_OK;
@@ -6039,8 +6099,9 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
-    dtrain__frame_close(root, begin);
-    return DTRAIN_OK;
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Rank 0: when all have joined, tells everyone where everyone is. */
@@ -6059,7 +6120,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
-        dtrain__frame_close(member, begin);
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
     }
     hub->formed = 1;
     dtrain__hub_tell(hub);
@@ -6079,13 +6143,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[door->peer];
-    int again = hub->formed && member->expected;
-    if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+    int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
+    int again = ours && member->expected;
+    if (ours && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
-    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+    if (again) {
         door->received = member->control.received;
         dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
         return;
@@ -6220,6 +6285,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         door = dtrain__hub_new_door(hub, &peer);
         if (door == NULL) {
             close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
             return;
         }
         door->fd = fd;
@@ -6282,10 +6348,11 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 
 static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
 {
-    dtrain__lane *lane = &hub->members[peer].lanes[index];
+    dtrain__member *member = &hub->members[peer];
+    dtrain__lane *lane = &member->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !hub->members[peer].left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !member->left) {
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, peer, &address))
             return;
@@ -6293,7 +6360,9 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         if (door != NULL) {
             door->received = lane->stream.received;
             door->links = lane->links;
-        }
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
     }
     if (door == NULL)
         return;
@@ -6304,6 +6373,10 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 door->state == DTRAIN__DOOR_CLOSED ? door->error.text : door->peer_name,
+                 door->state == DTRAIN__DOOR_CLOSED ? "" : ": no answer");
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
@@ -6374,7 +6447,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < links; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed)
+    if (hub->rank == 0 && !hub->formed && !hub->broken)
         dtrain__hub_complete(hub);
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
         for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
@@ -6451,8 +6524,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         hub->fds[count++] = extra[i];
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);
@@ -6796,11 +6872,15 @@ static void dtrain__socket_destroy(void *self)
     dtrain__free(allocator, s, sizeof *s);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
 {
+    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
     pthread_mutex_lock(&s->hub.mutex);
-    if (s->hub.suspect >= 0)
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (s->hub.suspect >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
                  (double)s->hub.suspect_ns * 1e-9);
     pthread_mutex_unlock(&s->hub.mutex);
@@ -6853,6 +6933,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
+    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
+        dtrain__net_set_any(&chosen);
     }
     if (!dtrain__socket_allowed(hub, &chosen))
         return dtrain__socket_closed(hub);
@@ -6914,8 +6996,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
     hub->suspect = -1;
@@ -7000,8 +7083,9 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 16)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
@@ -7365,11 +7449,11 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char silent[64] = "";
+    char reason[200] = "";
     if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
     return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, silent,
+                        comm->rank, seconds, op->awaited, reason,
                         op->touched ? "data had moved, so the group is broken"
                                     : "nothing had moved, so the call can be made again");
 }
@@ -7655,6 +7739,10 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    /* In a Slurm job mpirun hands on the variables of the task that it runs in itself, the same to all its ranks; srun
+     * sets neither of these two. */
+    int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
+                (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
     place->world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
@@ -7663,7 +7751,7 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
-    if (dtrain__place_get("SLURM_PROCID") != NULL)
+    if (!inner && dtrain__place_get("SLURM_PROCID") != NULL)
         return dtrain__place_pair(place, "SLURM_PROCID", tasks);
     *launcher = DTRAIN__LAUNCHER_OPENMPI;
     if (dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL)
@@ -7711,7 +7799,9 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 {
     const char *base = dtrain__place_get("TMPDIR");
     struct stat what;
-    snprintf(out, capacity, "%.60s/dtrain-%lu", base != NULL ? base : "/tmp", (unsigned long)getuid());
+    if (base == NULL || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)getuid());
     if (mkdir(out, 0700) != 0 && errno != EEXIST)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
     if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != getuid() || (what.st_mode & 077) != 0)
@@ -7723,12 +7813,14 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 /* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
-    char directory[128], name[48];
+    char directory[128], name[32];
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
         local != place->world_size)
         return DTRAIN_OK;
+    if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
+        job += strlen(job) - (sizeof name - 1);
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
         name[n] =
             (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') || (job[n] >= 'A' && job[n] <= 'Z')
@@ -9879,9 +9971,8 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
-                          ? INT64_MAX
-                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     return DTRAIN_OK;
 }
 
@@ -9980,7 +10071,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (comm->process != getpid())
         return dtrain__comm_usable(comm, "comm_poll");
-    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
@@ -10213,7 +10304,8 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->desc.timeout_ms = place->timeout_ms;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
+    comm->form_deadline_ns =
+        place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
     status = dtrain__comm_open(comm, place, desc);
     if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
         status = dtrain__service_join(comm);
@@ -11040,11 +11132,11 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
     return DTRAIN_OK;
 }
 
-/* Sends the request, or on rank 0 serves it; the caller holds the hub's mutex. */
+/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
 static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, const void *value, size_t bytes)
 {
     dtrain__member *root = &hub->members[0];
-    uint32_t id = ++hub->store_id;
+    uint32_t id = ++hub->store_id != 0 ? hub->store_id : ++hub->store_id;
     if (hub->rank == 0) {
         dtrain__store_serve(hub, 0, id, what, key, value, bytes);
         return id;
@@ -11054,7 +11146,8 @@ static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, c
     dtrain__give(hub, &root->out, (uint64_t)what, 1);
     dtrain__give_text(hub, &root->out, 2, key);
     dtrain__give_bytes(hub, &root->out, value, bytes);
-    dtrain__frame_close(root, begin);
+    if (!dtrain__frame_close(root, begin))
+        return 0;
     dtrain__hub_flush(hub, 0);
     return id;
 }
@@ -11068,7 +11161,10 @@ static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void
     pthread_mutex_lock(&hub->mutex);
     if (hub->store_answered == id) {
         *status = hub->store_status;
-        if (*status != DTRAIN_OK)
+        if (*status != DTRAIN_OK && hub->store_value.bytes == 0)
+            dtrain__fail(&comm->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0",
+                         dtrain__store_names[what], comm->rank);
+        else if (*status != DTRAIN_OK)
             dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
                          comm->rank, (int)(hub->store_value.bytes < 300 ? hub->store_value.bytes : 300),
                          (const char *)hub->store_value.data);
@@ -11101,6 +11197,9 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
     pthread_mutex_lock(&hub->mutex);
     uint32_t id = dtrain__store_ask(hub, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
     pthread_mutex_unlock(&hub->mutex);
+    if (id == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d (\"%s\"): no memory for the request",
+                            dtrain__store_names[what], comm->rank, key);
     dtrain__hub_kick(hub);
     for (;;) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
@@ -11130,7 +11229,8 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
             "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
             "places for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
+    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX
+                                            : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);
     if (comm->socket != NULL)

@@ -290,9 +290,8 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
-                          ? INT64_MAX
-                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     return DTRAIN_OK;
 }
 
@@ -391,7 +390,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (comm->process != getpid())
         return dtrain__comm_usable(comm, "comm_poll");
-    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);

@@ -193,7 +193,8 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->desc.timeout_ms = place->timeout_ms;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
+    comm->form_deadline_ns =
+        place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
     status = dtrain__comm_open(comm, place, desc);
     if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
         status = dtrain__service_join(comm);

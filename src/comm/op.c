@@ -295,11 +295,11 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char silent[64] = "";
+    char reason[200] = "";
     if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
     return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, silent,
+                        comm->rank, seconds, op->awaited, reason,
                         op->touched ? "data had moved, so the group is broken"
                                     : "nothing had moved, so the call can be made again");
 }
