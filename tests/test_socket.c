@@ -609,7 +609,7 @@ static int behind_a_firewall(dtrain_comm *world, scene *s)
 {
     float x = 1;
     (void)s;
-    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK); /* rank 0 to 1 and 2 */
+    CHECK_EQ(dtrain_broadcast(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK); /* rank 0 to 1 and 2 */
     if (dtrain_comm_rank(world) == 0) {
         usleep(2000000);
         return 0;
