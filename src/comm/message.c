@@ -7,6 +7,7 @@
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
 #include "op.c"
+#include "recorder.c"
 #include "plan.c"
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
@@ -81,6 +82,7 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
+    dtrain__recorder_start(comm, op);
     if (!dtrain__message_reserve(comm, op))
         return 1;
     if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
@@ -188,6 +190,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
         return DTRAIN_OK; /* what is complete so far has been handled */
     *done += moved;
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
