@@ -501,6 +501,32 @@ TEST(a_deadline_follows_the_ranks_that_wait_for_each_other_on_threads)
     CHECK_CONTAINS(heard.text, " s for rank 1; rank 1 ended barrier #1 ");
 }
 
+/* Of two that wait for rank 2, one expires first, and the other may then find only that one's post gone. */
+static dtrain_status without_rank_2(dtrain_comm *world, void *user)
+{
+    float x = 1;
+    dtrain_status status = DTRAIN_ERR_TIMEOUT;
+    (void)user;
+    if (dtrain_comm_rank(world) < 2) {
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_TIMEOUT);
+        CHECK_CONTAINS(dtrain_last_error(),
+                       "; rank 2 has called nothing yet; nothing had moved, so the call can be made");
+    } else {
+        usleep(700000);
+    }
+    while (status == DTRAIN_ERR_TIMEOUT)
+        status = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM);
+    return status;
+}
+
+TEST(every_rank_that_expires_names_the_one_that_stays_away)
+{
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 400;
+    CHECK_EQ(dtrain_run_threads(3, without_rank_2, NULL, &desc), DTRAIN_OK);
+}
+
 static int a_chain_of_processes(dtrain_comm *world, scene *s)
 {
     int late_us = 1200000;
@@ -527,6 +553,7 @@ static dtrain_status contradicting_calls(dtrain_comm *world, void *user)
         status = dtrain_all_reduce(world, x, x, 4, DTRAIN_F32, DTRAIN_SUM);
     else
         status = dtrain_recv(world, x, 4, DTRAIN_F32, 0);
+    usleep(300000); /* the other one's deadline comes at about the same time, and this rank should still be there */
     CHECK_EQ(status, DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_comm_error(world), "all_reduce #2 (sum, f32 x 4)");
     CHECK_CONTAINS(dtrain_comm_error(world), "recv #1 (f32 x 4)");

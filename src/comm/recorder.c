@@ -207,6 +207,13 @@ static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
     return 1;
 }
 
+/* The rank that a rank waits for, or waited for when it gave up at its deadline; or -1. */
+static int dtrain__last_awaits(const dtrain__last *last)
+{
+    int gave_up = last->state == DTRAIN__LAST_ENDED && last->status == DTRAIN_ERR_TIMEOUT;
+    return last->state == DTRAIN__LAST_UNDER_WAY || gave_up ? (int)last->awaited - 1 : -1;
+}
+
 /* What this rank's heartbeats carry. */
 static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capacity, int *awaits)
 {
@@ -214,7 +221,7 @@ static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capac
     dtrain__last last;
     if (sizeof last > capacity || !dtrain__recorder_last(comm->recorder, &last))
         return 0;
-    *awaits = last.state == DTRAIN__LAST_UNDER_WAY ? (int)last.awaited - 1 : -1;
+    *awaits = dtrain__last_awaits(&last);
     memcpy(out, &last, sizeof last);
     return sizeof last;
 }
@@ -235,34 +242,44 @@ static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t sinc
     return out->state <= DTRAIN__LAST_ENDED && out->awaited <= (uint64_t)comm->size;
 }
 
-/* "; rank 0 is in barrier #6 since 1.7 s", and so on along the ranks that wait for each other. */
+/* "; rank 0 is in barrier #6 since 1.7 s, waiting for rank 2" */
+static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrain__last *last, int awaits, char *text,
+                                  size_t capacity)
+{
+    dtrain__text call = dtrain__call_text(&last->call);
+    const char *where = last->call.group == comm->group ? "" : " of another group";
+    double seconds = (double)last->since_ms * 1e-3;
+    int ended = last->state == DTRAIN__LAST_ENDED;
+    char then[48] = "";
+    if (awaits >= 0)
+        snprintf(then, sizeof then, ", %s for rank %d", ended ? "having waited" : "waiting", awaits);
+    if (last->state == DTRAIN__LAST_NONE)
+        snprintf(text, capacity, "; rank %d has called nothing yet", rank);
+    else if (ended)
+        snprintf(text, capacity, "; rank %d %s %s%s %.1f s ago and has called nothing since%s", rank,
+                 last->status == DTRAIN_OK ? "ended" : "gave up", call.text, where, seconds, then);
+    else
+        snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
+}
+
+/* What the awaited rank does, and so on along the ranks that wait for each other, as far as the text has room. */
 static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity)
 {
     size_t used = 0;
     int rank = op->awaited;
     dtrain__last last;
     text[0] = 0;
-    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank && used < capacity; i++) {
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        char does[288];
         if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
             return;
-        const char *where = last.call.group == comm->group ? "" : " of another group";
-        double seconds = (double)last.since_ms * 1e-3;
-        dtrain__text call = dtrain__call_text(&last.call);
-        int next = (int)last.awaited - 1, n;
-        if (last.state == DTRAIN__LAST_NONE)
-            n = snprintf(text + used, capacity - used, "; rank %d has called nothing yet", rank);
-        else if (last.state == DTRAIN__LAST_ENDED)
-            n = snprintf(text + used, capacity - used, "; rank %d %s %s%s %.1f s ago and has called nothing since",
-                         rank, last.status == DTRAIN_OK ? "ended" : "gave up", call.text, where, seconds);
-        else
-            n = snprintf(text + used, capacity - used, "; rank %d is in %s%s since %.1f s", rank, call.text, where,
-                         seconds);
-        used += n > 0 ? (size_t)n : 0;
-        rank = last.state == DTRAIN__LAST_UNDER_WAY && last.call.group == comm->group ? next : -1;
-        if (rank >= 0 && used < capacity) {
-            n = snprintf(text + used, capacity - used, ", waiting for rank %d", rank);
-            used += n > 0 ? (size_t)n : 0;
-        }
+        int next = last.call.group == comm->group ? dtrain__last_awaits(&last) : -1;
+        dtrain__recorder_does(comm, rank, &last, next, does, sizeof does);
+        if (strlen(does) >= capacity - used)
+            return;
+        memcpy(text + used, does, strlen(does) + 1);
+        used += strlen(does);
+        rank = next;
     }
 }
 
@@ -282,16 +299,30 @@ static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__o
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
 
+/* The rank along those that wait for each other whose call contradicts this one, with its call; or -1. */
+static int dtrain__recorder_culprit(const dtrain_comm *comm, const dtrain__op *op, dtrain__last *out)
+{
+    int rank = op->awaited;
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, out))
+            return -1;
+        if (dtrain__recorder_contradicts(comm, op, out))
+            return rank;
+        rank = out->call.group == comm->group ? dtrain__last_awaits(out) : -1;
+    }
+    return -1;
+}
+
 /* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
 static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char silent[64] = "", does[320] = "";
+    char silent[64] = "", does[400] = "";
     dtrain__last last;
-    if (op->awaited >= 0 && dtrain__recorder_peer(comm, op->awaited, op->started_ns, &last) &&
-        dtrain__recorder_contradicts(comm, op, &last))
-        return dtrain__op_mismatch(comm, op, op->awaited, &last.call);
+    int culprit = dtrain__recorder_culprit(comm, op, &last);
+    if (culprit >= 0)
+        return dtrain__op_mismatch(comm, op, culprit, &last.call);
     if (comm->socket != NULL)
         dtrain__socket_suspect(comm->socket, silent, sizeof silent);
     dtrain__recorder_chain(comm, op, does, sizeof does);
@@ -313,7 +344,7 @@ static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
     if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
         op->deadline_ns - op->started_ns >= 1000000000) {
         dtrain__text mine = dtrain__op_text(comm, op);
-        char does[320];
+        char does[400];
         op->warned = 1;
         dtrain__recorder_chain(comm, op, does, sizeof does);
         dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
