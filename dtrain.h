@@ -58,6 +58,9 @@
  *
  *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its group on every
  *               rank, with its number and the first cause. Rank 0 is the one that tells the others.
+ *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment writes
+ *               PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says what
+ *               the awaited rank does, and whom it awaits in turn.
  *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token only
  *               this host is spoken to. Traffic is neither encrypted nor signed.
  *
@@ -607,6 +610,7 @@ typedef struct dtrain_comm_desc {
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
+    const char *trace_on_failure; /* see dtrain_comm_trace; copied; NULL: DTRAIN_TRACE of the environment, else none */
 } dtrain_comm_desc;
 
 /* Makes the group of processes that the environment or desc describes; a world of one where they describe none.
@@ -709,6 +713,25 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
  *
  * one thread per object */
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
+
+/* Writes the last 256 operations of this rank in the group to a file that chrome://tracing and Perfetto load.
+ *
+ * One event an operation, the one under way included: pid is the rank, tid the group, args the call, its bytes,
+ * whom it awaited last, how it ended, and when it was called, started, moved its first bytes and ended, in
+ * nanoseconds of CLOCK_MONOTONIC. tools/dtrace.c merges the files of all ranks and says which rank the others waited
+ * for and in which operation they first differ. The path is replaced when the whole file is on disk, else untouched.
+ *
+ * With desc.trace_on_failure, or DTRAIN_TRACE in the environment, set to a path's beginning, the rank's first
+ * operation that fails writes PREFIX.rank-N.json by itself, unless a deadline passed after which the call can be made
+ * again. What goes wrong in it is said in the log.
+ *
+ *   path     at most 1,023 bytes
+ *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child
+ *            DTRAIN_ERR_IO       the system refused; only dtrain_last_error has the text
+ *   source   Trace Event Format of the catapult project
+ *
+ * any thread, also while operations are under way; not after dtrain_comm_destroy */
+DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
 
 /* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
  *
@@ -4197,7 +4220,9 @@ typedef struct dtrain__slot {
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
-    dtrain__error why; /* it left; readable once left is set */
+    dtrain__error why;     /* it left; readable once left is set */
+    void *recorder;        /* the rank's, which peers read until the board is freed */
+    size_t recorder_bytes; /* 0: none */
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
@@ -4405,6 +4430,8 @@ static void dtrain__board_free(dtrain__board *board)
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
+    for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
+        dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
     dtrain__store_free(&board->store, allocator);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
@@ -4892,7 +4919,7 @@ static void dtrain__net_drain(int fd)
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 1u
+#define DTRAIN__WIRE_VERSION 2u
 #define DTRAIN__HELLO_BYTES 128
 #define DTRAIN__CHALLENGE_BYTES 80
 #define DTRAIN__PROOF_BYTES 40
@@ -5368,6 +5395,8 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__LAST_BYTES 192
+#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -5377,6 +5406,14 @@ typedef struct dtrain__lane {
     uint64_t links;     /* connections that it has had */
     int64_t retry_ns, down_ns;
 } dtrain__lane;
+
+/* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
+typedef struct dtrain__last_heard {
+    unsigned char data[DTRAIN__LAST_BYTES];
+    size_t bytes; /* 0: never heard of */
+    int awaits;   /* the rank that it waits for, or -1 */
+    int64_t heard_ns;
+} dtrain__last_heard;
 
 typedef struct dtrain__member {
     dtrain__lane *lanes;                     /* hub->connections of them */
@@ -5390,6 +5427,7 @@ typedef struct dtrain__member {
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
+    dtrain__last_heard last;
 } dtrain__member;
 
 /* A get that waits at rank 0 for its key. */
@@ -5434,6 +5472,8 @@ typedef struct dtrain__hub {
     int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
     int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
+    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    void *last_user;
     dtrain__store store;
     dtrain__asker *askers;
     uint32_t store_id, store_answered; /* of this rank's last request, and the last one answered */
@@ -5823,7 +5863,48 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     return 1;
 }
 
-static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
+/* Asks this rank's owner what it does now. */
+static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
+{
+    dtrain__last_heard *own = &hub->members[hub->rank].last;
+    own->awaits = -1;
+    own->bytes = hub->last != NULL ? hub->last(hub->last_user, own->data, sizeof own->data, &own->awaits) : 0;
+    own->heard_ns = now;
+}
+
+/* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
+static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
+{
+    const dtrain__last_heard *last = &hub->members[about].last;
+    if (last->bytes == 0)
+        return -1;
+    dtrain__give(hub, &to->out, (uint64_t)about, 4);
+    dtrain__give(hub, &to->out, (uint64_t)(last->awaits + 1), 4);
+    dtrain__give(hub, &to->out, (uint64_t)((now - last->heard_ns) / 1000000), 4);
+    dtrain__give(hub, &to->out, last->bytes, 2);
+    dtrain__give_bytes(hub, &to->out, last->data, last->bytes);
+    return last->awaits;
+}
+
+static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t about, awaits, age_ms, bytes;
+    if (!dtrain__take(reader, &about, 4) || !dtrain__take(reader, &awaits, 4) || !dtrain__take(reader, &age_ms, 4) ||
+        !dtrain__take(reader, &bytes, 2) || about >= (uint64_t)hub->size || awaits > (uint64_t)hub->size ||
+        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (hub->rank == 0 && (int)about != from) ||
+        (int)about == hub->rank)
+        return 0;
+    dtrain__last_heard *last = &hub->members[about].last;
+    memcpy(last->data, reader->at, (size_t)bytes);
+    last->bytes = (size_t)bytes;
+    last->awaits = (int)awaits - 1;
+    last->heard_ns = dtrain__os_now_ns() - (int64_t)age_ms * 1000000;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
 {
     uint64_t suspect, ms;
     if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
@@ -5832,6 +5913,9 @@ static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
     }
+    while (reader->left > 0)
+        if (!dtrain__take_last(hub, from, reader))
+            return 0;
     return 1;
 }
 
@@ -5842,7 +5926,7 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     switch (type) {
     case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
     case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
-    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, &reader);
+    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
     case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);
@@ -6392,6 +6476,24 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
     lane->wanted = 1;
 }
 
+/* One heartbeat: who is silent, and what this rank does; rank 0 tells a rank what the one does that it waits for, and
+ * the one that that one waits for. */
+static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
+{
+    dtrain__member *member = &hub->members[to];
+    size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
+    dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+    dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
+    if (hub->rank != 0)
+        dtrain__give_last(hub, member, hub->rank, now);
+    for (int i = 0, about = member->last.awaits; hub->rank == 0 && i < DTRAIN__LAST_CHAIN; i++)
+        if (about < 0 || about == to)
+            break;
+        else
+            about = dtrain__give_last(hub, member, about, now);
+    dtrain__frame_close(member, begin);
+}
+
 /* Heartbeats: sends this rank's, and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
@@ -6425,14 +6527,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     if (now < hub->beat_ns)
         return;
     hub->beat_ns = now + hub->period_ns;
+    dtrain__hub_look(hub, now);
     for (int rank = 0; rank < links; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if (rank == hub->rank || !member->joined || member->left || member->out.bytes > DTRAIN__FRAME_BYTES)
-            continue;
-        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
-        dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
-        dtrain__give(hub, &member->out, (uint64_t)(longest / 1000000), 4);
-        dtrain__frame_close(member, begin);
+        if (rank != hub->rank && member->joined && !member->left && member->out.bytes <= DTRAIN__FRAME_BYTES)
+            dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
 
@@ -6886,6 +6985,33 @@ static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, s
     pthread_mutex_unlock(&s->hub.mutex);
 }
 
+/* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+static size_t dtrain__socket_last(dtrain__socket *s, int rank, int64_t after_ns, void *out, size_t capacity,
+                                  int64_t *age_ns)
+{
+    const dtrain__last_heard *last = &s->hub.members[rank].last;
+    size_t bytes = 0;
+    pthread_mutex_lock(&s->hub.mutex);
+    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+        bytes = last->bytes;
+        memcpy(out, last->data, bytes);
+        *age_ns = dtrain__os_now_ns() - last->heard_ns;
+    }
+    pthread_mutex_unlock(&s->hub.mutex);
+    return bytes;
+}
+
+/* Has heartbeats tell what this rank does: `last` writes it, and is called with hub->mutex held. */
+static void dtrain__socket_tell_last(dtrain__socket *s,
+                                     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
+                                     void *user)
+{
+    pthread_mutex_lock(&s->hub.mutex);
+    s->hub.last_user = user;
+    s->hub.last = last;
+    pthread_mutex_unlock(&s->hub.mutex);
+}
+
 /* Whether this address may be used: beyond this host only with a token, or where that is waived. */
 static int dtrain__socket_allowed(const dtrain__hub *hub, const dtrain__address *address)
 {
@@ -6976,7 +7102,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 static int dtrain__socket_make_members(dtrain__hub *hub)
 {
     for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = -1;
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__lane *lanes = (dtrain__lane *)dtrain__alloc(hub->allocator, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
         if (lanes == NULL)
@@ -7226,8 +7352,11 @@ typedef struct dtrain__op {
     void *out;
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
-    uint64_t turn; /* among the operations that went over the board */
-    int64_t started_ns, deadline_ns;
+    uint64_t turn;                   /* among the operations that went over the board */
+    int64_t started_ns, deadline_ns; /* of the call */
+    int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    uint64_t serial;                 /* of its record; 0: none yet */
+    int async, queued;               /* has a handle of the caller's; waited for its turn */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -7248,6 +7377,7 @@ struct dtrain_work {
 };
 
 typedef struct dtrain__service dtrain__service;
+typedef struct dtrain__recorder dtrain__recorder;
 
 struct dtrain_comm {
     int rank, size;
@@ -7265,6 +7395,7 @@ struct dtrain_comm {
     dtrain__error broken;      /* by a message operation; the board keeps its own */
     uint64_t number;           /* of the last collective */
     uint64_t turn;             /* of the last one over the board */
+    dtrain__recorder *recorder;
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
     void **outs;
@@ -7445,36 +7576,6 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
 }
 
-static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__text mine = dtrain__op_text(comm, op);
-    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char reason[200] = "";
-    if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
-    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, reason,
-                        op->touched ? "data had moved, so the group is broken"
-                                    : "nothing had moved, so the call can be made again");
-}
-
-/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
-static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
-{
-    int64_t now;
-    if (op->deadline_ns == INT64_MAX)
-        return 0;
-    now = dtrain__os_now_ns();
-    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
-        op->deadline_ns - op->started_ns >= 1000000000) {
-        dtrain__text mine = dtrain__op_text(comm, op);
-        op->warned = 1;
-        dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d", mine.text, comm->rank,
-                    (double)(now - op->started_ns) * 1e-9, op->awaited);
-    }
-    return now >= op->deadline_ns;
-}
-
 /* Scratch memory for an operation, kept for the next ones. */
 static int dtrain__comm_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
 {
@@ -7652,6 +7753,657 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
         status = dtrain__op_check_peer(comm, op, op->from);
     return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
+}
+
+#endif
+
+/* ---- >>recorder ----
+ * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
+ * runs an operation records it, one at a time; any thread reads, peers on the same board included, without a lock: a
+ * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
+ * with programming language memory models?", MSPC 2012. The recorder of a rank on a board belongs to the board, so
+ * that peers may read it after the rank has left. Nothing here allocates but the recorder itself. */
+#ifndef DTRAIN__RECORDER
+#define DTRAIN__RECORDER
+
+#define DTRAIN__RECORDS 256
+#define DTRAIN__TRACE_PATH_BYTES 1024
+#define DTRAIN__TRACE_TEXT_BYTES 4096
+
+/* One operation, in 64-bit words. */
+typedef struct dtrain__record {
+    dtrain__call call; /* its kind is the one called, its root the peer of a message */
+    uint64_t awaited;  /* the last peer that it waited for, + 1 */
+    uint64_t status;
+    uint64_t async;
+    uint64_t called_ns, started_ns, moved_ns, ended_ns; /* 0: not yet */
+} dtrain__record;
+
+#define DTRAIN__RECORD_WORDS (sizeof(dtrain__record) / sizeof(uint64_t))
+
+typedef struct dtrain__record_place {
+    uint64_t version; /* of record s: 4 s + 2 under way, 4 s + 4 ended, one less while it is written */
+    uint64_t words[DTRAIN__RECORD_WORDS];
+} dtrain__record_place;
+
+struct dtrain__recorder {
+    uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
+    uint32_t awaited;                  /* by the operation under way, + 1 */
+    int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
+    pthread_mutex_t mutex;             /* guards what follows */
+    dtrain__error error;               /* of the first of the last failures in a row */
+    uint64_t failed;                   /* its record; 0: none */
+    uint64_t good;                     /* the last record that ended well */
+    int written;                       /* the file of trace_on_failure, or its writing was tried */
+    char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+    unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
+    dtrain__record_place places[DTRAIN__RECORDS];
+};
+
+/* What a rank does, as others are told; words, as a heartbeat carries them. */
+typedef struct dtrain__last {
+    dtrain__call call;
+    uint64_t state; /* a DTRAIN__LAST constant */
+    uint64_t awaited;
+    uint64_t moved;    /* bytes of it have moved */
+    uint64_t status;   /* it ended with */
+    uint64_t since_ms; /* it started, or ended */
+} dtrain__last;
+
+enum { DTRAIN__LAST_NONE = 0, DTRAIN__LAST_UNDER_WAY, DTRAIN__LAST_ENDED };
+
+static int dtrain__recorder_create(dtrain_comm *comm)
+{
+    struct timespec now;
+    dtrain__recorder *recorder = (dtrain__recorder *)dtrain__alloc(comm->allocator, sizeof *recorder);
+    if (recorder == NULL)
+        return 0;
+    clock_gettime(CLOCK_REALTIME, &now);
+    recorder->monotonic_ns = dtrain__os_now_ns();
+    recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    pthread_mutex_init(&recorder->mutex, NULL);
+    comm->recorder = recorder;
+    if (comm->transport.board != NULL) {
+        comm->transport.board->slots[comm->rank].recorder_bytes = sizeof *recorder;
+        __atomic_store_n(&comm->transport.board->slots[comm->rank].recorder, (void *)recorder, __ATOMIC_RELEASE);
+    }
+    return 1;
+}
+
+static void dtrain__recorder_free(dtrain_comm *comm)
+{
+    if (comm->recorder == NULL)
+        return;
+    pthread_mutex_destroy(&comm->recorder->mutex);
+    if (comm->transport.board == NULL)
+        dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
+}
+
+static void dtrain__record_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
+{
+    dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
+    uint64_t words[DTRAIN__RECORD_WORDS], version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
+    memcpy(words, record, sizeof words);
+    __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
+    for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+        __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
+    __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
+}
+
+/* Copies record `serial`; 0 when it is no more, or its writer was stopped in the middle. */
+static int dtrain__record_read(dtrain__recorder *recorder, uint64_t serial, dtrain__record *out)
+{
+    dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
+    uint64_t words[DTRAIN__RECORD_WORDS];
+    for (int turn = 0; turn < 1000; turn++) {
+        uint64_t version = __atomic_load_n(&place->version, __ATOMIC_ACQUIRE);
+        if (version > 4 * serial + 4)
+            return 0;
+        for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+            words[i] = __atomic_load_n(&place->words[i], __ATOMIC_ACQUIRE);
+        if (version > 4 * serial && version % 2 == 0 && __atomic_load_n(&place->version, __ATOMIC_RELAXED) == version) {
+            memcpy(out, words, sizeof words);
+            return 1;
+        }
+        sched_yield();
+    }
+    return 0;
+}
+
+static int dtrain__call_is_message(const dtrain__call *call)
+{
+    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
+}
+
+/* The call as it was made, for people: messages keep their direction and peer. */
+static dtrain__call dtrain__recorder_call(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    call.kind = (uint64_t)op->kind;
+    call.root = (uint64_t)op->root;
+    return call;
+}
+
+static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t ended_ns)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    uint32_t awaited = op->awaited >= 0 ? (uint32_t)(op->awaited + 1) : 0;
+    dtrain__record record;
+    if (op->serial == 0) {
+        op->serial = recorder->begun + 1;
+        __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
+    }
+    record.call = dtrain__recorder_call(comm, op);
+    record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+    record.status = (uint64_t)op->error.status;
+    record.async = (uint64_t)op->async;
+    record.called_ns = (uint64_t)op->started_ns;
+    record.started_ns = (uint64_t)op->run_ns;
+    record.moved_ns = (uint64_t)op->moved_ns;
+    record.ended_ns = (uint64_t)ended_ns;
+    dtrain__record_write(recorder, op->serial, &record);
+}
+
+/* The operation has its number and may have to wait. */
+static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->serial != 0)
+        return;
+    op->run_ns = op->queued ? dtrain__os_now_ns() : op->started_ns;
+    __atomic_store_n(&comm->recorder->awaited, 0, __ATOMIC_RELAXED);
+    dtrain__recorder_note(comm, op, 0);
+}
+
+/* The first bytes of the operation move. */
+static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->moved_ns != 0)
+        return;
+    op->moved_ns = dtrain__os_now_ns();
+    if (op->serial == 0)
+        dtrain__recorder_start(comm, op);
+    else
+        dtrain__recorder_note(comm, op, 0);
+}
+
+static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    if (op->run_ns == 0)
+        op->run_ns = op->queued ? now : op->started_ns;
+    dtrain__recorder_note(comm, op, now);
+    __atomic_store_n(&recorder->awaited, 0, __ATOMIC_RELAXED);
+    if (op->error.status == DTRAIN_OK) {
+        recorder->good = op->serial;
+        return;
+    }
+    pthread_mutex_lock(&recorder->mutex);
+    if (recorder->failed <= recorder->good) {
+        recorder->failed = op->serial;
+        recorder->error = op->error;
+    }
+    pthread_mutex_unlock(&recorder->mutex);
+}
+
+/* What the rank of this recorder does now; 0 when it cannot be read. */
+static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
+{
+    dtrain__record record;
+    uint64_t serial = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    memset(out, 0, sizeof *out);
+    if (serial == 0)
+        return 1;
+    if (!dtrain__record_read(recorder, serial, &record))
+        return 0;
+    out->call = record.call;
+    out->state = record.ended_ns != 0 ? DTRAIN__LAST_ENDED : DTRAIN__LAST_UNDER_WAY;
+    out->awaited = record.ended_ns == 0 ? __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED) : record.awaited;
+    out->moved = record.moved_ns != 0;
+    out->status = record.status;
+    out->since_ms = record.ended_ns != 0 ? record.ended_ns : record.started_ns;
+    out->since_ms = ((uint64_t)dtrain__os_now_ns() - out->since_ms) / 1000000;
+    return 1;
+}
+
+/* The rank that a rank waits for, or waited for when it gave up at its deadline; or -1. */
+static int dtrain__last_awaits(const dtrain__last *last)
+{
+    int gave_up = last->state == DTRAIN__LAST_ENDED && last->status == DTRAIN_ERR_TIMEOUT;
+    return last->state == DTRAIN__LAST_UNDER_WAY || gave_up ? (int)last->awaited - 1 : -1;
+}
+
+/* What this rank's heartbeats carry. */
+static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capacity, int *awaits)
+{
+    dtrain_comm *comm = (dtrain_comm *)user;
+    dtrain__last last;
+    if (sizeof last > capacity || !dtrain__recorder_last(comm->recorder, &last))
+        return 0;
+    *awaits = dtrain__last_awaits(&last);
+    memcpy(out, &last, sizeof last);
+    return sizeof last;
+}
+
+/* What `rank` does, where that is known; of processes no older than the wait that began at since_ns. */
+static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
+{
+    dtrain__board *board = comm->transport.board;
+    int64_t age_ns = 0;
+    if (board != NULL) {
+        void *recorder = __atomic_load_n(&board->slots[rank].recorder, __ATOMIC_ACQUIRE);
+        return recorder != NULL && dtrain__recorder_last((dtrain__recorder *)recorder, out);
+    }
+    if (comm->socket == NULL ||
+        dtrain__socket_last(comm->socket, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
+        return 0;
+    out->since_ms += (uint64_t)(age_ns / 1000000);
+    return out->state <= DTRAIN__LAST_ENDED && out->awaited <= (uint64_t)comm->size;
+}
+
+/* "; rank 0 is in barrier #6 since 1.7 s, waiting for rank 2" */
+static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrain__last *last, int awaits, char *text,
+                                  size_t capacity)
+{
+    dtrain__text call = dtrain__call_text(&last->call);
+    const char *where = last->call.group == comm->group ? "" : " of another group";
+    double seconds = (double)last->since_ms * 1e-3;
+    int ended = last->state == DTRAIN__LAST_ENDED;
+    char then[48] = "";
+    if (awaits >= 0)
+        snprintf(then, sizeof then, ", %s for rank %d", ended ? "having waited" : "waiting", awaits);
+    if (last->state == DTRAIN__LAST_NONE)
+        snprintf(text, capacity, "; rank %d has called nothing yet", rank);
+    else if (ended)
+        snprintf(text, capacity, "; rank %d %s %s%s %.1f s ago and has called nothing since%s", rank,
+                 last->status == DTRAIN_OK ? "ended" : "gave up", call.text, where, seconds, then);
+    else
+        snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
+}
+
+/* What the awaited rank does, and so on along the ranks that wait for each other, as far as the text has room. */
+static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity)
+{
+    size_t used = 0;
+    int rank = op->awaited;
+    dtrain__last last;
+    text[0] = 0;
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        char does[288];
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
+            return;
+        int next = last.call.group == comm->group ? dtrain__last_awaits(&last) : -1;
+        dtrain__recorder_does(comm, rank, &last, next, does, sizeof does);
+        if (strlen(does) >= capacity - used)
+            return;
+        memcpy(text + used, does, strlen(does) + 1);
+        used += strlen(does);
+        rank = next;
+    }
+}
+
+/* Whether the awaited rank is in a call, or gave one up at its own deadline, that can never meet this one: another one
+ * of the same number, or a message where this is a collective (or the other way round), each waiting for the other and
+ * nothing of either moved. */
+static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
+{
+    dtrain__call mine = dtrain__recorder_call(comm, op);
+    int message = dtrain__call_is_message(&mine);
+    if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
+        (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
+         theirs->status != DTRAIN_ERR_MISMATCH))
+        return 0;
+    if (message != dtrain__call_is_message(&theirs->call))
+        return theirs->awaited == (uint64_t)comm->rank + 1 && !theirs->moved && !op->touched;
+    return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
+}
+
+/* The rank along those that wait for each other whose call contradicts this one, with its call; or -1. */
+static int dtrain__recorder_culprit(const dtrain_comm *comm, const dtrain__op *op, dtrain__last *out)
+{
+    int rank = op->awaited;
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, out))
+            return -1;
+        if (dtrain__recorder_contradicts(comm, op, out))
+            return rank;
+        rank = out->call.group == comm->group ? dtrain__last_awaits(out) : -1;
+    }
+    return -1;
+}
+
+/* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
+static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__text mine = dtrain__op_text(comm, op);
+    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
+    char reason[200] = "", does[400] = "";
+    dtrain__last last;
+    int culprit = dtrain__recorder_culprit(comm, op, &last);
+    if (culprit >= 0)
+        return dtrain__op_mismatch(comm, op, culprit, &last.call);
+    if (comm->socket != NULL)
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
+    dtrain__recorder_chain(comm, op, does, sizeof does);
+    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s", mine.text,
+                        comm->rank, seconds, op->awaited, does, reason,
+                        op->touched ? "data had moved, so the group is broken"
+                                    : "nothing had moved, so the call can be made again");
+}
+
+/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
+static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
+{
+    int64_t now;
+    if (op->awaited >= 0)
+        __atomic_store_n(&comm->recorder->awaited, (uint32_t)(op->awaited + 1), __ATOMIC_RELAXED);
+    if (op->deadline_ns == INT64_MAX)
+        return 0;
+    now = dtrain__os_now_ns();
+    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
+        op->deadline_ns - op->started_ns >= 1000000000) {
+        dtrain__text mine = dtrain__op_text(comm, op);
+        char does[400];
+        op->warned = 1;
+        dtrain__recorder_chain(comm, op, does, sizeof does);
+        dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
+                    (double)(now - op->started_ns) * 1e-9, op->awaited, does);
+    }
+    return now >= op->deadline_ns;
+}
+
+#endif
+
+/* ---- >>trace ----
+ * The recorder as a file that chrome://tracing and Perfetto load and tools/dtrace.c merges: one process a rank, one
+ * thread a group, one event an operation. Times are of CLOCK_MONOTONIC; otherData names a moment on it and on
+ * CLOCK_REALTIME, by which hosts are put side by side. Written beside the target and renamed when it is whole.
+ * Source: Trace Event Format, catapult project, JSON object format. */
+#ifndef DTRAIN__TRACE
+#define DTRAIN__TRACE
+
+#define DTRAIN__TRACE_FORMAT 1
+
+typedef struct dtrain__trace {
+    dtrain_comm *comm;
+    dtrain__json_writer json; /* of the event under way, in the recorder's text */
+    int fd;
+    int error; /* errno of the first write that went wrong; 0: none */
+    int64_t now;
+} dtrain__trace;
+
+static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t bytes)
+{
+    const unsigned char *at = (const unsigned char *)data;
+    while (bytes > 0 && trace->error == 0) {
+        ssize_t n = write(trace->fd, at, bytes);
+        if (n < 0 && errno != EINTR)
+            trace->error = errno;
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+}
+
+static void dtrain__trace_begin(dtrain__trace *trace)
+{
+    dtrain__json_write_start(&trace->json, trace->comm->recorder->text, DTRAIN__TRACE_TEXT_BYTES);
+    dtrain__json_begin(&trace->json, 1);
+}
+
+/* Writes the object that dtrain__trace_begin began, and what stands after it. */
+static void dtrain__trace_end(dtrain__trace *trace, const char *after)
+{
+    dtrain__json_end(&trace->json);
+    if (!dtrain__json_write_finish(&trace->json) && trace->error == 0)
+        trace->error = EOVERFLOW;
+    if (trace->error == 0)
+        dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
+    dtrain__trace_put(trace, after, strlen(after));
+}
+
+static void dtrain__trace_key(dtrain__trace *trace, const char *key)
+{
+    dtrain__json_write_key(&trace->json, key, strlen(key));
+}
+
+/* Error texts quote what users and systems call things: what is no UTF-8, or no character, becomes a question mark. */
+static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char *text)
+{
+    char clean[DTRAIN__ERROR_BYTES];
+    size_t length = strlen(text), at = 0;
+    length = length < sizeof clean ? length : sizeof clean - 1;
+    while (at < length) {
+        size_t step = dtrain__json_utf8((const unsigned char *)text + at, length - at);
+        int plain = step > 0 && (unsigned char)text[at] >= 0x20 && text[at] != 0x7f;
+        memcpy(clean + at, text + at, step > 0 ? step : 1);
+        if (!plain)
+            clean[at] = '?';
+        at += step > 0 ? step : 1;
+    }
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_string(&trace->json, clean, length);
+}
+
+static void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
+{
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_u64(&trace->json, value);
+}
+
+/* A value that may be missing. */
+static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
+{
+    dtrain__trace_key(trace, key);
+    if (is)
+        dtrain__json_write_u64(&trace->json, value);
+    else
+        dtrain__json_write_null(&trace->json);
+}
+
+/* Nanoseconds as microseconds, exactly. */
+static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_word(&trace->json, text);
+}
+
+/* What every event has; the caller goes on with its args. */
+static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
+{
+    dtrain__trace_begin(trace);
+    dtrain__trace_text(trace, "name", name);
+    dtrain__trace_text(trace, "ph", phase);
+    dtrain__trace_u64(trace, "pid", (uint64_t)trace->comm->rank);
+    dtrain__trace_u64(trace, "tid", trace->comm->group);
+}
+
+static void dtrain__trace_args(dtrain__trace *trace)
+{
+    dtrain__trace_key(trace, "args");
+    dtrain__json_begin(&trace->json, 1);
+}
+
+static void dtrain__trace_title(dtrain__trace *trace, const char *what, const char *title)
+{
+    dtrain__trace_event(trace, what, "M");
+    dtrain__trace_args(trace);
+    dtrain__trace_text(trace, "name", title);
+    dtrain__json_end(&trace->json);
+    dtrain__trace_end(trace, ",\n");
+}
+
+/* Whose file it is, and by which clocks. */
+static void dtrain__trace_head(dtrain__trace *trace)
+{
+    static const char open[] = "{\"displayTimeUnit\":\"ms\",\"otherData\":", events[] = ",\n\"traceEvents\":[\n";
+    dtrain_comm *comm = trace->comm;
+    dtrain__recorder *recorder = comm->recorder;
+    char host[64] = "?", title[128];
+    gethostname(host, sizeof host - 1);
+    dtrain__trace_put(trace, open, sizeof open - 1);
+    dtrain__trace_begin(trace);
+    dtrain__trace_u64(trace, "dtrain_trace", DTRAIN__TRACE_FORMAT);
+    dtrain__trace_u64(trace, "rank", (uint64_t)comm->rank);
+    dtrain__trace_u64(trace, "world_size", (uint64_t)comm->size);
+    dtrain__trace_u64(trace, "group", comm->group);
+    dtrain__trace_text(trace, "host", host);
+    dtrain__trace_u64(trace, "process", (uint64_t)comm->process);
+    dtrain__trace_u64(trace, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
+    dtrain__trace_u64(trace, "realtime_ns", (uint64_t)recorder->realtime_ns);
+    dtrain__trace_u64(trace, "written_ns", (uint64_t)trace->now);
+    dtrain__trace_u64(trace, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
+    dtrain__trace_u64(trace, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
+    dtrain__trace_end(trace, events);
+    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, (long)comm->process, host);
+    dtrain__trace_title(trace, "process_name", title);
+    snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
+    dtrain__trace_title(trace, "thread_name", title);
+}
+
+/* The call of an operation, and how it went. */
+static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
+{
+    const dtrain__call *call = &record->call;
+    int message = dtrain__call_is_message(call), typed = call->kind != DTRAIN__BARRIER;
+    unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
+    dtrain__trace_args(trace);
+    dtrain__trace_text(trace, "call", dtrain__kind_name(call->kind));
+    dtrain__trace_u64(trace, "number", call->number);
+    dtrain__trace_text(trace, "text", dtrain__call_text(call).text);
+    dtrain__trace_text(trace, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
+    dtrain__trace_u64(trace, "count", call->count);
+    dtrain__trace_u64(trace, "bytes", call->count * (bits / 8));
+    dtrain__trace_text(trace, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
+    dtrain__trace_maybe(trace, "root", !message, call->root);
+    dtrain__trace_maybe(trace, "peer", message, call->root);
+    dtrain__trace_text(trace, "algorithm", dtrain__algorithm_name(call->algorithm));
+    dtrain__trace_key(trace, "async");
+    dtrain__json_write_bool(&trace->json, record->async != 0);
+    dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
+    dtrain__trace_u64(trace, "serial", serial);
+    dtrain__trace_u64(trace, "called_ns", record->called_ns);
+    dtrain__trace_u64(trace, "started_ns", record->started_ns);
+    dtrain__trace_maybe(trace, "moved_ns", record->moved_ns != 0, record->moved_ns);
+    dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
+    dtrain__trace_text(trace, "status",
+                       record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
+    if (serial == trace->comm->recorder->failed)
+        dtrain__trace_text(trace, "error", trace->comm->recorder->error.text);
+    dtrain__json_end(&trace->json);
+}
+
+static void dtrain__trace_operations(dtrain__trace *trace)
+{
+    dtrain__recorder *recorder = trace->comm->recorder;
+    uint64_t last = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    uint64_t serial = last > DTRAIN__RECORDS ? last - DTRAIN__RECORDS + 1 : 1;
+    for (; serial <= last; serial++) {
+        dtrain__record record;
+        char name[64];
+        if (!dtrain__record_read(recorder, serial, &record))
+            continue;
+        if (record.ended_ns == 0 && serial == last)
+            record.awaited = __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+        uint64_t ended = record.ended_ns != 0 ? record.ended_ns : (uint64_t)trace->now;
+        snprintf(name, sizeof name, "%s #%llu", dtrain__kind_name(record.call.kind),
+                 (unsigned long long)record.call.number);
+        dtrain__trace_event(trace, name, "X");
+        dtrain__trace_text(trace, "cat", dtrain__call_is_message(&record.call) ? "message" : "collective");
+        dtrain__trace_us(trace, "ts", record.started_ns);
+        dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
+        dtrain__trace_call(trace, serial, &record);
+        dtrain__trace_end(trace, ",\n");
+    }
+    dtrain__trace_event(trace, "written", "i");
+    dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+    dtrain__trace_end(trace, "\n]}\n");
+}
+
+/* Writes the file; the caller holds the recorder's mutex, and the path is not too long. */
+static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    dtrain__trace trace;
+    memset(&trace, 0, sizeof trace);
+    trace.comm = comm;
+    trace.now = dtrain__os_now_ns();
+    snprintf(recorder->beside, sizeof recorder->beside, "%s.%ld-%llu-%d.part", path, (long)getpid(),
+             (unsigned long long)comm->group, comm->rank);
+    unlink(recorder->beside); /* of a process that had this number before */
+    trace.fd = open(recorder->beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (trace.fd < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
+                            strerror(errno));
+    dtrain__trace_head(&trace);
+    dtrain__trace_operations(&trace);
+    if (trace.error == 0 && fsync(trace.fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
+        trace.error = errno;
+    if (close(trace.fd) != 0 && trace.error == 0)
+        trace.error = errno;
+    if (trace.error == 0 && rename(recorder->beside, path) != 0)
+        trace.error = errno;
+    if (trace.error == 0)
+        return DTRAIN_OK;
+    unlink(recorder->beside);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s; what was there is still",
+                        comm->rank, path, strerror(trace.error));
+}
+
+DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
+{
+    size_t bytes = path != NULL ? strlen(path) : 0;
+    dtrain_status status;
+    if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
+                            DTRAIN__TRACE_PATH_BYTES - 1, bytes);
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_trace: process %ld made this group, and this is its forked child %ld; call it there",
+                            (long)comm->process, (long)getpid());
+    pthread_mutex_lock(&comm->recorder->mutex);
+    status = dtrain__trace_write(comm, path);
+    pthread_mutex_unlock(&comm->recorder->mutex);
+    return status;
+}
+
+/* Keeps the prefix of the failure file, the desc's or the environment's. */
+static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
+{
+    const char *from = prefix != NULL ? "desc.trace_on_failure" : "DTRAIN_TRACE";
+    if (prefix == NULL)
+        prefix = getenv("DTRAIN_TRACE");
+    if (prefix == NULL)
+        prefix = "";
+    if (strlen(prefix) >= sizeof comm->recorder->prefix)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "rank %d: %s has %zu bytes; at most %d are possible", comm->rank,
+                            from, strlen(prefix), DTRAIN__TRACE_PATH_BYTES - 1);
+    snprintf(comm->recorder->prefix, sizeof comm->recorder->prefix, "%s", prefix);
+    comm->desc.trace_on_failure = comm->recorder->prefix;
+    return DTRAIN_OK;
+}
+
+/* Writes the failure file when the operation's error is more than a deadline after which it can be called again. */
+static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    dtrain__error kept = dtrain__thread_error;
+    if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched))
+        return;
+    pthread_mutex_lock(&recorder->mutex);
+    if (!recorder->written) {
+        char group[40] = "";
+        recorder->written = 1;
+        if (comm->group != 0)
+            snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
+        snprintf(recorder->path, sizeof recorder->path, "%s%s.rank-%d.json", recorder->prefix, group, comm->rank);
+        if (dtrain__trace_write(comm, recorder->path) != DTRAIN_OK)
+            dtrain__log(DTRAIN_LOG_WARN, "%s", dtrain__thread_error.text);
+        else
+            dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, recorder->path);
+    }
+    pthread_mutex_unlock(&recorder->mutex);
+    dtrain__thread_error = kept;
 }
 
 #endif
@@ -8207,6 +8959,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     }
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     op->phase = DTRAIN__FUSED_BODY;
     return 0;
 }
@@ -9412,6 +10165,7 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
+    dtrain__recorder_start(comm, op);
     dtrain__op_layout(comm, op);
     if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
@@ -9510,6 +10264,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
         return DTRAIN_OK; /* what is complete so far has been handled */
     *done += moved;
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
@@ -9711,8 +10466,12 @@ static int dtrain__comm_fused(const dtrain__op *op)
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     int64_t slice = wait_ns;
-    if (dtrain__comm_fused(op))
-        return dtrain__fused_advance(comm, op, wait_ns);
+    if (dtrain__comm_fused(op)) {
+        int ended = dtrain__fused_advance(comm, op, wait_ns);
+        if (!ended)
+            dtrain__recorder_start(comm, op);
+        return ended;
+    }
     if (wait_ns == INT64_MAX) {
         /* In slices, so that the log can say who is awaited long before the deadline. */
         int64_t now = dtrain__os_now_ns();
@@ -9724,6 +10483,14 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
 {
     return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder_end(comm, op, now);
+    if (op->error.status != DTRAIN_OK)
+        dtrain__trace_failure(comm, op);
 }
 
 typedef struct dtrain__comm_wait {
@@ -9771,6 +10538,7 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 /* Takes the head off the queue and makes its result visible; the handle may be gone right after. */
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
+    dtrain__comm_ended(comm, &work->op, dtrain__os_now_ns());
     pthread_mutex_lock(&comm->queue_mutex);
     comm->head = work->next;
     if (comm->head == NULL)
@@ -9994,6 +10762,7 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->next = NULL;
         work->done = 0;
         work->op = *op;
+        work->op.queued = 1;
         if (comm->tail != NULL)
             comm->tail->next = work;
         else
@@ -10089,6 +10858,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
 {
     dtrain_status status;
     dtrain_work *queued = NULL;
+    int64_t now;
     if (work != NULL)
         *work = NULL;
     if (comm == NULL)
@@ -10097,6 +10867,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     status = dtrain__comm_begin(comm, op);
     if (status != DTRAIN_OK)
         return status;
+    op->async = work != NULL;
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
@@ -10104,7 +10875,9 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
     dtrain__comm_run(comm, op);
-    comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
+    now = dtrain__os_now_ns();
+    dtrain__comm_ended(comm, op, now);
+    comm->blocked_ns += now - op->started_ns;
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
     return dtrain__report(&op->error);
@@ -10139,6 +10912,7 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
     dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__recorder_free(comm);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
@@ -10165,6 +10939,7 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
                                       const dtrain_comm_desc *desc)
 {
     size_t size = (size_t)transport->size;
+    dtrain_status status = DTRAIN_OK;
     dtrain_allocator first = {NULL, NULL, 0, 0};
     dtrain_allocator *allocator = transport->board != NULL ? transport->board->allocator : desc->allocator;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
@@ -10188,17 +10963,19 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
     if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
-        comm->parts == NULL) {
-        dtrain__comm_free(comm);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+        comm->parts == NULL || !dtrain__recorder_create(comm))
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    else
+        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
+    if (status == DTRAIN_OK) {
+        comm->others = comm->parts + size;
+        status = dtrain__comm_choose(comm);
     }
-    comm->others = comm->parts + size;
-    if (dtrain__comm_choose(comm) != DTRAIN_OK) {
+    if (status == DTRAIN_OK)
+        *out = comm;
+    else
         dtrain__comm_free(comm);
-        return dtrain__thread_error.status;
-    }
-    *out = comm;
-    return DTRAIN_OK;
+    return status;
 }
 
 static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
@@ -10285,6 +11062,7 @@ static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *p
     if (status != DTRAIN_OK)
         return status;
     dtrain__socket_transport(&comm->transport, s);
+    dtrain__socket_tell_last(s, dtrain__recorder_tell, comm);
     comm->socket = s;
     return DTRAIN_OK;
 }

@@ -8,6 +8,8 @@
 #include "op.c"
 #include "fused.c"
 #include "message.c"
+#include "recorder.c"
+#include "trace.c"
 
 struct dtrain__service {
     dtrain__os_thread thread;
@@ -30,8 +32,12 @@ static int dtrain__comm_fused(const dtrain__op *op)
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     int64_t slice = wait_ns;
-    if (dtrain__comm_fused(op))
-        return dtrain__fused_advance(comm, op, wait_ns);
+    if (dtrain__comm_fused(op)) {
+        int ended = dtrain__fused_advance(comm, op, wait_ns);
+        if (!ended)
+            dtrain__recorder_start(comm, op);
+        return ended;
+    }
     if (wait_ns == INT64_MAX) {
         /* In slices, so that the log can say who is awaited long before the deadline. */
         int64_t now = dtrain__os_now_ns();
@@ -43,6 +49,14 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
 {
     return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder_end(comm, op, now);
+    if (op->error.status != DTRAIN_OK)
+        dtrain__trace_failure(comm, op);
 }
 
 typedef struct dtrain__comm_wait {
@@ -90,6 +104,7 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 /* Takes the head off the queue and makes its result visible; the handle may be gone right after. */
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
+    dtrain__comm_ended(comm, &work->op, dtrain__os_now_ns());
     pthread_mutex_lock(&comm->queue_mutex);
     comm->head = work->next;
     if (comm->head == NULL)
@@ -313,6 +328,7 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->next = NULL;
         work->done = 0;
         work->op = *op;
+        work->op.queued = 1;
         if (comm->tail != NULL)
             comm->tail->next = work;
         else
@@ -408,6 +424,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
 {
     dtrain_status status;
     dtrain_work *queued = NULL;
+    int64_t now;
     if (work != NULL)
         *work = NULL;
     if (comm == NULL)
@@ -416,6 +433,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     status = dtrain__comm_begin(comm, op);
     if (status != DTRAIN_OK)
         return status;
+    op->async = work != NULL;
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
@@ -423,7 +441,9 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
     dtrain__comm_run(comm, op);
-    comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
+    now = dtrain__os_now_ns();
+    dtrain__comm_ended(comm, op, now);
+    comm->blocked_ns += now - op->started_ns;
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
     return dtrain__report(&op->error);

@@ -91,6 +91,7 @@ typedef struct dtrain_comm_desc {
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
+    const char *trace_on_failure; /* see dtrain_comm_trace; copied; NULL: DTRAIN_TRACE of the environment, else none */
 } dtrain_comm_desc;
 
 /* Makes the group of processes that the environment or desc describes; a world of one where they describe none.
@@ -193,6 +194,25 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
  *
  * one thread per object */
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
+
+/* Writes the last 256 operations of this rank in the group to a file that chrome://tracing and Perfetto load.
+ *
+ * One event an operation, the one under way included: pid is the rank, tid the group, args the call, its bytes,
+ * whom it awaited last, how it ended, and when it was called, started, moved its first bytes and ended, in
+ * nanoseconds of CLOCK_MONOTONIC. tools/dtrace.c merges the files of all ranks and says which rank the others waited
+ * for and in which operation they first differ. The path is replaced when the whole file is on disk, else untouched.
+ *
+ * With desc.trace_on_failure, or DTRAIN_TRACE in the environment, set to a path's beginning, the rank's first
+ * operation that fails writes PREFIX.rank-N.json by itself, unless a deadline passed after which the call can be made
+ * again. What goes wrong in it is said in the log.
+ *
+ *   path     at most 1,023 bytes
+ *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child
+ *            DTRAIN_ERR_IO       the system refused; only dtrain_last_error has the text
+ *   source   Trace Event Format of the catapult project
+ *
+ * any thread, also while operations are under way; not after dtrain_comm_destroy */
+DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
 
 /* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
  *

@@ -9,6 +9,7 @@
 #ifndef DTRAIN__FUSED
 #define DTRAIN__FUSED
 #include "op.c"
+#include "recorder.c"
 
 #define DTRAIN__FUSED_INLINE_TOTAL 16384 /* bytes that one rank reads of inline inputs */
 
@@ -186,6 +187,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     }
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     op->phase = DTRAIN__FUSED_BODY;
     return 0;
 }

@@ -5,6 +5,8 @@
 #define DTRAIN__GROUP
 #include "op.c"
 #include "place.c"
+#include "recorder.c"
+#include "trace.c"
 #include "comm.c"
 
 static void dtrain__comm_free(dtrain_comm *comm)
@@ -28,6 +30,7 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
     dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__recorder_free(comm);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
@@ -54,6 +57,7 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
                                       const dtrain_comm_desc *desc)
 {
     size_t size = (size_t)transport->size;
+    dtrain_status status = DTRAIN_OK;
     dtrain_allocator first = {NULL, NULL, 0, 0};
     dtrain_allocator *allocator = transport->board != NULL ? transport->board->allocator : desc->allocator;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
@@ -77,17 +81,19 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
     if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
-        comm->parts == NULL) {
-        dtrain__comm_free(comm);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+        comm->parts == NULL || !dtrain__recorder_create(comm))
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    else
+        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
+    if (status == DTRAIN_OK) {
+        comm->others = comm->parts + size;
+        status = dtrain__comm_choose(comm);
     }
-    comm->others = comm->parts + size;
-    if (dtrain__comm_choose(comm) != DTRAIN_OK) {
+    if (status == DTRAIN_OK)
+        *out = comm;
+    else
         dtrain__comm_free(comm);
-        return dtrain__thread_error.status;
-    }
-    *out = comm;
-    return DTRAIN_OK;
+    return status;
 }
 
 static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
@@ -174,6 +180,7 @@ static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *p
     if (status != DTRAIN_OK)
         return status;
     dtrain__socket_transport(&comm->transport, s);
+    dtrain__socket_tell_last(s, dtrain__recorder_tell, comm);
     comm->socket = s;
     return DTRAIN_OK;
 }

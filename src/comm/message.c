@@ -7,6 +7,7 @@
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
 #include "op.c"
+#include "recorder.c"
 #include "plan.c"
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
@@ -59,6 +60,7 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
+    dtrain__recorder_start(comm, op);
     dtrain__op_layout(comm, op);
     if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
@@ -157,6 +159,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
         return DTRAIN_OK; /* what is complete so far has been handled */
     *done += moved;
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&

@@ -72,8 +72,11 @@ typedef struct dtrain__op {
     void *out;
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
-    uint64_t turn; /* among the operations that went over the board */
-    int64_t started_ns, deadline_ns;
+    uint64_t turn;                   /* among the operations that went over the board */
+    int64_t started_ns, deadline_ns; /* of the call */
+    int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    uint64_t serial;                 /* of its record; 0: none yet */
+    int async, queued;               /* has a handle of the caller's; waited for its turn */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -94,6 +97,7 @@ struct dtrain_work {
 };
 
 typedef struct dtrain__service dtrain__service;
+typedef struct dtrain__recorder dtrain__recorder;
 
 struct dtrain_comm {
     int rank, size;
@@ -111,6 +115,7 @@ struct dtrain_comm {
     dtrain__error broken;      /* by a message operation; the board keeps its own */
     uint64_t number;           /* of the last collective */
     uint64_t turn;             /* of the last one over the board */
+    dtrain__recorder *recorder;
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
     void **outs;
@@ -289,36 +294,6 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     dtrain__text mine = dtrain__op_text(comm, op);
     dtrain__error first = *cause;
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
-}
-
-static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__text mine = dtrain__op_text(comm, op);
-    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char reason[200] = "";
-    if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
-    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, reason,
-                        op->touched ? "data had moved, so the group is broken"
-                                    : "nothing had moved, so the call can be made again");
-}
-
-/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
-static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
-{
-    int64_t now;
-    if (op->deadline_ns == INT64_MAX)
-        return 0;
-    now = dtrain__os_now_ns();
-    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
-        op->deadline_ns - op->started_ns >= 1000000000) {
-        dtrain__text mine = dtrain__op_text(comm, op);
-        op->warned = 1;
-        dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d", mine.text, comm->rank,
-                    (double)(now - op->started_ns) * 1e-9, op->awaited);
-    }
-    return now >= op->deadline_ns;
 }
 
 /* Scratch memory for an operation, kept for the next ones. */

@@ -20,6 +20,8 @@
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__LAST_BYTES 192
+#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -29,6 +31,14 @@ typedef struct dtrain__lane {
     uint64_t links;     /* connections that it has had */
     int64_t retry_ns, down_ns;
 } dtrain__lane;
+
+/* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
+typedef struct dtrain__last_heard {
+    unsigned char data[DTRAIN__LAST_BYTES];
+    size_t bytes; /* 0: never heard of */
+    int awaits;   /* the rank that it waits for, or -1 */
+    int64_t heard_ns;
+} dtrain__last_heard;
 
 typedef struct dtrain__member {
     dtrain__lane *lanes;                     /* hub->connections of them */
@@ -42,6 +52,7 @@ typedef struct dtrain__member {
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
+    dtrain__last_heard last;
 } dtrain__member;
 
 /* A get that waits at rank 0 for its key. */
@@ -86,6 +97,8 @@ typedef struct dtrain__hub {
     int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
     int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
+    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    void *last_user;
     dtrain__store store;
     dtrain__asker *askers;
     uint32_t store_id, store_answered; /* of this rank's last request, and the last one answered */
@@ -475,7 +488,48 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     return 1;
 }
 
-static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
+/* Asks this rank's owner what it does now. */
+static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
+{
+    dtrain__last_heard *own = &hub->members[hub->rank].last;
+    own->awaits = -1;
+    own->bytes = hub->last != NULL ? hub->last(hub->last_user, own->data, sizeof own->data, &own->awaits) : 0;
+    own->heard_ns = now;
+}
+
+/* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
+static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
+{
+    const dtrain__last_heard *last = &hub->members[about].last;
+    if (last->bytes == 0)
+        return -1;
+    dtrain__give(hub, &to->out, (uint64_t)about, 4);
+    dtrain__give(hub, &to->out, (uint64_t)(last->awaits + 1), 4);
+    dtrain__give(hub, &to->out, (uint64_t)((now - last->heard_ns) / 1000000), 4);
+    dtrain__give(hub, &to->out, last->bytes, 2);
+    dtrain__give_bytes(hub, &to->out, last->data, last->bytes);
+    return last->awaits;
+}
+
+static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t about, awaits, age_ms, bytes;
+    if (!dtrain__take(reader, &about, 4) || !dtrain__take(reader, &awaits, 4) || !dtrain__take(reader, &age_ms, 4) ||
+        !dtrain__take(reader, &bytes, 2) || about >= (uint64_t)hub->size || awaits > (uint64_t)hub->size ||
+        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (hub->rank == 0 && (int)about != from) ||
+        (int)about == hub->rank)
+        return 0;
+    dtrain__last_heard *last = &hub->members[about].last;
+    memcpy(last->data, reader->at, (size_t)bytes);
+    last->bytes = (size_t)bytes;
+    last->awaits = (int)awaits - 1;
+    last->heard_ns = dtrain__os_now_ns() - (int64_t)age_ms * 1000000;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
 {
     uint64_t suspect, ms;
     if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
@@ -484,6 +538,9 @@ static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
     }
+    while (reader->left > 0)
+        if (!dtrain__take_last(hub, from, reader))
+            return 0;
     return 1;
 }
 
@@ -494,7 +551,7 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     switch (type) {
     case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
     case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
-    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, &reader);
+    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
     case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);

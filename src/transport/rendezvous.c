@@ -468,6 +468,24 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
     lane->wanted = 1;
 }
 
+/* One heartbeat: who is silent, and what this rank does; rank 0 tells a rank what the one does that it waits for, and
+ * the one that that one waits for. */
+static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
+{
+    dtrain__member *member = &hub->members[to];
+    size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
+    dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+    dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
+    if (hub->rank != 0)
+        dtrain__give_last(hub, member, hub->rank, now);
+    for (int i = 0, about = member->last.awaits; hub->rank == 0 && i < DTRAIN__LAST_CHAIN; i++)
+        if (about < 0 || about == to)
+            break;
+        else
+            about = dtrain__give_last(hub, member, about, now);
+    dtrain__frame_close(member, begin);
+}
+
 /* Heartbeats: sends this rank's, and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
@@ -501,14 +519,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     if (now < hub->beat_ns)
         return;
     hub->beat_ns = now + hub->period_ns;
+    dtrain__hub_look(hub, now);
     for (int rank = 0; rank < links; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if (rank == hub->rank || !member->joined || member->left || member->out.bytes > DTRAIN__FRAME_BYTES)
-            continue;
-        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
-        dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
-        dtrain__give(hub, &member->out, (uint64_t)(longest / 1000000), 4);
-        dtrain__frame_close(member, begin);
+        if (rank != hub->rank && member->joined && !member->left && member->out.bytes <= DTRAIN__FRAME_BYTES)
+            dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
 

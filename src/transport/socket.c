@@ -326,6 +326,33 @@ static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, s
     pthread_mutex_unlock(&s->hub.mutex);
 }
 
+/* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+static size_t dtrain__socket_last(dtrain__socket *s, int rank, int64_t after_ns, void *out, size_t capacity,
+                                  int64_t *age_ns)
+{
+    const dtrain__last_heard *last = &s->hub.members[rank].last;
+    size_t bytes = 0;
+    pthread_mutex_lock(&s->hub.mutex);
+    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+        bytes = last->bytes;
+        memcpy(out, last->data, bytes);
+        *age_ns = dtrain__os_now_ns() - last->heard_ns;
+    }
+    pthread_mutex_unlock(&s->hub.mutex);
+    return bytes;
+}
+
+/* Has heartbeats tell what this rank does: `last` writes it, and is called with hub->mutex held. */
+static void dtrain__socket_tell_last(dtrain__socket *s,
+                                     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
+                                     void *user)
+{
+    pthread_mutex_lock(&s->hub.mutex);
+    s->hub.last_user = user;
+    s->hub.last = last;
+    pthread_mutex_unlock(&s->hub.mutex);
+}
+
 /* Whether this address may be used: beyond this host only with a token, or where that is waived. */
 static int dtrain__socket_allowed(const dtrain__hub *hub, const dtrain__address *address)
 {
@@ -416,7 +443,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 static int dtrain__socket_make_members(dtrain__hub *hub)
 {
     for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = -1;
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__lane *lanes = (dtrain__lane *)dtrain__alloc(hub->allocator, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
         if (lanes == NULL)

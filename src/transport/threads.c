@@ -35,7 +35,9 @@ typedef struct dtrain__slot {
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
-    dtrain__error why; /* it left; readable once left is set */
+    dtrain__error why;     /* it left; readable once left is set */
+    void *recorder;        /* the rank's, which peers read until the board is freed */
+    size_t recorder_bytes; /* 0: none */
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
@@ -243,6 +245,8 @@ static void dtrain__board_free(dtrain__board *board)
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
+    for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
+        dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
     dtrain__store_free(&board->store, allocator);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
