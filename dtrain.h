@@ -758,6 +758,9 @@ DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count,
 
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
+ * Between two collectives, sends and recvs move together, so that messages of any size may cross; those to one peer,
+ * and those from one, keep their order.
+ *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
  *   buffers  belong to the operation until it is done
  *   errors   bad arguments at once; all others from dtrain_work_wait
@@ -787,6 +790,42 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
+
+/* As dtrain_work_wait, but gives up after timeout_ms; the operation goes on, and the handle can be waited for again.
+ *
+ *   timeout_ms   0: only what can be done at once; negative: no limit but the operation's deadline
+ *   returns      DTRAIN_ERR_TIMEOUT with the handle still valid (dtrain_work_done tells this from the operation's own
+ *                deadline); else as dtrain_work_wait, and the handle is gone
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms);
+
+/* Ends an operation before its time, on every rank. Its handle ends with DTRAIN_ERR_ABORTED and is still waited for,
+ * as soon as the operations before it have ended; one that has ended already stays as it is.
+ *
+ * A collective's other ranks get DTRAIN_ERR_ABORTED with this rank's number and the operation, and the group is
+ * broken; so it is by a send or recv of which a byte may have moved. A send or recv that has not begun, because
+ * earlier work of the same peer and direction or an earlier collective is under way, ends alone, and so does whatever
+ * has not begun in a world of one: the group can be used as though it had never been called, so that the next
+ * message between the two takes its place.
+ *
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_work_wait has returned */
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work);
+
+/* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
+ * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
+ *
+ * A call that is blocked, on any rank, returns at once; over a transport of your own within 100 ms of its send or recv
+ * keeping its deadline, and on the other ranks only where the transport has `fail`. A group that is broken already
+ * keeps its first cause.
+ *
+ *   why       at most 300 characters are kept; NULL: none
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_comm_destroy; never blocks */
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
@@ -3981,7 +4020,7 @@ static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 
-#define DTRAIN__POST_WORDS 8
+#define DTRAIN__POST_WORDS 11
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
@@ -6379,7 +6418,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 }
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
- * what a peer sent before it failed still completes what it was sent for. */
+ * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
 static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
                                          int *moved)
 {
@@ -6389,7 +6428,7 @@ static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out
         status = dtrain__socket_try(s, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(s, out, 1, most, moved);
-    if (s->hub.broken && (status != DTRAIN_OK || !*moved))
+    if (s->hub.broken && (status != DTRAIN_OK || !*moved || s->hub.cause.status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
     return status;
@@ -6879,7 +6918,7 @@ static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket
 
 #define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
-#define DTRAIN__MESSAGE_BYTES (96 + DTRAIN__MESSAGE_SMALL)
+#define DTRAIN__MESSAGE_BYTES (24 + sizeof(dtrain__call) + DTRAIN__MESSAGE_SMALL)
 
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
@@ -6891,6 +6930,8 @@ typedef enum dtrain__kind {
     DTRAIN__RECV
 } dtrain__kind;
 
+#define DTRAIN__WEIGHTED 1u
+
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
 typedef struct dtrain__call {
     uint64_t kind; /* a message is a DTRAIN__SEND on both sides */
@@ -6901,6 +6942,9 @@ typedef struct dtrain__call {
     uint64_t root;
     uint64_t algorithm;
     uint64_t ranks;
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
 } dtrain__call;
 
 typedef struct dtrain__op {
@@ -6913,14 +6957,17 @@ typedef struct dtrain__op {
     void *out;
     dtrain_algorithm algorithm;
     uint64_t number;
+    uint64_t form, first, digest; /* as in the call */
+    unsigned char *letter;        /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;           /* set by any thread, seen by the one that drives */
     int64_t started_ns, deadline_ns;
     int phase;
-    int warned;            /* the log has said whom this operation awaits */
-    int awaited;           /* the peer it awaits, or -1 */
-    int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
-    size_t at;             /* progress inside the phase */
+    int warned;              /* the log has said whom this operation awaits */
+    int awaited;             /* the peer it awaits, or -1 */
+    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
-    size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
+    size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
 
@@ -6928,8 +6975,16 @@ struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
     uint32_t done;
+    int ended; /* done once it is the queue's head */
     dtrain__op op;
+    unsigned char letter[DTRAIN__MESSAGE_BYTES];
 };
+
+/* Calls between fuse_begin and fuse_end. */
+typedef struct dtrain__note {
+    dtrain_work *work;
+    dtrain__op op;
+} dtrain__note;
 
 typedef struct dtrain__service dtrain__service;
 
@@ -6940,12 +6995,14 @@ struct dtrain_comm {
     int forming;            /* such a group is not complete yet */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
-    pid_t process; /* that made it */
+    pid_t process;         /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;      /* by a message operation; the board keeps its own */
+    dtrain__error abort_cause; /* on a transport of the user's own; readable once aborted is 2 */
+    uint32_t aborted;
     uint64_t number;           /* of the last collective */
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
@@ -6957,13 +7014,25 @@ struct dtrain_comm {
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare;
-    uint32_t pending; /* queued and not done */
+    uint32_t pending;       /* queued and not done */
+    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
+    int fusing;             /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted, notes_capacity;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+    size_t packed_bytes;
     dtrain__service *service;
 };
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
 {
     return op->count * (dtrain_dtype_bits(op->dtype) / 8);
+}
+
+/* One message in one direction; of these, several may be under way at once. */
+static int dtrain__op_is_letter(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
 }
 
 static const char *dtrain__kind_name(uint64_t kind)
@@ -6986,7 +7055,7 @@ static const char *dtrain__op_name(uint64_t op)
 static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__call call;
-    int message = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    int message = dtrain__op_is_letter(op);
     call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
     call.number = op->number;
     call.dtype = (uint64_t)op->dtype;
@@ -6995,6 +7064,9 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     call.root = message ? 0 : (uint64_t)op->root;
     call.algorithm = (uint64_t)op->algorithm;
     call.ranks = (uint64_t)comm->size;
+    call.form = op->form;
+    call.first = op->first;
+    call.digest = op->digest;
     return call;
 }
 
@@ -7002,28 +7074,33 @@ typedef struct dtrain__text {
     char text[128];
 } dtrain__text;
 
-/* "all_reduce #412 (sum, f32 x 1048576)" */
+/* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
 static dtrain__text dtrain__call_text(const dtrain__call *call)
 {
     dtrain__text out;
-    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", ring[8] = "";
+    int weighted = call->form == DTRAIN__WEIGHTED;
+    uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
+    const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
+    char dtype[16], detail[32] = "", more[48] = "";
     size_t n = 0;
     for (; name[n] != 0 && n < sizeof dtype - 1; n++)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
     if (call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER)
-        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
-    if (call->algorithm == DTRAIN_ALGORITHM_RING)
-        snprintf(ring, sizeof ring, ", ring");
+        snprintf(detail, sizeof detail, "%s, ", weighted ? "weighted mean" : dtrain__op_name(call->op));
+    if (call->kind == DTRAIN__BROADCAST)
+        n = (size_t)snprintf(more, sizeof more, ", root %llu", (unsigned long long)call->root);
+    else if (call->algorithm == DTRAIN_ALGORITHM_RING)
+        n = (size_t)snprintf(more, sizeof more, ", ring");
+    else
+        n = 0;
+    if (call->form > DTRAIN__WEIGHTED)
+        snprintf(more + n, sizeof more - n, ", %llu fused", (unsigned long long)call->form);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
-    else if (call->kind == DTRAIN__BROADCAST)
-        snprintf(out.text, sizeof out.text, "broadcast #%llu (%s x %llu, root %llu)", (unsigned long long)call->number,
-                 dtype, (unsigned long long)call->count, (unsigned long long)call->root);
     else
         snprintf(out.text, sizeof out.text, "%s #%llu (%s%s x %llu%s)", dtrain__kind_name(call->kind),
-                 (unsigned long long)call->number, detail, dtype, (unsigned long long)call->count, ring);
+                 (unsigned long long)call->number, detail, dtype, (unsigned long long)count, more);
     return out;
 }
 
@@ -7053,6 +7130,38 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     dtrain__text mine = dtrain__op_text(comm, op);
     dtrain__error first = *cause;
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
+}
+
+/* Why the group was aborted; NULL: it was not. */
+static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
+{
+    const dtrain__error *cause = NULL;
+    if (comm->transport.board != NULL)
+        cause = dtrain__board_broken(comm->transport.board) ? dtrain__board_cause(comm->transport.board) : NULL;
+    else if (comm->socket != NULL)
+        cause = __atomic_load_n(&comm->socket->hub.broken, __ATOMIC_SEQ_CST) ? &comm->socket->hub.cause : NULL;
+    else
+        cause = __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) == 2 ? &comm->abort_cause : NULL;
+    return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;
+}
+
+/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+static void dtrain__comm_break(dtrain_comm *comm, const dtrain__error *cause)
+{
+    uint32_t whole = 0;
+    if (comm->transport.board != NULL) {
+        dtrain__board_break(comm->transport.board, cause);
+        return;
+    }
+    if (__atomic_compare_exchange_n(&comm->aborted, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        comm->abort_cause = *cause;
+        __atomic_store_n(&comm->aborted, 2, __ATOMIC_SEQ_CST);
+    }
+    if (comm->transport.fail != NULL)
+        comm->transport.fail(comm->transport.self, cause->status, cause->text);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    dtrain__bell_ring(comm->bell);
 }
 
 static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
@@ -7120,7 +7229,7 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     if (op->root < 0 || op->root >= comm->size)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
                             comm->rank, op->root, comm->size);
-    if ((op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV) && op->root == comm->rank)
+    if (dtrain__op_is_letter(op) && op->root == comm->rank)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
                             comm->rank);
     shard = dtrain_split(op->count, comm->size, comm->rank, &begin) * (bits / 8);
@@ -8193,6 +8302,12 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op *op, int sending)
+{
+    return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
+}
+
 static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
@@ -8200,9 +8315,10 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     header.call = dtrain__op_call(comm, op);
     header.tag = step->tag;
     header.bytes = step->send_bytes;
-    memcpy(comm->message_out, &header, sizeof header);
+    unsigned char *letter = dtrain__message_letter(comm, op, 1);
+    memcpy(letter, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+        memcpy(letter + sizeof header, step->send, step->send_bytes);
 }
 
 /* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
@@ -8227,7 +8343,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
-    unsigned char *small = sending ? comm->message_out : comm->message_in;
+    unsigned char *small = dtrain__message_letter(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
@@ -8251,7 +8367,7 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
 {
     dtrain__message_header came;
     dtrain__call mine = dtrain__op_call(comm, op);
-    memcpy(&came, comm->message_in, sizeof came);
+    memcpy(&came, dtrain__message_letter(comm, op, 0), sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
@@ -8281,7 +8397,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (*done < header + payload)
         return DTRAIN_OK;
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
-        memcpy(step->recv, comm->message_in + header, payload);
+        memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
     return DTRAIN_OK;
 }
@@ -8424,14 +8540,44 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
+    const dtrain__error *aborted = dtrain__comm_aborted(comm);
+    if (aborted != NULL)
+        comm->broken = *aborted;
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
+    if (aborted != NULL) {
+        dtrain__op_blame(comm, op, aborted);
+        return 1;
+    }
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
         return 0;
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
+}
+
+/* Moves the message of one operation out and that of another in, together, until one is complete or wait_ns; either
+ * may be NULL. Both have begun. What fails here is met again, and told, by the operation's own turn; but what came
+ * and does not fit is told at once: returns 1 when that ended the incoming one. */
+static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
+{
+    dtrain__step sends, receives;
+    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
+    dtrain_status taken = DTRAIN_OK;
+    if ((out != NULL && out->sent == SIZE_MAX) || (in != NULL && in->received == SIZE_MAX))
+        return 0; /* complete: it ends at its own turn */
+    if (out != NULL && dtrain__message_plan(comm, out, 0, &sends))
+        sending = dtrain__message_next(comm, out, &sends, 1);
+    if (in != NULL && dtrain__message_plan(comm, in, 0, &receives))
+        receiving = dtrain__message_next(comm, in, &receives, 0);
+    comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
+                             wait_ns);
+    if (out != NULL)
+        dtrain__message_took(comm, out, &sends, 1, sending.moved);
+    if (in != NULL)
+        taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
+    return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
 }
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
@@ -8466,19 +8612,44 @@ static int dtrain__comm_fused(const dtrain__op *op)
     return op->algorithm == DTRAIN_ALGORITHM_FUSED;
 }
 
+/* Ends a cancelled operation. A message that has not begun ends alone: nobody knows of it, and the next one takes its
+ * place. All else breaks the group. */
+static int dtrain__comm_give_up(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__error cause;
+    int message = dtrain__op_is_letter(op);
+    if (op->phase == 0)
+        op->number = 1 + (!message                   ? comm->number
+                          : op->kind == DTRAIN__SEND ? comm->sent[op->root]
+                                                     : comm->received[op->root]);
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
+    if (op->phase == 0 && (message || comm->size == 1)) {
+        dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
+        return 1;
+    }
+    dtrain__comm_break(comm, &cause);
+    if (dtrain__comm_fused(op))
+        return dtrain__fused_end_broken(comm, op);
+    comm->broken = comm->broken.status == DTRAIN_OK ? cause : comm->broken;
+    dtrain__op_blame(comm, op, &cause);
+    return 1;
+}
+
 /* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
  * 0, what goes at once; else until about then. */
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    int64_t slice = wait_ns;
+    if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
+        return dtrain__comm_give_up(comm, op);
     if (dtrain__comm_fused(op))
         return dtrain__fused_advance(comm, op, wait_ns);
-    if (wait_ns == INT64_MAX) {
-        /* In slices, so that the log can say who is awaited long before the deadline. */
-        int64_t now = dtrain__os_now_ns();
-        slice = now + 100000000 < op->deadline_ns ? now + 100000000 : op->deadline_ns;
+    if (wait_ns != 0) {
+        /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
+        int64_t slice = dtrain__os_now_ns() + 100000000;
+        slice = slice < op->deadline_ns ? slice : op->deadline_ns;
+        wait_ns = wait_ns < slice ? wait_ns : slice;
     }
-    return dtrain__message_advance(comm, op, slice);
+    return dtrain__message_advance(comm, op, wait_ns);
 }
 
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
@@ -8486,38 +8657,132 @@ static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
     return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
 }
 
+/* A number that changes whenever the operation gets on. */
+static size_t dtrain__op_progress(const dtrain__op *op)
+{
+    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
+}
+
+/* Advances one operation and judges its deadline; returns 1 at its end. Sets *moved when it got on. */
+static int dtrain__comm_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
+{
+    size_t before = dtrain__op_progress(op);
+    int ended = dtrain__comm_advance(comm, op, wait_ns);
+    if (!ended && dtrain__op_late(comm, op))
+        ended = dtrain__comm_expire(comm, op);
+    *moved |= ended || dtrain__op_progress(op) != before;
+    return ended;
+}
+
+/* The messages of a queue that are under way together. */
+typedef struct dtrain__sweep {
+    dtrain__op *out; /* the first one that goes out; NULL: none */
+    dtrain_work *in; /* the first one that comes in */
+    int others;      /* how many more there are */
+    int moved;
+} dtrain__sweep;
+
+/* Advances, without waiting, the messages from head to the next collective: of those to one peer the first, of those
+ * from one peer the first. Crossing messages so get past each other, whatever was queued first. */
+static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
+{
+    dtrain__sweep sweep = {NULL, NULL, 0, 0};
+    int taken = 0, lanes = 2 * (comm->size - 1);
+    comm->sweep++;
+    for (dtrain_work *work = head; work != NULL && dtrain__op_is_letter(&work->op) && taken < lanes;
+         work = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE)) {
+        int sends = work->op.kind == DTRAIN__SEND;
+        uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
+        if (work->ended || *lane == comm->sweep)
+            continue;
+        work->ended = dtrain__comm_turn(comm, &work->op, 0, &sweep.moved);
+        if (work->ended)
+            continue;
+        *lane = comm->sweep;
+        taken++;
+        if (sends && sweep.out == NULL)
+            sweep.out = &work->op;
+        else if (!sends && sweep.in == NULL)
+            sweep.in = work;
+        else
+            sweep.others++;
+    }
+    return sweep;
+}
+
+/* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
+static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__sweep *sweep, int64_t slice_ns)
+{
+    int moved = 0;
+    if (comm->transport.exchange == NULL)
+        head->ended = dtrain__comm_turn(comm, &head->op, slice_ns, &moved);
+    else if (dtrain__message_pair(comm, sweep->out, sweep->in != NULL ? &sweep->in->op : NULL, slice_ns))
+        sweep->in->ended = 1;
+}
+
+/* Advances the queue whose head is a message until that has ended, or until_ns (0: what goes at once). Where ranks
+ * share an address space, it never waits: the caller does, for the bell. */
+static int dtrain__queue_mail(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
+{
+    for (;;) {
+        dtrain__sweep sweep = dtrain__queue_sweep(comm, head);
+        int64_t now, slice;
+        int crowded;
+        *moved |= sweep.moved;
+        if (head->ended || comm->transport.board != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
+            return head->ended;
+        /* more than one call of the transport can wait for */
+        crowded = sweep.others > 0 || (comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL);
+        if (sweep.moved && crowded)
+            continue;
+        slice = now + (crowded ? 1000000 : 100000000);
+        dtrain__queue_wait(comm, head, &sweep, slice < until_ns ? slice : until_ns);
+    }
+}
+
 typedef struct dtrain__comm_wait {
     dtrain_comm *comm;
     dtrain__op *op;
-    int ended;
+    dtrain_work *mail; /* the queue's head, where that is a message */
+    int64_t until_ns;
+    int ended, moved;
 } dtrain__comm_wait;
 
 static int dtrain__comm_ready(void *pointer)
 {
     dtrain__comm_wait *wait = (dtrain__comm_wait *)pointer;
-    wait->ended = dtrain__comm_advance(wait->comm, wait->op, INT64_MAX);
+    wait->moved = 0;
+    wait->ended = wait->mail != NULL ? dtrain__queue_mail(wait->comm, wait->mail, wait->until_ns, &wait->moved)
+                                     : dtrain__comm_advance(wait->comm, wait->op, wait->until_ns);
     return wait->ended;
 }
 
-/* Runs one operation to its end on the calling thread. */
-static void dtrain__comm_run(dtrain_comm *comm, dtrain__op *op)
+/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+ * mail: as in dtrain__comm_wait. */
+static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail, int64_t until_ns)
 {
-    dtrain__comm_wait wait = {comm, op, 0};
+    dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
+    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+    int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
     int phase = op->phase;
     size_t at = op->at;
     for (unsigned turn = 0; !dtrain__comm_ready(&wait); turn++) {
-        if (op->phase != phase || op->at != at)
+        if (wait.moved || op->phase != phase || op->at != at)
             turn = 0;
         phase = op->phase;
         at = op->at;
-        if ((turn > comm->bell->spins || !dtrain__comm_fused(op)) && dtrain__op_late(comm, op) &&
-            dtrain__comm_expire(comm, op))
-            return;
-        if (dtrain__comm_fused(op))
-            dtrain__bell_wait(comm->bell, turn, op->deadline_ns, dtrain__comm_ready, &wait);
+        if (turn > comm->bell->spins || !bell) {
+            if (mail == NULL && dtrain__op_late(comm, op) && dtrain__comm_expire(comm, op))
+                return 1;
+            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+                return 0;
+        }
+        if (bell)
+            dtrain__bell_wait(comm->bell, turn, limit, dtrain__comm_ready, &wait);
         if (wait.ended)
-            return;
+            return 1;
     }
+    return 1;
 }
 
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
@@ -8541,24 +8806,17 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
     dtrain__bell_ring(comm->bell);
 }
 
-/* A number that changes whenever the operation gets on. */
-static size_t dtrain__op_progress(const dtrain__op *op)
-{
-    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
-}
-
 /* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
 static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int moved = 0;
     dtrain_work *work;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        size_t before = dtrain__op_progress(&work->op);
-        int ended = dtrain__comm_advance(comm, &work->op, until_ns);
-        if (!ended && dtrain__op_late(comm, &work->op))
-            ended = dtrain__comm_expire(comm, &work->op);
-        moved |= ended || dtrain__op_progress(&work->op) != before;
-        if (!ended)
+        if (!work->ended && dtrain__op_is_letter(&work->op))
+            dtrain__queue_mail(comm, work, until_ns, &moved);
+        else if (!work->ended)
+            work->ended = dtrain__comm_turn(comm, &work->op, until_ns, &moved);
+        if (!work->ended)
             break;
         dtrain__queue_finish(comm, work);
         if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
@@ -8582,7 +8840,7 @@ static int dtrain__service_round(void *pointer)
             continue;
         int messages = comm->transport.board == NULL;
         moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
-        moved |= messages && comm->pending > 0;
+        moved |= messages && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     pthread_mutex_unlock(&service->mutex);
@@ -8765,13 +9023,9 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+/* Puts an operation at the end of the queue; NULL: no memory. */
+static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain_status status = DTRAIN_OK;
-    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
-        status = dtrain__service_join(comm);
-    if (status != DTRAIN_OK)
-        return status;
     pthread_mutex_lock(&comm->queue_mutex);
     dtrain_work *work = comm->spare;
     if (work != NULL)
@@ -8782,9 +9036,11 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->comm = comm;
         work->next = NULL;
         work->done = 0;
+        work->ended = 0;
         work->op = *op;
+        work->op.letter = dtrain__op_is_letter(op) ? work->letter : NULL;
         if (comm->tail != NULL)
-            comm->tail->next = work;
+            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
         else
             comm->head = work;
         comm->tail = work;
@@ -8792,11 +9048,23 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
     }
     pthread_mutex_unlock(&comm->queue_mutex);
     if (work == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+    return work;
+}
+
+static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK)
+        return status;
+    *out = dtrain__queue_add(comm, op);
+    if (*out == NULL)
+        return DTRAIN_ERR_MEMORY;
     dtrain__bell_ring(comm->bell);
     if (comm->transport.wake != NULL)
         comm->transport.wake(comm->transport.self);
-    *out = work;
     return DTRAIN_OK;
 }
 
@@ -8810,38 +9078,45 @@ static int dtrain__work_ready(void *pointer)
     return dtrain_work_done((const dtrain_work *)pointer);
 }
 
-/* Drives the queue on the calling thread until work has ended, or looks on while another thread does. */
-static void dtrain__work_help(dtrain_work *work)
+/* Drives the queue on the calling thread, or looks on while another thread does, until work has ended or until_ns. */
+static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 {
     dtrain_comm *comm = work->comm;
-    unsigned turn = 0;
-    while (!dtrain_work_done(work)) {
+    for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
         if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
-                dtrain__comm_run(comm, &head->op);
+                dtrain_work *mail = dtrain__op_is_letter(&head->op) ? head : NULL;
+                if (!head->ended && !dtrain__comm_run(comm, &head->op, mail, until_ns))
+                    break;
                 dtrain__queue_finish(comm, head);
             }
             pthread_mutex_unlock(&comm->drive_mutex);
+            if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
+                dtrain__bell_ring(comm->bell); /* the service goes on with the rest */
         } else {
-            dtrain__bell_wait(comm->bell, turn++, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
+            dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
         }
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return;
     }
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+/* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
+static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *ended)
 {
     dtrain_status status;
-    dtrain_comm *comm;
+    dtrain_comm *comm = work->comm;
     int64_t started;
-    if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
-    comm = work->comm;
+    *ended = 1;
     if (comm->transport.board == NULL && (status = dtrain__comm_usable(comm, "work_wait")) != DTRAIN_OK)
         return status;
     started = dtrain__os_now_ns();
-    dtrain__work_help(work);
+    dtrain__work_help(work, until_ns);
     comm->blocked_ns += dtrain__os_now_ns() - started;
+    *ended = dtrain_work_done(work);
+    if (!*ended)
+        return DTRAIN_OK;
     status = dtrain__report(&work->op.error);
     if (status != DTRAIN_OK)
         comm->error = work->op.error;
@@ -8850,6 +9125,33 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     comm->spare = work;
     pthread_mutex_unlock(&comm->queue_mutex);
     return status;
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+{
+    int ended;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+    return dtrain__work_end(work, INT64_MAX, &ended);
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms)
+{
+    int64_t now = dtrain__os_now_ns();
+    int ended;
+    dtrain_status status;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait_for: the handle is NULL; was its call checked?");
+    status = dtrain__work_end(
+        work, timeout_ms < 0 || timeout_ms > (INT64_MAX - now) / 1000000 ? INT64_MAX : now + timeout_ms * 1000000,
+        &ended);
+    if (ended)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "work_wait_for on rank %d: %s of %zu elements is still under way after %lld ms; it goes on, "
+                        "and its handle can be waited for again",
+                        work->comm->rank, dtrain__kind_name((uint64_t)work->op.kind), work->op.count,
+                        (long long)timeout_ms);
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -8873,7 +9175,26 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     return DTRAIN_OK;
 }
 
-/* Runs a call to its end (work NULL), or starts it. */
+/* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
+static dtrain_status dtrain__comm_note(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (comm->noted == comm->notes_capacity) {
+        size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
+        dtrain__note *notes = (dtrain__note *)dtrain__resize(
+            comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
+        if (notes == NULL)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
+                                comm->noted + 1);
+        comm->notes = notes;
+        comm->notes_capacity = more;
+    }
+    comm->notes[comm->noted].work = NULL;
+    memcpy(&comm->notes[comm->noted].op, op, offsetof(dtrain__op, error));
+    comm->notes[comm->noted++].op.error.status = DTRAIN_OK;
+    return DTRAIN_OK;
+}
+
+/* Runs a call to its end (work NULL), or starts it; inside a fuse notes it. */
 static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
     dtrain_status status;
@@ -8886,13 +9207,20 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     status = dtrain__comm_begin(comm, op);
     if (status != DTRAIN_OK)
         return status;
+    if (comm->fusing && work != NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
+                            "fuse_end first",
+                            dtrain__kind_name((uint64_t)op->kind), comm->rank);
+    if (comm->fusing)
+        return dtrain__comm_note(comm, op);
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
         status = dtrain__comm_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    dtrain__comm_run(comm, op);
+    dtrain__comm_run(comm, op, NULL, INT64_MAX);
     comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
@@ -8926,7 +9254,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
+    dtrain__free(allocator, comm->packed, comm->packed_bytes);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
@@ -8959,7 +9290,9 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL) {
+    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
+    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
+        comm->lanes == NULL) {
         dtrain__comm_free(comm);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     }
@@ -9519,6 +9852,51 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
     return status;
+}
+
+#endif
+
+/* ---- >>cancel ----
+ * Ending what is under way on purpose, from any thread: one operation, or the group. Nothing of a group that its
+ * own thread writes is touched here but through atomics; the thread that drives finds out at its next turn. */
+#ifndef DTRAIN__CANCEL
+#define DTRAIN__CANCEL
+
+/* These may be called beside another call of the group, whose error text so stays as it is. */
+static dtrain_status dtrain__cancel_check(const dtrain_comm *comm, const char *call)
+{
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: needs a group or handle (got NULL)", call);
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: process %ld made this group, and this is its forked child",
+                            call, (long)comm->process);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work)
+{
+    dtrain_comm *comm = work != NULL ? work->comm : NULL;
+    dtrain_status status = dtrain__cancel_check(comm, "work_cancel");
+    if (status != DTRAIN_OK)
+        return status;
+    __atomic_store_n(&work->op.cancelled, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
+{
+    dtrain__error cause, kept = dtrain__thread_error;
+    dtrain_status status = dtrain__cancel_check(comm, "comm_abort");
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
+                 why != NULL && why[0] != 0 ? why : "it gave no reason");
+    dtrain__thread_error = kept;
+    dtrain__comm_break(comm, &cause);
+    return DTRAIN_OK;
 }
 
 #endif

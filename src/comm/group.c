@@ -26,7 +26,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
+    dtrain__free(allocator, comm->packed, comm->packed_bytes);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
@@ -59,7 +62,9 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL) {
+    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
+    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
+        comm->lanes == NULL) {
         dtrain__comm_free(comm);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     }
