@@ -705,6 +705,20 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op);
 
+/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart; any alignment
+ *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
+ *             divided once and rounded once
+ *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
+ *   order     as dtrain_all_reduce
+ *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
+ *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight);
+
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
@@ -826,6 +840,29 @@ DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work);
  *
  * any thread, before dtrain_comm_destroy; never blocks */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
+
+/* Opens a fuse: blocking calls of the group are noted, and run by dtrain_fuse_end, many small ones as one.
+ *
+ * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
+ * belong to the fuse until the end; none may overlap another that is written.
+ *
+ *   messages      sends and recvs run first, all of them together: every rank may send to and receive from every
+ *                 other, of any size, in any order
+ *   collectives   run in the order of their calls. Neighbours, messages aside, become one operation where they are
+ *                 all_reduces of one dtype and op, or broadcasts of one dtype and root, of up to 1 MiB each and 4 MiB
+ *                 together; the same bits as alone. Every rank must fuse the same calls
+ *   errors        DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
+
+/* Runs the noted calls, all of them, and closes the fuse.
+ *
+ *   returns   the first error. Texts call operations of several calls by the first one: "all_reduce #4 (sum,
+ *             f32 x 1024, 3 fused)"; DTRAIN_ERR_INVALID without dtrain_fuse_begin
+ *
+ * collective: every rank of comm, same order, where collectives were noted; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
@@ -3071,6 +3108,19 @@ DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
 DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
 
+/* y[i] = x[i] * factor; y may be x */
+#define DTRAIN__WEIGH(name, type)                                                                                      \
+    DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
+    {                                                                                                                  \
+        const type *x = (const type *)in;                                                                              \
+        type *y = (type *)out, by = (type)factor;                                                                      \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = x[i] * by;                                       \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
+
+DTRAIN__WEIGH(dtrain__weigh_f32, dtrain__f32)
+DTRAIN__WEIGH(dtrain__weigh_f64, dtrain__f64)
+
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
 #define DTRAIN__DIRECT(name, type)                                                                                     \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
@@ -3204,6 +3254,26 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fold_divide(wide, op, divisor, partial, count);
     if (partial != out)
         dtrain__convert(partial, wide, out, dtype, count);
+    dtrain__fpmode_restore(mode);
+}
+
+/* partial[i] = in[i] * weight, in the partial dtype of dtype. A weight of 0 gives -0, which any sum leaves as it is,
+ * whatever is in `in`. */
+static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in, void *partial, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    int wide = dtype == DTRAIN_F64;
+    if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
+        dtrain__convert(in, dtype, partial, DTRAIN_F32, count);
+        in = partial;
+    }
+    if (weight != 0)
+        (wide ? dtrain__weigh_f64 : dtrain__weigh_f32)(in, weight, partial, count);
+    for (size_t i = 0; weight == 0 && i < count; i++)
+        if (wide)
+            ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
+        else
+            ((dtrain__u32 *)partial)[i] = (uint32_t)1 << 31;
     dtrain__fpmode_restore(mode);
 }
 
@@ -9833,6 +9903,9 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
     unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
     if (piece == NULL)
@@ -9852,6 +9925,165 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
     return status;
+}
+
+#endif
+
+/* ---- >>fuse ----
+ * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
+ * among them as one set, then the collectives in the order of their calls, neighbours of one kind packed into one
+ * buffer. What is packed depends on nothing but the calls, so ranks that made the same calls pack the same. */
+#ifndef DTRAIN__FUSE
+#define DTRAIN__FUSE
+
+#define DTRAIN__FUSE_CALL ((size_t)1 << 20) /* larger buffers are not worth a copy */
+#define DTRAIN__FUSE_SET ((size_t)4 << 20)
+
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
+{
+    if (comm == NULL || comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_begin on rank %d: it was called before; call fuse_end first"
+                                         : "fuse_begin: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    comm->fusing = 1;
+    comm->noted = 0;
+    return DTRAIN_OK;
+}
+
+/* Whether a call may be packed behind the first one of a set that has `bytes` so far. */
+static int dtrain__fuse_fits(const dtrain__op *first, const dtrain__op *next, size_t bytes)
+{
+    return (next->kind == DTRAIN__ALL_REDUCE || next->kind == DTRAIN__BROADCAST) && next->kind == first->kind &&
+           next->dtype == first->dtype && next->op == first->op && next->root == first->root &&
+           next->algorithm != DTRAIN_ALGORITHM_RING && /* whose sums depend on where an element stands */
+           dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL && bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
+}
+
+/* The set that begins with a noted collective: its calls as one operation; returns the note after it. */
+static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *packed)
+{
+    size_t end = at, width = dtrain_dtype_bits(comm->notes[at].op.dtype) / 8;
+    memcpy(packed, &comm->notes[at].op, offsetof(dtrain__op, error));
+    packed->error.status = DTRAIN_OK;
+    packed->first = packed->count;
+    packed->count = 0;
+    for (; end < comm->noted; end++) {
+        const dtrain__op *next = &comm->notes[end].op;
+        if (dtrain__op_is_letter(next))
+            continue;
+        if (!dtrain__fuse_fits(&comm->notes[at].op, next, packed->count * width))
+            break;
+        packed->count += next->count;
+        packed->digest = dtrain_random_u64(packed->digest, next->count);
+        packed->form++;
+    }
+    return end;
+}
+
+/* Copies the buffers of a set into the packed one, or the results back. */
+static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back)
+{
+    unsigned char *packed = comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        size_t bytes = dtrain__op_bytes(op);
+        int reads = op->kind == DTRAIN__ALL_REDUCE || op->root == comm->rank;
+        int writes = op->kind == DTRAIN__ALL_REDUCE || op->root != comm->rank;
+        if (dtrain__op_is_letter(op))
+            continue;
+        if (bytes > 0 && !back && reads)
+            memcpy(packed, op->in, bytes);
+        if (bytes > 0 && back && writes)
+            memcpy(op->out, packed, bytes);
+        packed += bytes;
+    }
+}
+
+/* Makes room for the largest set. */
+static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
+{
+    unsigned char *packed;
+    if (comm->packed_bytes >= bytes)
+        return DTRAIN_OK;
+    packed = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (packed == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
+                            bytes);
+    dtrain__free(comm->allocator, comm->packed, comm->packed_bytes);
+    comm->packed = packed;
+    comm->packed_bytes = bytes;
+    return DTRAIN_OK;
+}
+
+static void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
+{
+    if (status != DTRAIN_OK && first->status == DTRAIN_OK)
+        *first = dtrain__thread_error;
+}
+
+/* Runs the set that begins with a noted collective; returns the note after it. */
+static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
+{
+    dtrain__op op;
+    dtrain_status status;
+    size_t end = dtrain__fuse_set(comm, at, &op);
+    if (op.form < 2) {
+        dtrain__fuse_keep(first, dtrain__comm_call(comm, &comm->notes[at].op, NULL));
+        return at + 1;
+    }
+    status = dtrain__fuse_reserve(comm, dtrain__op_bytes(&op));
+    if (status == DTRAIN_OK) {
+        op.in = op.out = comm->packed;
+        dtrain__fuse_copy(comm, at, end, 0);
+        status = dtrain__comm_call(comm, &op, NULL);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__fuse_copy(comm, at, end, 1);
+    dtrain__fuse_keep(first, status);
+    return end;
+}
+
+/* Queues the noted messages and waits for all of them. Round k has those to the rank k above and from the rank k
+ * below, so that what two ranks do at one time belongs together. */
+static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
+{
+    int messages = 0;
+    for (size_t i = 0; i < comm->noted; i++)
+        messages |= dtrain__op_is_letter(&comm->notes[i].op);
+    for (int k = 1; k < comm->size && messages && first->status == DTRAIN_OK; k++)
+        for (size_t i = 0; i < comm->noted && first->status == DTRAIN_OK; i++) {
+            dtrain__op *op = &comm->notes[i].op;
+            int distance = op->kind == DTRAIN__SEND ? op->root - comm->rank : comm->rank - op->root;
+            if (!dtrain__op_is_letter(op) || (distance + comm->size) % comm->size != k)
+                continue;
+            dtrain__fuse_keep(first, dtrain__comm_begin(comm, op));
+            comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__queue_add(comm, op) : NULL;
+            if (comm->notes[i].work == NULL)
+                dtrain__fuse_keep(first, dtrain__thread_error.status);
+        }
+    for (size_t i = 0; i < comm->noted; i++)
+        if (comm->notes[i].work != NULL)
+            dtrain__fuse_keep(first, dtrain_work_wait(comm->notes[i].work));
+}
+
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
+{
+    dtrain__error first;
+    if (comm == NULL || !comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_end on rank %d: there was no fuse_begin"
+                                         : "fuse_end: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    first.status = DTRAIN_OK;
+    comm->fusing = 0;
+    dtrain__fuse_mail(comm, &first);
+    for (size_t at = 0; at < comm->noted;)
+        at = dtrain__op_is_letter(&comm->notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
+    comm->noted = 0;
+    if (first.status != DTRAIN_OK)
+        comm->error = first;
+    return dtrain__report(&first);
 }
 
 #endif
@@ -9897,6 +10129,117 @@ DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
     dtrain__thread_error = kept;
     dtrain__comm_break(comm, &cause);
     return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>weighted ----
+ * The mean with a weight a rank: the sum of the weights first, so that all ranks agree on whether there is a mean,
+ * then the sum of the weighted inputs, divided once. Both are all-reduces in the tree order that say in their
+ * headers what they are part of. 16-bit inputs are weighted as float32, piece by piece. */
+#ifndef DTRAIN__WEIGHTED_MEAN
+#define DTRAIN__WEIGHTED_MEAN
+
+#include <float.h>
+
+#define DTRAIN__WEIGHTED_PIECE ((size_t)1 << 18) /* elements, where they cannot be weighted in place */
+
+/* Whether a weight is a number that the partial dtype of dtype can hold; by its bits, whatever the compiler assumes
+ * of infinities. *positive: and above 0. */
+static int dtrain__weighted_number(dtrain_dtype dtype, double weight, int *positive)
+{
+    uint64_t bits;
+    memcpy(&bits, &weight, sizeof bits);
+    *positive = bits != 0 && bits >> 63 == 0;
+    return bits >> 52 < 0x7ff ? dtype == DTRAIN_F64 || weight <= (double)FLT_MAX : bits << 1 == 0;
+}
+
+/* One all-reduce of partial sums, in place. */
+static dtrain_status dtrain__weighted_sum(dtrain_comm *comm, void *sums, size_t count, dtrain_dtype dtype,
+                                          const dtrain__op *whole)
+{
+    dtrain__op op;
+    memcpy(&op, whole, offsetof(dtrain__op, error));
+    op.error.status = DTRAIN_OK;
+    op.in = op.out = sums;
+    op.count = count;
+    op.dtype = dtype;
+    op.op = DTRAIN_SUM;
+    op.form = DTRAIN__WEIGHTED;
+    op.first = whole->count;
+    op.digest = (uint64_t)whole->dtype;
+    return dtrain__comm_call(comm, &op, NULL);
+}
+
+static dtrain_status dtrain__weighted_check(dtrain_comm *comm, const dtrain__op *op, double weight)
+{
+    dtrain_status status;
+    int positive;
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted: the group is NULL; was its creation "
+                            "checked?");
+    status = dtrain__op_check(comm, op);
+    if (status != DTRAIN_OK)
+        return status;
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted on rank %d: it cannot be fused; call fuse_end first", comm->rank);
+    if (!dtrain__weighted_number(op->dtype, weight, &positive))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted of %zu elements on rank %d: the weight is %g; a number of at least 0 "
+                            "is expected that %s can hold",
+                            op->count, comm->rank, weight, op->dtype == DTRAIN_F64 ? "a double" : "a float");
+    return DTRAIN_OK;
+}
+
+/* Sums the weights; every rank comes to the same verdict. */
+static dtrain_status dtrain__weighted_total(dtrain_comm *comm, const dtrain__op *op, double weight, double *total)
+{
+    dtrain_status status;
+    int positive;
+    *total = weight;
+    status = dtrain__weighted_sum(comm, total, 1, DTRAIN_F64, op);
+    if (status == DTRAIN_OK && !(dtrain__weighted_number(op->dtype, *total, &positive) && positive))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted of %zu elements: the weights of all %d ranks add up to %g, which "
+                            "nothing can be divided by; one at least must be above 0",
+                            op->count, comm->size, *total);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight)
+{
+    dtrain__op op;
+    dtrain_status status;
+    double total;
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    dtrain_dtype partial = dtrain__fold_partial(dtype);
+    memset(&op, 0, offsetof(dtrain__op, error));
+    op.kind = DTRAIN__ALL_REDUCE;
+    op.in = in;
+    op.out = out;
+    op.count = count;
+    op.dtype = dtype;
+    op.op = DTRAIN_MEAN;
+    status = dtrain__weighted_check(comm, &op, weight);
+    if (status != DTRAIN_OK)
+        return status;
+    weight = dtype == DTRAIN_F64 ? weight : (double)(float)weight;
+    status = dtrain__weighted_total(comm, &op, weight, &total);
+    size_t piece = partial == dtype ? count : DTRAIN__WEIGHTED_PIECE;
+    if (status == DTRAIN_OK && partial != dtype)
+        status = dtrain__fuse_reserve(comm, (count < piece ? count : piece) * sizeof(float));
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += piece) {
+        size_t n = count - at < piece ? count - at : piece;
+        void *sums = partial == dtype ? out : comm->packed;
+        dtrain__fold_weigh(dtype, weight, (const unsigned char *)in + at * width, sums, n);
+        status = dtrain__weighted_sum(comm, sums, n, partial, &op);
+        if (status == DTRAIN_OK)
+            dtrain__fold_finish(dtype, DTRAIN_MEAN, total, sums, (unsigned char *)out + at * width, n);
+    }
+    return status;
 }
 
 #endif

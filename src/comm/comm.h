@@ -192,6 +192,20 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op);
 
+/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart; any alignment
+ *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
+ *             divided once and rounded once
+ *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
+ *   order     as dtrain_all_reduce
+ *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
+ *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight);
+
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
@@ -313,6 +327,29 @@ DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work);
  *
  * any thread, before dtrain_comm_destroy; never blocks */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
+
+/* Opens a fuse: blocking calls of the group are noted, and run by dtrain_fuse_end, many small ones as one.
+ *
+ * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
+ * belong to the fuse until the end; none may overlap another that is written.
+ *
+ *   messages      sends and recvs run first, all of them together: every rank may send to and receive from every
+ *                 other, of any size, in any order
+ *   collectives   run in the order of their calls. Neighbours, messages aside, become one operation where they are
+ *                 all_reduces of one dtype and op, or broadcasts of one dtype and root, of up to 1 MiB each and 4 MiB
+ *                 together; the same bits as alone. Every rank must fuse the same calls
+ *   errors        DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
+
+/* Runs the noted calls, all of them, and closes the fuse.
+ *
+ *   returns   the first error. Texts call operations of several calls by the first one: "all_reduce #4 (sum,
+ *             f32 x 1024, 3 fused)"; DTRAIN_ERR_INVALID without dtrain_fuse_begin
+ *
+ * collective: every rank of comm, same order, where collectives were noted; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
