@@ -7017,6 +7017,13 @@ typedef struct dtrain__call {
     uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
 } dtrain__call;
 
+/* The buffers of one of several fused calls. */
+typedef struct dtrain__segment {
+    const void *in;
+    void *out;
+    size_t count;
+} dtrain__segment;
+
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
@@ -7025,6 +7032,7 @@ typedef struct dtrain__op {
     size_t count;
     const void *in;
     void *out;
+    int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
     uint64_t number;
     uint64_t form, first, digest; /* as in the call */
@@ -7836,6 +7844,29 @@ static void dtrain__fused_copy_shard(dtrain_comm *comm, dtrain__op *op, int rank
         memcpy(target + from * width, source + (from - low) * width, (to - from) * width);
 }
 
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
+static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    const dtrain__segment *mine = (const dtrain__segment *)op->in;
+    for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
+        if (begin >= low + mine[k].count)
+            continue;
+        size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
+        for (int rank = 0; rank < comm->size; rank++) {
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
+            comm->outs[rank] = (unsigned char *)theirs[k].out + at;
+        }
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
+        else
+            dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, comm->size, 0, part);
+        begin += part;
+        n -= part;
+    }
+}
+
 /* This rank's part of the work, in elements: its own shard for reductions, everything for copies. All-reduce
  * cuts at cache lines, so that no two ranks write one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
@@ -7866,7 +7897,9 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
         if (!dtrain__board_enter(board, comm->rank))
             return dtrain__fused_end_broken(comm, op);
-        if (op->kind == DTRAIN__BROADCAST)
+        if (op->scattered)
+            dtrain__fused_segments(comm, op, from, n);
+        else if (op->kind == DTRAIN__BROADCAST)
             memcpy((unsigned char *)op->out + from * width,
                    (const unsigned char *)dtrain__fused_post_of(comm, op, op->root)->in + from * width, n * width);
         else if (op->kind == DTRAIN__ALL_GATHER)
@@ -9931,8 +9964,9 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
 
 /* ---- >>fuse ----
  * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
- * among them as one set, then the collectives in the order of their calls, neighbours of one kind packed into one
- * buffer. What is packed depends on nothing but the calls, so ranks that made the same calls pack the same. */
+ * among them as one set, then the collectives in the order of their calls, neighbours of one kind as one operation:
+ * over messages packed into one buffer, between ranks of one address space as a list of the buffers. What becomes one
+ * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
 #ifndef DTRAIN__FUSE
 #define DTRAIN__FUSE
 
@@ -10000,7 +10034,20 @@ static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back
     }
 }
 
-/* Makes room for the largest set. */
+/* Lists the buffers of a set in the packed one. */
+static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
+{
+    dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        if (dtrain__op_is_letter(op))
+            continue;
+        segment->in = op->in;
+        segment->out = op->out;
+        segment++->count = op->count;
+    }
+}
+
 static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
 {
     unsigned char *packed;
@@ -10032,13 +10079,19 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
         dtrain__fuse_keep(first, dtrain__comm_call(comm, &comm->notes[at].op, NULL));
         return at + 1;
     }
-    status = dtrain__fuse_reserve(comm, dtrain__op_bytes(&op));
+    /* where ranks share an address space, only what is small enough to be posted is worth a copy */
+    op.scattered = dtrain__comm_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    status =
+        dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
     if (status == DTRAIN_OK) {
         op.in = op.out = comm->packed;
-        dtrain__fuse_copy(comm, at, end, 0);
+        if (op.scattered)
+            dtrain__fuse_list(comm, at, end);
+        else
+            dtrain__fuse_copy(comm, at, end, 0);
         status = dtrain__comm_call(comm, &op, NULL);
     }
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && !op.scattered)
         dtrain__fuse_copy(comm, at, end, 1);
     dtrain__fuse_keep(first, status);
     return end;

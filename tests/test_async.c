@@ -213,7 +213,7 @@ static void mixture(dtrain_comm *world, float **in, float **out, int fused)
         if (fused && k == 6)
             CHECK_EQ(dtrain_send(world, in[0], 1024, DTRAIN_F32, to), DTRAIN_OK);
     }
-    CHECK_EQ(dtrain_broadcast(world, out[MANY], 100, DTRAIN_F32, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_broadcast(world, out[MANY], 1000, DTRAIN_F32, 1), DTRAIN_OK);
     CHECK_EQ(dtrain_broadcast(world, out[MANY + 1], 9, DTRAIN_F32, 1), DTRAIN_OK);
     CHECK_EQ(dtrain_broadcast(world, out[MANY + 2], 9, DTRAIN_F32, 0), DTRAIN_OK);
     CHECK_EQ(dtrain_reduce_scatter(world, in[0], out[MANY + 3], 1024, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);

@@ -3,9 +3,9 @@
  * cc -O2 -fno-math-errno -I. tools/bench.c -o build/bench -lpthread -lm
  * build/bench OP key=value ...
  *
- *   OP           all_reduce, reduce_scatter, all_gather, broadcast, barrier, gemm, adamw
+ *   OP           all_reduce, reduce_scatter, all_gather, broadcast, fused, barrier, gemm, adamw
  *   ranks=2      threads that take part
- *   bytes=N      of the whole buffer of a rank, 1 MiB
+ *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
  *   transport=threads | tcp | unix: the last two start a process a rank, over the loopback device
  *   algorithm=auto | fused | recursive_doubling | tree | ring | halving_doubling
@@ -17,8 +17,9 @@
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
  * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
  * through one mailbox a rank, guarded by a number that is spun on, then yielded for. Between processes it is the best
- * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). adamw's is a
- * bare loop over arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
+ * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). That of
+ * fused is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets the
+ * compiler vectorise its square root. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -32,6 +33,7 @@
 #define BENCH_RANKS 64
 #define BENCH_RUNS 1001
 #define BENCH_MAILBOX 65536
+#define BENCH_FUSED 100
 #define BENCH_RUN_NS 20000000 /* a run repeats until it takes as long */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -70,9 +72,19 @@
 #endif
 #define BENCH_INLINE static inline __attribute__((always_inline))
 
-typedef enum bench_op { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER, GEMM, ADAMW, BENCH_OPS } bench_op;
+typedef enum bench_op {
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    BROADCAST,
+    FUSED,
+    BARRIER,
+    GEMM,
+    ADAMW,
+    BENCH_OPS
+} bench_op;
 static const char *const bench_names[BENCH_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                                   "barrier",    "gemm",           "adamw"};
+                                                   "fused",      "barrier",        "gemm",       "adamw"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -200,6 +212,17 @@ static void bench_limit_small(bench *b, int rank, uint64_t number)
         bench_add(mine, boxes[r].data[number & 1], b->count);
 }
 
+static dtrain_status bench_fused(bench *b, dtrain_comm *world)
+{
+    float *data = b->buffers[dtrain_comm_rank(world)];
+    dtrain_status status = dtrain_fuse_begin(world);
+    for (int k = 0; status == DTRAIN_OK && k < BENCH_FUSED; k++) {
+        size_t begin, n = dtrain_split(b->count, BENCH_FUSED, k, &begin);
+        status = dtrain_all_reduce(world, data + begin, data + begin, n, DTRAIN_F32, DTRAIN_SUM);
+    }
+    return status == DTRAIN_OK ? dtrain_fuse_end(world) : status;
+}
+
 static dtrain_status bench_call(bench *b, dtrain_comm *world)
 {
     int rank = dtrain_comm_rank(world);
@@ -211,6 +234,7 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     case REDUCE_SCATTER: return dtrain_reduce_scatter(world, data, data + begin, b->count, DTRAIN_F32, DTRAIN_SUM);
     case ALL_GATHER: return dtrain_all_gather(world, data + begin, data, b->count, DTRAIN_F32);
     case BROADCAST: return dtrain_broadcast(world, data, b->count, DTRAIN_F32, 0);
+    case FUSED: return bench_fused(b, world);
     default: return dtrain_barrier(world);
     }
 }
@@ -243,13 +267,16 @@ static float *bench_memory(size_t bytes, int huge)
 static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
 {
     int rank = dtrain_comm_rank(world);
-    int takes_part = !limit || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
+    int takes_part = !limit || b->op == FUSED || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
     int64_t first = INT64_MAX, last = 0;
     DTRAIN_CHECK(dtrain_barrier(world));
     b->begin_ns[rank] = takes_part ? bench_now_ns() : INT64_MAX;
     for (uint64_t k = 0; k < b->repeats[limit] && takes_part; k++)
         if (!limit)
             DTRAIN_CHECK(bench_call(b, world));
+        else if (b->op == FUSED)
+            DTRAIN_CHECK(
+                dtrain_all_reduce(world, b->buffers[rank], b->buffers[rank], b->count, DTRAIN_F32, DTRAIN_SUM));
         else if (b->transport != THREADS)
             wire_limit(b, rank, b->variant);
         else if (bench_is_small(b))
@@ -285,13 +312,13 @@ static void bench_calibrate(bench *b, dtrain_comm *world, int limit, uint64_t *n
 static void bench_verify(bench *b, dtrain_comm *world)
 {
     float *data = b->buffers[dtrain_comm_rank(world)], expected = (float)(b->ranks * (b->ranks + 1) / 2);
-    if (b->op != ALL_REDUCE || b->count == 0)
+    if ((b->op != ALL_REDUCE && b->op != FUSED) || b->count == 0)
         return;
     for (size_t i = 0; i < b->count; i++)
         data[i] = (float)(dtrain_comm_rank(world) + 1);
     DTRAIN_CHECK(bench_call(b, world));
     if (data[0] != expected || data[b->count / 2] != expected || data[b->count - 1] != expected) {
-        fprintf(stderr, "bench: all_reduce gave a wrong sum\n");
+        fprintf(stderr, "bench: %s gave a wrong sum\n", bench_names[b->op]);
         exit(1);
     }
 }
@@ -300,7 +327,9 @@ static void bench_verify(bench *b, dtrain_comm *world)
 static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
 {
     double best = 0;
-    int chosen = 0, variants = b->transport == THREADS ? 0 : b->ranks == 2 ? WIRE_VARIANTS : WIRE_VARIANTS / 2;
+    int chosen = 0, variants = b->transport == THREADS || b->op == FUSED ? 0
+                               : b->ranks == 2                           ? WIRE_VARIANTS
+                                                                         : WIRE_VARIANTS / 2;
     for (int variant = 0; variant < variants; variant++) {
         double us[3];
         DTRAIN_CHECK(dtrain_barrier(world));
@@ -567,7 +596,7 @@ int main(int argc, char **argv)
     b.op = (bench_op)op;
     b.ranks = op == ADAMW ? 1 : 2;
     b.runs = 11;
-    b.bytes = op == ADAMW ? 100000000 : (size_t)1 << 20;
+    b.bytes = op == ADAMW ? 100000000 : op == FUSED ? BENCH_FUSED * (size_t)4096 : (size_t)1 << 20;
     b.size = 1024;
     b.repeats[0] = b.repeats[1] = 1;
     for (int i = 2; i < argc; i++)

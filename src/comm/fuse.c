@@ -1,7 +1,8 @@
 /* ---- >>fuse ----
  * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
- * among them as one set, then the collectives in the order of their calls, neighbours of one kind packed into one
- * buffer. What is packed depends on nothing but the calls, so ranks that made the same calls pack the same. */
+ * among them as one set, then the collectives in the order of their calls, neighbours of one kind as one operation:
+ * over messages packed into one buffer, between ranks of one address space as a list of the buffers. What becomes one
+ * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
 #ifndef DTRAIN__FUSE
 #define DTRAIN__FUSE
 #include "comm.c"
@@ -70,7 +71,20 @@ static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back
     }
 }
 
-/* Makes room for the largest set. */
+/* Lists the buffers of a set in the packed one. */
+static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
+{
+    dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        if (dtrain__op_is_letter(op))
+            continue;
+        segment->in = op->in;
+        segment->out = op->out;
+        segment++->count = op->count;
+    }
+}
+
 static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
 {
     unsigned char *packed;
@@ -102,13 +116,19 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
         dtrain__fuse_keep(first, dtrain__comm_call(comm, &comm->notes[at].op, NULL));
         return at + 1;
     }
-    status = dtrain__fuse_reserve(comm, dtrain__op_bytes(&op));
+    /* where ranks share an address space, only what is small enough to be posted is worth a copy */
+    op.scattered = dtrain__comm_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    status =
+        dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
     if (status == DTRAIN_OK) {
         op.in = op.out = comm->packed;
-        dtrain__fuse_copy(comm, at, end, 0);
+        if (op.scattered)
+            dtrain__fuse_list(comm, at, end);
+        else
+            dtrain__fuse_copy(comm, at, end, 0);
         status = dtrain__comm_call(comm, &op, NULL);
     }
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && !op.scattered)
         dtrain__fuse_copy(comm, at, end, 1);
     dtrain__fuse_keep(first, status);
     return end;

@@ -44,6 +44,13 @@ typedef struct dtrain__call {
     uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
 } dtrain__call;
 
+/* The buffers of one of several fused calls. */
+typedef struct dtrain__segment {
+    const void *in;
+    void *out;
+    size_t count;
+} dtrain__segment;
+
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
@@ -52,6 +59,7 @@ typedef struct dtrain__op {
     size_t count;
     const void *in;
     void *out;
+    int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
     uint64_t number;
     uint64_t form, first, digest; /* as in the call */
