@@ -222,18 +222,21 @@ static void mixture(dtrain_comm *world, float **in, float **out, int fused)
     if (!fused)
         return;
     CHECK_EQ(dtrain_recv(world, out[MANY + 5], 1024, DTRAIN_F32, (rank + ranks - 1) % ranks), DTRAIN_OK);
+    CHECK_EQ(dtrain_exchange(world, in[0], 700, to, out[MANY + 6], 700, (rank + ranks - 1) % ranks, DTRAIN_F32),
+             DTRAIN_OK);
     CHECK(n == 0 || out[MANY + 4][low] == 0); /* nothing has run yet */
     CHECK_EQ(dtrain_fuse_end(world), DTRAIN_OK);
     CHECK(holds(out[MANY + 5], (rank + ranks - 1) % ranks, 1024));
+    CHECK(holds(out[MANY + 6], (rank + ranks - 1) % ranks, 700));
 }
 
 static void a_mixture(dtrain_comm *world)
 {
     int rank = dtrain_comm_rank(world);
-    float *in[MANY], *alone[MANY + 6], *fused[MANY + 6];
+    float *in[MANY], *alone[MANY + 7], *fused[MANY + 7];
     for (int k = 0; k < MANY; k++)
         in[k] = values(rank, small_counts[k]);
-    for (int k = 0; k < MANY + 6; k++) {
+    for (int k = 0; k < MANY + 7; k++) {
         size_t count = k < MANY ? small_counts[k] : 1024;
         alone[k] = (float *)calloc(count + 1, sizeof(float));
         fused[k] = (float *)calloc(count + 1, sizeof(float));
@@ -248,7 +251,7 @@ static void a_mixture(dtrain_comm *world)
     CHECK_EQ(world->number - before, (ring ? MANY : 4) + 2 + 3);
     for (int k = 0; k < MANY + 5; k++)
         CHECK_EQ(memcmp(alone[k], fused[k], (k < MANY ? small_counts[k] : 1024) * sizeof(float)), 0);
-    for (int k = 0; k < MANY + 6; k++) {
+    for (int k = 0; k < MANY + 7; k++) {
         free(alone[k]);
         free(fused[k]);
         if (k < MANY)

@@ -8,6 +8,8 @@
 #include "op.c"
 #include "fused.c"
 #include "message.c"
+#include "recorder.c"
+#include "trace.c"
 
 struct dtrain__service {
     dtrain__os_thread thread;
@@ -32,9 +34,7 @@ static int dtrain__comm_give_up(dtrain_comm *comm, dtrain__op *op)
     dtrain__error cause;
     int message = dtrain__op_is_letter(op);
     if (op->phase == 0)
-        op->number = 1 + (!message                   ? comm->number
-                          : op->kind == DTRAIN__SEND ? comm->sent[op->root]
-                                                     : comm->received[op->root]);
+        dtrain__message_number(comm, op);
     dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
     if (op->phase == 0 && (message || comm->size == 1)) {
         dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
@@ -54,8 +54,12 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
 {
     if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
         return dtrain__comm_give_up(comm, op);
-    if (dtrain__comm_fused(op))
-        return dtrain__fused_advance(comm, op, wait_ns);
+    if (dtrain__comm_fused(op)) {
+        int ended = dtrain__fused_advance(comm, op, wait_ns);
+        if (!ended)
+            dtrain__recorder_start(comm, op);
+        return ended;
+    }
     if (wait_ns != 0) {
         /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
         int64_t slice = dtrain__os_now_ns() + 100000000;
@@ -68,6 +72,14 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
 {
     return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder_end(comm, op, now);
+    if (op->error.status != DTRAIN_OK)
+        dtrain__trace_failure(comm, op);
 }
 
 /* A number that changes whenever the operation gets on. */
@@ -209,6 +221,7 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 /* Takes the head off the queue and makes its result visible; the handle may be gone right after. */
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
+    dtrain__comm_ended(comm, &work->op, dtrain__os_now_ns());
     pthread_mutex_lock(&comm->queue_mutex);
     comm->head = work->next;
     if (comm->head == NULL)
@@ -392,34 +405,6 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__comm_small(int ranks, int power_of_two)
-{
-    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
-static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain_algorithm asked = comm->desc.algorithm;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    int power_of_two = (comm->size & (comm->size - 1)) == 0;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL &&
-        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
-        return DTRAIN_ALGORITHM_FUSED;
-    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
-        return DTRAIN_ALGORITHM_TREE;
-    if (asked == DTRAIN_ALGORITHM_RING)
-        return DTRAIN_ALGORITHM_RING;
-    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
-        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
-         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
-        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
@@ -427,12 +412,11 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
-    op->algorithm = dtrain__comm_select(comm, op);
+    op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
-                          ? INT64_MAX
-                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     return DTRAIN_OK;
 }
 
@@ -452,6 +436,7 @@ static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
         work->ended = 0;
         work->op = *op;
         work->op.letter = dtrain__op_is_letter(op) ? work->letter : NULL;
+        work->op.queued = 1;
         if (comm->tail != NULL)
             __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
         else
@@ -575,7 +560,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (comm->process != getpid())
         return dtrain__comm_usable(comm, "comm_poll");
-    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
@@ -591,7 +576,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 /* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
 static dtrain_status dtrain__comm_note(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (comm->noted == comm->notes_capacity) {
+    if (comm->noted + 2 > comm->notes_capacity) {
         size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
         dtrain__note *notes = (dtrain__note *)dtrain__resize(
             comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
@@ -601,9 +586,20 @@ static dtrain_status dtrain__comm_note(dtrain_comm *comm, const dtrain__op *op)
         comm->notes = notes;
         comm->notes_capacity = more;
     }
-    comm->notes[comm->noted].work = NULL;
-    memcpy(&comm->notes[comm->noted].op, op, offsetof(dtrain__op, error));
-    comm->notes[comm->noted++].op.error.status = DTRAIN_OK;
+    for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
+        dtrain__note *note = &comm->notes[comm->noted];
+        int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
+        if (splits ? peer < 0 : receives)
+            continue;
+        memcpy(&note->op, op, offsetof(dtrain__op, error));
+        note->op.error.status = DTRAIN_OK;
+        note->op.kind = !splits ? op->kind : receives ? DTRAIN__RECV : DTRAIN__SEND;
+        note->op.root = peer;
+        note->op.count = splits && receives ? op->in_count : op->count;
+        note->op.in_count = 0;
+        note->work = NULL;
+        comm->noted++;
+    }
     return DTRAIN_OK;
 }
 
@@ -612,6 +608,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
 {
     dtrain_status status;
     dtrain_work *queued = NULL;
+    int64_t now;
     if (work != NULL)
         *work = NULL;
     if (comm == NULL)
@@ -620,6 +617,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     status = dtrain__comm_begin(comm, op);
     if (status != DTRAIN_OK)
         return status;
+    op->async = work != NULL;
     if (comm->fusing && work != NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
@@ -634,7 +632,9 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
     dtrain__comm_run(comm, op, NULL, INT64_MAX);
-    comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
+    now = dtrain__os_now_ns();
+    dtrain__comm_ended(comm, op, now);
+    comm->blocked_ns += now - op->started_ns;
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
     return dtrain__report(&op->error);

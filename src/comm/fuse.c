@@ -22,13 +22,21 @@ DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
     return DTRAIN_OK;
 }
 
-/* Whether a call may be packed behind the first one of a set that has `bytes` so far. */
-static int dtrain__fuse_fits(const dtrain__op *first, const dtrain__op *next, size_t bytes)
+/* Whether an all_reduce adds in an order that depends on where an element stands. */
+static int dtrain__fuse_has_order(const dtrain_comm *comm, const dtrain__op *op)
 {
-    return (next->kind == DTRAIN__ALL_REDUCE || next->kind == DTRAIN__BROADCAST) && next->kind == first->kind &&
-           next->dtype == first->dtype && next->op == first->op && next->root == first->root &&
-           next->algorithm != DTRAIN_ALGORITHM_RING && /* whose sums depend on where an element stands */
-           dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL && bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
+    return comm->desc.order != DTRAIN_ORDER_TREE || op->algorithm == DTRAIN_ALGORITHM_RING ||
+           op->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || op->algorithm == DTRAIN_ALGORITHM_NODES;
+}
+
+/* Whether a call may join the set of the first one, which has `bytes` so far. */
+static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
+{
+    int fusible =
+        next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !dtrain__fuse_has_order(comm, next));
+    return fusible && next->kind == first->kind && next->dtype == first->dtype && next->op == first->op &&
+           next->root == first->root && dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL &&
+           bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
 }
 
 /* The set that begins with a noted collective: its calls as one operation; returns the note after it. */
@@ -43,7 +51,7 @@ static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *p
         const dtrain__op *next = &comm->notes[end].op;
         if (dtrain__op_is_letter(next))
             continue;
-        if (!dtrain__fuse_fits(&comm->notes[at].op, next, packed->count * width))
+        if (!dtrain__fuse_fits(comm, &comm->notes[at].op, next, packed->count * width))
             break;
         packed->count += next->count;
         packed->digest = dtrain_random_u64(packed->digest, next->count);

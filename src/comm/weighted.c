@@ -5,6 +5,7 @@
 #ifndef DTRAIN__WEIGHTED_MEAN
 #define DTRAIN__WEIGHTED_MEAN
 #include "comm.c"
+#include "collectives.c"
 #include "fuse.c"
 
 #include <float.h>
@@ -78,17 +79,11 @@ static dtrain_status dtrain__weighted_total(dtrain_comm *comm, const dtrain__op 
 DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                     dtrain_dtype dtype, double weight)
 {
-    dtrain__op op;
+    dtrain__op op = dtrain__op_of(DTRAIN__ALL_REDUCE, in, out, count, dtype);
     dtrain_status status;
     double total;
     size_t width = dtrain_dtype_bits(dtype) / 8;
     dtrain_dtype partial = dtrain__fold_partial(dtype);
-    memset(&op, 0, offsetof(dtrain__op, error));
-    op.kind = DTRAIN__ALL_REDUCE;
-    op.in = in;
-    op.out = out;
-    op.count = count;
-    op.dtype = dtype;
     op.op = DTRAIN_MEAN;
     status = dtrain__weighted_check(comm, &op, weight);
     if (status != DTRAIN_OK)

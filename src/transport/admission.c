@@ -19,7 +19,7 @@
 #include "../base/sha256.c"
 #include "net.c"
 
-#define DTRAIN__WIRE_VERSION 1u
+#define DTRAIN__WIRE_VERSION 2u
 #define DTRAIN__HELLO_BYTES 128
 #define DTRAIN__CHALLENGE_BYTES 80
 #define DTRAIN__PROOF_BYTES 40

@@ -312,13 +312,44 @@ static void dtrain__socket_destroy(void *self)
     dtrain__free(allocator, s, sizeof *s);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
 {
+    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
     pthread_mutex_lock(&s->hub.mutex);
-    if (s->hub.suspect >= 0)
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (s->hub.suspect >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
                  (double)s->hub.suspect_ns * 1e-9);
+    pthread_mutex_unlock(&s->hub.mutex);
+}
+
+/* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+static size_t dtrain__socket_last(dtrain__socket *s, int rank, int64_t after_ns, void *out, size_t capacity,
+                                  int64_t *age_ns)
+{
+    const dtrain__last_heard *last = &s->hub.members[rank].last;
+    size_t bytes = 0;
+    pthread_mutex_lock(&s->hub.mutex);
+    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+        bytes = last->bytes;
+        memcpy(out, last->data, bytes);
+        *age_ns = dtrain__os_now_ns() - last->heard_ns;
+    }
+    pthread_mutex_unlock(&s->hub.mutex);
+    return bytes;
+}
+
+/* Has heartbeats tell what this rank does: `last` writes it, and is called with hub->mutex held. */
+static void dtrain__socket_tell_last(dtrain__socket *s,
+                                     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
+                                     void *user)
+{
+    pthread_mutex_lock(&s->hub.mutex);
+    s->hub.last_user = user;
+    s->hub.last = last;
     pthread_mutex_unlock(&s->hub.mutex);
 }
 
@@ -369,6 +400,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
+    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
+        dtrain__net_set_any(&chosen);
     }
     if (!dtrain__socket_allowed(hub, &chosen))
         return dtrain__socket_closed(hub);
@@ -410,7 +443,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 static int dtrain__socket_make_members(dtrain__hub *hub)
 {
     for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = -1;
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__lane *lanes = (dtrain__lane *)dtrain__alloc(hub->allocator, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
         if (lanes == NULL)
@@ -430,8 +463,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
     hub->suspect = -1;
@@ -516,8 +550,9 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 16)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
@@ -558,6 +593,20 @@ static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64
     s->crowded = neighbours > dtrain__os_processors();
     pthread_mutex_unlock(&hub->mutex);
     return status;
+}
+
+/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
+static int dtrain__socket_node_ranks(dtrain__socket *s)
+{
+    const dtrain__member *members = s->hub.members;
+    int n = 1;
+    while (n < s->hub.size && members[n].host == members[0].host)
+        n++;
+    for (int rank = 0; rank < s->hub.size; rank++)
+        if (members[rank].host != members[rank - rank % n].host ||
+            (rank >= n && rank % n == 0 && members[rank].host == members[rank - 1].host))
+            return 0;
+    return n;
 }
 
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
