@@ -3,10 +3,10 @@
  * cc -O2 -fno-math-errno -I. tools/bench.c -o build/bench -lpthread -lm
  * build/bench OP key=value ...
  *
- *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, barrier, ring (an all-reduce
- *                as it is written by hand, tools/bench_ring.h), gemm, adamw
+ *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
+ *                all-reduce as it is written by hand, tools/bench_ring.h), gemm, adamw
  *   ranks=2      threads that take part
- *   bytes=N      of the whole buffer of a rank, 1 MiB
+ *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
  *   transport=threads | tcp | unix: the last two start a process a rank, over the loopback device
  *   algorithm=   a name as DTRAIN_ALGORITHM has them
@@ -21,8 +21,9 @@
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
  * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
  * through one mailbox a rank, guarded by a number that is spun on, then yielded for. Between processes it is the best
- * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). adamw's is a
- * bare loop over arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
+ * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). That of
+ * fused is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets the
+ * compiler vectorise its square root. */
 #define _GNU_SOURCE /* sched_setaffinity */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -37,6 +38,7 @@
 #define BENCH_RANKS 64
 #define BENCH_RUNS 1001
 #define BENCH_MAILBOX 65536
+#define BENCH_FUSED 100
 #define BENCH_RUN_NS 20000000 /* a run repeats until it takes as long */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -82,14 +84,16 @@ typedef enum bench_op {
     BROADCAST,
     REDUCE,
     ALL_TO_ALL,
+    FUSED,
     BARRIER,
     RING,
     GEMM,
     ADAMW,
     BENCH_OPS
 } bench_op;
-static const char *const bench_names[BENCH_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
-                                                   "all_to_all", "barrier",        "ring",       "gemm",      "adamw"};
+static const char *const bench_names[BENCH_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                                   "reduce",     "all_to_all",     "fused",      "barrier",
+                                                   "ring",       "gemm",           "adamw"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -224,6 +228,17 @@ static void bench_limit_small(bench *b, int rank, uint64_t number)
         bench_add(mine, boxes[r].data[number & 1], b->count);
 }
 
+static dtrain_status bench_fused(bench *b, dtrain_comm *world)
+{
+    float *data = b->buffers[dtrain_comm_rank(world)];
+    dtrain_status status = dtrain_fuse_begin(world);
+    for (int k = 0; status == DTRAIN_OK && k < BENCH_FUSED; k++) {
+        size_t begin, n = dtrain_split(b->count, BENCH_FUSED, k, &begin);
+        status = dtrain_all_reduce(world, data + begin, data + begin, n, DTRAIN_F32, DTRAIN_SUM);
+    }
+    return status == DTRAIN_OK ? dtrain_fuse_end(world) : status;
+}
+
 static dtrain_status bench_call(bench *b, dtrain_comm *world)
 {
     int rank = dtrain_comm_rank(world);
@@ -237,6 +252,7 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     case BROADCAST: return dtrain_broadcast(world, data, b->count, DTRAIN_F32, 0);
     case REDUCE: return dtrain_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM, 0);
     case ALL_TO_ALL: return dtrain_all_to_all(world, data, b->others[rank], b->count, DTRAIN_F32);
+    case FUSED: return bench_fused(b, world);
     default: return dtrain_barrier(world);
     }
 }
@@ -271,7 +287,8 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
 {
     int rank = dtrain_comm_rank(world);
     int rings = limit ? b->against_ring : b->op == RING;
-    int takes_part = !limit || rings || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
+    int takes_part =
+        !limit || rings || b->op == FUSED || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
     int64_t first = INT64_MAX, last = 0;
     DTRAIN_CHECK(dtrain_barrier(world));
     b->begin_ns[rank] = takes_part ? bench_now_ns() : INT64_MAX;
@@ -280,6 +297,9 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
             bench_ring(b, world);
         else if (!limit)
             DTRAIN_CHECK(bench_call(b, world));
+        else if (b->op == FUSED)
+            DTRAIN_CHECK(
+                dtrain_all_reduce(world, b->buffers[rank], b->buffers[rank], b->count, DTRAIN_F32, DTRAIN_SUM));
         else if (b->transport != THREADS)
             wire_limit(b, rank, b->variant);
         else if (bench_is_small(b))
@@ -315,7 +335,7 @@ static void bench_calibrate(bench *b, dtrain_comm *world, int limit, uint64_t *n
 static void bench_verify(bench *b, dtrain_comm *world)
 {
     float *data = b->buffers[dtrain_comm_rank(world)], expected = (float)(b->ranks * (b->ranks + 1) / 2);
-    if ((b->op != ALL_REDUCE && b->op != RING) || b->count == 0)
+    if ((b->op != ALL_REDUCE && b->op != RING && b->op != FUSED) || b->count == 0)
         return;
     for (size_t i = 0; i < b->count; i++)
         data[i] = (float)(dtrain_comm_rank(world) + 1);
@@ -324,7 +344,7 @@ static void bench_verify(bench *b, dtrain_comm *world)
     else
         DTRAIN_CHECK(bench_call(b, world));
     if (data[0] != expected || data[b->count / 2] != expected || data[b->count - 1] != expected) {
-        fprintf(stderr, "bench: all_reduce gave a wrong sum\n");
+        fprintf(stderr, "bench: %s gave a wrong sum\n", bench_names[b->op]);
         exit(1);
     }
 }
@@ -333,9 +353,9 @@ static void bench_verify(bench *b, dtrain_comm *world)
 static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
 {
     double best = 0;
-    int chosen = 0, variants = b->transport == THREADS || b->against_ring ? 0
-                               : b->ranks == 2                            ? WIRE_VARIANTS
-                                                                          : WIRE_VARIANTS / 2;
+    int chosen = 0, variants = b->transport == THREADS || b->against_ring || b->op == FUSED ? 0
+                               : b->ranks == 2                                              ? WIRE_VARIANTS
+                                                                                            : WIRE_VARIANTS / 2;
     for (int variant = 0; variant < variants; variant++) {
         double us[3];
         DTRAIN_CHECK(dtrain_barrier(world));
@@ -611,7 +631,7 @@ int main(int argc, char **argv)
     b.op = (bench_op)op;
     b.ranks = op == ADAMW ? 1 : 2;
     b.runs = 11;
-    b.bytes = op == ADAMW ? 100000000 : (size_t)1 << 20;
+    b.bytes = op == ADAMW ? 100000000 : op == FUSED ? BENCH_FUSED * (size_t)4096 : (size_t)1 << 20;
     b.size = 1024;
     b.chunk = (size_t)256 << 10;
     b.repeats[0] = b.repeats[1] = 1;

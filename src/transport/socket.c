@@ -87,7 +87,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 }
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
- * what a peer sent before it failed still completes what it was sent for. */
+ * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
 static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
                                          int *moved)
 {
@@ -97,7 +97,7 @@ static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out
         status = dtrain__socket_try(s, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(s, out, 1, most, moved);
-    if (s->hub.broken && (status != DTRAIN_OK || !*moved))
+    if (s->hub.broken && (status != DTRAIN_OK || !*moved || s->hub.cause.status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
     return status;
