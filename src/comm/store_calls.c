@@ -156,8 +156,8 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
             "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
             "places for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX
-                                            : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+    deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);
     if (comm->socket != NULL)
