@@ -600,11 +600,11 @@ static int cut_and_go_on(dtrain_comm *world, scene *s)
         for (int i = 0; i < COUNT; i++)
             x[i] = (float)(rank + turn + i % 5);
         if (turn % 6 == rank) {
-            dtrain__hub *hub = &world->socket->hub;
+            dtrain__hub *hub = world->socket->hub;
             pthread_mutex_lock(&hub->mutex);
             for (int peer = 0; peer < ranks; peer++)
-                if (hub->members[peer].lanes[0].stream.fd >= 0)
-                    shutdown(hub->members[peer].lanes[0].stream.fd, SHUT_RDWR);
+                if (world->socket->peers[peer].lanes[0].stream.fd >= 0)
+                    shutdown(world->socket->peers[peer].lanes[0].stream.fd, SHUT_RDWR);
             if (rank == ranks - 1)
                 shutdown(hub->members[0].control.fd, SHUT_RDWR);
             pthread_mutex_unlock(&hub->mutex);
@@ -643,13 +643,13 @@ static int lost_after_the_last_word(dtrain_comm *world, scene *s)
         CHECK_EQ(dtrain_send(world, x, COUNT, DTRAIN_F32, 0), DTRAIN_OK);
         usleep(1500000);
     } else {
-        dtrain__lane *lane = &world->socket->hub.members[1].lanes[0];
+        dtrain__lane *lane = &world->socket->peers[1].lanes[0];
         double begin;
         usleep(300000);
-        pthread_mutex_lock(&world->socket->hub.mutex);
+        pthread_mutex_lock(&world->socket->hub->mutex);
         dtrain__stream_cut(&lane->stream);
         lane->down_ns = dtrain__os_now_ns();
-        pthread_mutex_unlock(&world->socket->hub.mutex);
+        pthread_mutex_unlock(&world->socket->hub->mutex);
         begin = now_s();
         CHECK_EQ(dtrain_recv(world, x, COUNT, DTRAIN_F32, 1), DTRAIN_OK);
         CHECK(x[1] == 1 && x[COUNT - 1] == COUNT - 1);
@@ -794,7 +794,7 @@ static int beyond_select(scene *s, int rank)
     if (world == NULL)
         return 1;
     CHECK_EQ(as_on_threads(world, s), 0);
-    CHECK(world->socket->hub.members[1 - rank].lanes[0].stream.fd > 1024);
+    CHECK(world->socket->peers[1 - rank].lanes[0].stream.fd > 1024);
     dtrain_comm_destroy(world);
     return test_failures != before;
 }

@@ -140,6 +140,36 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
+/* Makes a group of the ranks that give the same color, in order of key, then of their rank in comm.
+ *
+ * Groups are used like the one they come of: several at once, also from several threads of a rank; none waits for
+ * another. An error or a lost rank ends the groups that contain it, and no other. A group takes over timeout_ms,
+ * algorithm, progress and allocator. It may be destroyed before or after comm.
+ *
+ *   color    0 or more; negative: this rank is in none of the groups
+ *   group    out: this rank's end; NULL for a negative color and on an error
+ *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; DTRAIN_ERR_MEMORY and
+ * DTRAIN_ERR_IO, the text says on which rank; DTRAIN_ERR_UNSUPPORTED  a transport of your own, unless each group has
+ * one rank
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
+
+/* Makes a group of the same ranks, whose operations do not mix with those of comm; otherwise as dtrain_comm_split.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group);
+
+/* Makes a group of the ranks listed, of which ranks[i] gets rank i; otherwise as dtrain_comm_split.
+ *
+ *   ranks    count ranks of comm, the same list on every rank of comm, listed or not
+ *   group    out: NULL for a rank that is not listed
+ *   errors   DTRAIN_ERR_INVALID   a rank outside comm or listed twice; the text says who gave it
+ *            DTRAIN_ERR_MISMATCH  the lists differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group);
+
 /* Returns this end's rank; 0 for NULL.
  *
  * any thread */

@@ -72,7 +72,7 @@ typedef struct dtrain__service dtrain__service;
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
-    dtrain__socket *socket; /* of a group of processes; NULL: another transport */
+    dtrain__channel *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
@@ -95,6 +95,7 @@ struct dtrain_comm {
     dtrain_work *head, *tail, *spare;
     uint32_t pending; /* queued and not done */
     dtrain__service *service;
+    dtrain_comm *next_served; /* by the same service */
 };
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
