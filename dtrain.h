@@ -58,6 +58,9 @@
  *
  *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its group on every
  *               rank, with its number and the first cause. Rank 0 is the one that tells the others.
+ *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment writes
+ *               PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says what
+ *               the awaited rank does, and whom it awaits in turn.
  *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token only
  *               this host is spoken to. Traffic is neither encrypted nor signed.
  *
@@ -279,7 +282,10 @@ typedef enum dtrain_op {
     DTRAIN_MEAN, /* the sum divided once; floats only */
     DTRAIN_PROD,
     DTRAIN_MIN, /* a NaN wins; -0 is below +0 */
-    DTRAIN_MAX
+    DTRAIN_MAX,
+    DTRAIN_AND, /* bit by bit; integers only, as are the next two */
+    DTRAIN_OR,
+    DTRAIN_XOR
 } dtrain_op;
 
 #define DTRAIN_MAX_DIMS 8
@@ -533,13 +539,26 @@ extern "C" {
 typedef struct dtrain_comm dtrain_comm;
 typedef struct dtrain_work dtrain_work;
 
+/* The order in which a reduction combines the ranks' values. */
+typedef enum dtrain_order {
+    DTRAIN_ORDER_TREE = 0, /* see >>order */
+    DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
+} dtrain_order;
+
+/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
+ * the ranks of a node are no power of two; the others in the tree order. What
+ * a collective has no form of, or not for this number of ranks, is chosen for it. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
-    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
-    DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
-    DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING /* messages, tree order: all_reduce in pieces of which each rank folds a part */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; worlds of a power of two, others TREE */
+    DTRAIN_ALGORITHM_TREE,               /* whole vectors up to a rank and down again */
+    DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING,   /* all_reduce: halves of halves, each rank folds a part */
+    DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
+    DTRAIN_ALGORITHM_BRUCK,              /* everything to everyone in few steps, folded by each */
+    DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside nodes, then between their first ranks */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces in turn over two trees */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -555,10 +574,13 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
  *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
- *   Slurm       SLURM_PROCID, SLURM_NTASKS
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS, unless mpirun has started the rank inside the job
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
+ *
+ * DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, in groups of threads too, and
+ * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
  * to all of them. DTRAIN_TOKEN or the file named by
@@ -580,12 +602,15 @@ typedef struct dtrain_comm_desc {
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
     int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
     int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
-    dtrain_algorithm algorithm;  /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
+    dtrain_order order;          /* of reductions; 0: the tree's */
+    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
+    const char *trace_on_failure; /* see dtrain_comm_trace; copied; NULL: DTRAIN_TRACE of the environment, else none */
 } dtrain_comm_desc;
 
 /* Makes the group of processes that the environment or desc describes; a world of one where they describe none.
@@ -644,6 +669,17 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
  * any thread */
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                     const dtrain_comm_desc *desc);
+
+/* Returns the name of the algorithm that a call would use: "halving_doubling".
+ *
+ *   collective   "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+ *                "all_to_all" or "barrier"
+ *   count        elements, as the call has them
+ *   returns      "?" for another name or a NULL comm
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype);
 
 /* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
  *
@@ -751,6 +787,25 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
  * one thread per object */
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
 
+/* Writes the last 256 operations of this rank in the group to a file that chrome://tracing and Perfetto load.
+ *
+ * One event an operation, the one under way included: pid is the rank, tid the group, args the call, its bytes,
+ * whom it awaited last, how it ended, and when it was called, started, moved its first bytes and ended, in
+ * nanoseconds of CLOCK_MONOTONIC. tools/dtrace.c merges the files of all ranks and says which rank the others waited
+ * for and in which operation they first differ. The path is replaced when the whole file is on disk, else untouched.
+ *
+ * With desc.trace_on_failure, or DTRAIN_TRACE in the environment, set to a path's beginning, the rank's first
+ * operation that fails writes PREFIX.rank-N.json by itself, unless a deadline passed after which the call can be made
+ * again. What goes wrong in it is said in the log.
+ *
+ *   path     at most 1,023 bytes
+ *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child
+ *            DTRAIN_ERR_IO       the system refused; only dtrain_last_error has the text
+ *   source   Trace Event Format of the catapult project
+ *
+ * any thread, also while operations are under way; not after dtrain_comm_destroy */
+DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
+
 /* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
  *
  * Parts are contiguous, in rank order, and differ by at most one element: the first count % size
@@ -767,7 +822,8 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *
  *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
  *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
- *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size
+ *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
+ *             DTRAIN_AND, OR, XOR for integers
  *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
  *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
@@ -788,6 +844,17 @@ DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, vo
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                dtrain_dtype dtype, dtrain_op op);
 
+/* dtrain_reduce_scatter with parts as the caller says: rank r gets elements [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
+ *                     one after the other
+ *   out               counts[rank] elements; in place means out == in + this rank's offset
+ *   others            as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op);
+
 /* Joins every rank's shard of `count` elements; every rank gets them all.
  *
  *   in       this rank's shard (see dtrain_shard); in place means in == out + begin of the shard
@@ -799,6 +866,15 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype);
 
+/* dtrain_all_gather with parts as the caller says: rank r's goes to [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   as in dtrain_reduce_scatter_v; parts do not overlap, what lies between them is unchanged
+ *   in                counts[rank] elements; in place means in == out + this rank's offset
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype);
+
 /* Copies `count` elements from rank root to every rank, in place.
  *
  *   dtype    any of whole bytes
@@ -806,6 +882,69 @@ DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, vo
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root);
+
+/* Reduces `count` elements over all ranks to rank root.
+ *
+ *   out      count elements on the root, where it may be in; on other ranks not touched, may be NULL
+ *   others   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root);
+
+/* Joins every rank's shard of `count` elements on rank root.
+ *
+ *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
+ *   out      count elements on the root; on other ranks not touched, may be NULL
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root);
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands rank root's `count` elements out, to each rank its shard.
+ *
+ *   in       count elements on the root; on other ranks not read, may be NULL
+ *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root);
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands each rank's `count` elements out, to each rank its shard of them.
+ *
+ *   in       count elements: rank r gets shard r (see dtrain_shard)
+ *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
+ *            where count is a multiple of the world size
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype);
+
+/* dtrain_all_to_all with parts as the caller says.
+ *
+ *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
+ *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
+ *   in place                  in == out with the same arrays for both
+ *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype);
 
 /* Returns when every rank has called it; errors as dtrain_all_reduce.
  *
@@ -829,10 +968,21 @@ DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t c
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
 
+/* Sends to one rank while it receives from another; of use to rings and halos, where sends alone would cross.
+ *
+ *   to, from   other ranks than this one, the same or two; -1: none. They call dtrain_exchange, or dtrain_send and
+ *              dtrain_recv, with the same counts
+ *   in, out    apart
+ *   errors     as dtrain_recv
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype);
+
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
- *   buffers  belong to the operation until it is done
+ *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
  *
  * collective: every rank of comm, same order; never blocks */
@@ -844,10 +994,66 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                 int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root,
+                                                dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                            int peer, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
                                            dtrain_work **work);
+
+/* Reduces tensors of one shape and dtype over all ranks; in may be out. Otherwise as dtrain_all_reduce.
+ *
+ *   errors   DTRAIN_ERR_INVALID  shapes or dtypes of in and out differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op);
+
+/* Reduces tensors of one shape over all ranks and splits the result along dimension 0.
+ *
+ *   out      in's shape but for dimension 0, of which rank r has the rows that dtrain_shard gives it
+ *   errors   DTRAIN_ERR_INVALID  out has another shape or dtype; the text says which was expected
+ *   others   as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op);
+
+/* Concatenates the ranks' tensors along dimension 0, in the order of the ranks.
+ *
+ *   out      of which in has the rows that dtrain_shard gives this rank; otherwise of in's shape
+ *   errors   DTRAIN_ERR_INVALID  in has another shape or dtype; the text says which was expected
+ *   others   as dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out);
+
+/* Copies rank root's tensor to tensors of its dtype and element count on every rank, in place.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root);
 
 /* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
  *
@@ -1318,6 +1524,12 @@ static int64_t dtrain__os_now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Milliseconds that a caller chose, as nanoseconds that can be added to any time. */
+static int64_t dtrain__os_ms_to_ns(int64_t ms)
+{
+    return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
 }
 
 static struct timespec dtrain__os_timespec(int64_t ns)
@@ -3007,13 +3219,14 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
-    if (op != DTRAIN_SUM && op != DTRAIN_MEAN && op != DTRAIN_PROD && op != DTRAIN_MIN && op != DTRAIN_MAX)
+    int bits = op == DTRAIN_AND || op == DTRAIN_OR || op == DTRAIN_XOR;
+    if (op < DTRAIN_SUM || op > DTRAIN_XOR)
         return 0;
     switch (dtype) {
     case DTRAIN_F64:
     case DTRAIN_F32:
     case DTRAIN_F16:
-    case DTRAIN_BF16: return 1;
+    case DTRAIN_BF16: return !bits;
     case DTRAIN_I8:
     case DTRAIN_U8:
     case DTRAIN_I32:
@@ -3081,6 +3294,9 @@ DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__and_u8, uint8_t, a[i] & b[i])
+DTRAIN__PAIR_INT(dtrain__or_u8, uint8_t, a[i] | b[i])
+DTRAIN__PAIR_INT(dtrain__xor_u8, uint8_t, a[i] ^ b[i])
 DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
@@ -3189,7 +3405,11 @@ static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const v
                                 dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
     int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
     int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
-    if (op == DTRAIN_SUM)
+    if (op >= DTRAIN_AND)
+        (op == DTRAIN_AND  ? dtrain__and_u8
+         : op == DTRAIN_OR ? dtrain__or_u8
+                           : dtrain__xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
+    else if (op == DTRAIN_SUM)
         sums[width](a, b, count);
     else if (op == DTRAIN_PROD)
         products[width](a, b, count);
@@ -4058,7 +4278,7 @@ static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 
-#define DTRAIN__POST_WORDS 8
+#define DTRAIN__POST_WORDS 10
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
@@ -4067,19 +4287,22 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
+    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
     unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* number of the last operation whose buffers this rank has left */
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed, or its thread has given up */
     int origin;    /* the rank in the family's first board */
     char pad[DTRAIN__CACHE_LINE - 28];
-    dtrain__error why; /* it left; readable once left is set */
+    dtrain__error why;     /* it left; readable once left is set */
+    void *recorder;        /* the rank's, which peers read until the board is freed */
+    size_t recorder_bytes; /* 0: none */
     dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
@@ -4295,6 +4518,8 @@ static void dtrain__board_free(dtrain__board *board)
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
+    for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
+        dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));
@@ -4746,6 +4971,18 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     return error;
 }
 
+/* Whether a connection has met itself: TCP allows it where nobody listens and the port that the system chose for this
+ * end is the very one that is asked for. */
+static int dtrain__net_is_mirror(int fd)
+{
+    dtrain__address here, there;
+    memset(&here, 0, sizeof here);
+    memset(&there, 0, sizeof there);
+    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
+    return getsockname(fd, &here.at.any, &here.bytes) == 0 && getpeername(fd, &there.at.any, &there.bytes) == 0 &&
+           !dtrain__net_is_unix(&here) && here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+}
+
 /* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
 static int dtrain__net_connected(int fd)
 {
@@ -4757,7 +4994,9 @@ static int dtrain__net_connected(int fd)
     one.revents = 0;
     if (poll(&one, 1, 0) <= 0)
         return EINPROGRESS;
-    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 ? errno : error;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
+        return errno;
+    return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
 /* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */
@@ -5287,6 +5526,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
 typedef struct dtrain__bytes {
     unsigned char *data;
     size_t bytes, capacity;
+    int short_of; /* memory: there was none for something that belongs here */
 } dtrain__bytes;
 
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
@@ -5299,8 +5539,10 @@ static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block,
     while (capacity - block->bytes < more)
         capacity *= 2;
     data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
-    if (data == NULL)
+    if (data == NULL) {
+        block->short_of = 1;
         return 0;
+    }
     block->data = data;
     block->capacity = capacity;
     return 1;
@@ -5344,6 +5586,8 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__LAST_BYTES 192
+#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -5383,14 +5627,25 @@ typedef struct dtrain__channel {
     dtrain_status store_status;
     int store_found;
     dtrain__bytes store_value;
+    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    void *last_user;
 } dtrain__channel;
 
 enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
+
+/* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
+typedef struct dtrain__last_heard {
+    unsigned char data[DTRAIN__LAST_BYTES];
+    size_t bytes; /* 0: never heard of */
+    int awaits;   /* the rank that it waits for, or -1 */
+    int64_t heard_ns;
+} dtrain__last_heard;
 
 typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
     char why[DTRAIN__WHY_BYTES];             /* it left or is lost; may be empty */
+    char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
     int joined, expected;                    /* expected: the control connection may come back */
     int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
@@ -5398,6 +5653,7 @@ typedef struct dtrain__member {
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
+    dtrain__last_heard last;
 } dtrain__member;
 
 /* A get that waits at rank 0 for its key. */
@@ -5439,7 +5695,7 @@ struct dtrain__hub {
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2]; /* a pipe to whoever steps */
-    uint32_t stepping;
+    uint32_t stepping, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
@@ -5477,17 +5733,12 @@ static void dtrain__hub_tell(dtrain__hub *hub)
             dtrain__net_poke(channel->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do. */
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
 static void dtrain__hub_kick(dtrain__hub *hub)
 {
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
         dtrain__net_poke(hub->kick[1]);
-}
-
-/* Whoever is about to step looks for work first: who asks for more from here on makes the step short. */
-static void dtrain__hub_attend(dtrain__hub *hub)
-{
-    __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
 }
 
 /* Reading a frame: each take says whether there was enough. */
@@ -5520,10 +5771,10 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     return 1;
 }
 
-/* Appends to a frame under way; a frame that lacks memory is noticed when it is sent. */
+/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
 static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
 {
-    if (!dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
         return;
     dtrain__put_le(frame->data + frame->bytes, value, bytes);
     frame->bytes += (size_t)bytes;
@@ -5531,7 +5782,7 @@ static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value,
 
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
-    if (bytes == 0 || !dtrain__bytes_room(hub->allocator, frame, bytes))
+    if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
@@ -5547,17 +5798,21 @@ static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
+    to->out.short_of = 0;
     dtrain__give(hub, &to->out, 0, 4);
     dtrain__give(hub, &to->out, (uint64_t)type, 2);
     return begin;
 }
 
-static void dtrain__frame_close(dtrain__member *to, size_t begin)
+/* Returns 0 when memory was short: then nothing of the frame is left, as a part of one would accuse its sender. */
+static int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
-    if (to->out.bytes >= begin + 6)
-        dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
-    else
+    if (to->out.short_of) {
         to->out.bytes = begin;
+        return 0;
+    }
+    dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    return 1;
 }
 
 /* What happened to a rank, and to which channel. `about` counts as the channel does; as the world in frames LOST
@@ -5719,16 +5974,22 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word. */
+/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
     dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, DTRAIN_ERR_PEER_LOST, how};
-    dtrain__stream_cut(&hub->members[rank].control);
-    if (hub->leaving) /* who heard of that says nothing when it goes itself */
+    dtrain__member *member = &hub->members[rank];
+    if (hub->leaving) { /* who heard of that says nothing when it goes itself */
+        dtrain__stream_cut(&member->control);
         return;
-    dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
+    }
+    dtrain__frame_reason(hub, rank, &reason, NULL);
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &reason);
+    if (member->control.fd >= 0)
+        dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
+    dtrain__stream_cut(&member->control);
+    dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */
@@ -5754,13 +6015,14 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
-/* The answer to this group's request is here. */
-static void dtrain__store_arrive(dtrain__channel *channel, dtrain_status status, int found, const void *data,
-                                 size_t bytes)
+/* Keeps the answer to a group's own request. */
+static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
+                               size_t bytes)
 {
     channel->store_value.bytes = 0;
+    channel->store_value.short_of = 0;
     dtrain__give_bytes(channel->hub, &channel->store_value, data, bytes);
-    channel->store_status = channel->store_value.bytes == bytes ? status : DTRAIN_ERR_MEMORY;
+    channel->store_status = channel->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
     channel->store_found = found;
     channel->store_answered = channel->store_id;
     dtrain__hub_tell(channel->hub);
@@ -5776,7 +6038,7 @@ static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, d
     if (asker->rank == hub->rank) {
         channel = dtrain__hub_channel(hub, asker->channel);
         if (channel != NULL && channel->store_id == asker->id)
-            dtrain__store_arrive(channel, status, found, data, bytes);
+            dtrain__store_keep(channel, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
@@ -5785,7 +6047,8 @@ static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, d
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    dtrain__frame_close(member, begin);
+    if (!dtrain__frame_close(member, begin) && bytes > 0)
+        dtrain__store_answer(hub, asker, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -5841,7 +6104,7 @@ static void dtrain__store_serve(dtrain__hub *hub, const dtrain__asker *from, int
     }
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, "no memory to wait", 15);
+        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
     *asker = *from;
@@ -5873,7 +6136,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
         return 0;
     channel = dtrain__hub_channel(hub, group);
     if (channel != NULL && id == channel->store_id) /* else of a request that was given up */
-        dtrain__store_arrive(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
+        dtrain__store_keep(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -5992,14 +6255,29 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     return 1;
 }
 
+/* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
+static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
+{
+    snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_lost(channel, channel->rank);
+    return 1;
+}
+
 /* A member that has left with all its groups, or that is lost. */
 static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
 {
     int leads = dtrain__hub_leads(hub);
-    if (reason->about >= hub->size || (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
+    if (reason->about == hub->rank && reason->type == DTRAIN__FRAME_LOST)
+        return dtrain__hub_given_up(hub, reason->text);
+    if (reason->about >= hub->size || reason->about == hub->rank ||
+        (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
         return 0;
-    if (reason->about == hub->rank)
+    if (leads && !hub->formed) {
+        hub->members[from].joined =
+            0; /* it gave up waiting for others, and may start again; its connection ends next */
         return 1;
+    }
     dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
     dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
                      reason->text);
@@ -6034,7 +6312,54 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     }
 }
 
-static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
+/* Asks what this rank does now: in the first group that waits for a peer, else in the oldest. */
+static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
+{
+    dtrain__last_heard *own = &hub->members[hub->rank].last;
+    own->awaits = -1;
+    own->bytes = 0;
+    own->heard_ns = now;
+    for (dtrain__channel *channel = hub->channels; channel != NULL && own->awaits < 0; channel = channel->next) {
+        if (channel->last != NULL)
+            own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
+        if (own->awaits >= 0)
+            own->awaits = channel->peers[own->awaits].world;
+    }
+}
+
+/* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
+static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
+{
+    const dtrain__last_heard *last = &hub->members[about].last;
+    if (last->bytes == 0)
+        return -1;
+    dtrain__give(hub, &to->out, (uint64_t)about, 4);
+    dtrain__give(hub, &to->out, (uint64_t)(last->awaits + 1), 4);
+    dtrain__give(hub, &to->out, (uint64_t)((now - last->heard_ns) / 1000000), 4);
+    dtrain__give(hub, &to->out, last->bytes, 2);
+    dtrain__give_bytes(hub, &to->out, last->data, last->bytes);
+    return last->awaits;
+}
+
+static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t about, awaits, age_ms, bytes;
+    if (!dtrain__take(reader, &about, 4) || !dtrain__take(reader, &awaits, 4) || !dtrain__take(reader, &age_ms, 4) ||
+        !dtrain__take(reader, &bytes, 2) || about >= (uint64_t)hub->size || awaits > (uint64_t)hub->size ||
+        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (hub->rank == 0 && (int)about != from) ||
+        (int)about == hub->rank)
+        return 0;
+    dtrain__last_heard *last = &hub->members[about].last;
+    memcpy(last->data, reader->at, (size_t)bytes);
+    last->bytes = (size_t)bytes;
+    last->awaits = (int)awaits - 1;
+    last->heard_ns = dtrain__os_now_ns() - (int64_t)age_ms * 1000000;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
 {
     uint64_t suspect, ms;
     if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
@@ -6043,6 +6368,9 @@ static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
     }
+    while (reader->left > 0)
+        if (!dtrain__take_last(hub, from, reader))
+            return 0;
     return 1;
 }
 
@@ -6053,7 +6381,7 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     switch (type) {
     case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
     case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
-    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, &reader);
+    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
     case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);
@@ -6081,13 +6409,26 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
+/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    dtrain__thread_error = kept;
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_end(channel, channel->rank, cause.status, cause.text);
+}
+
 /* Reads what a member's control connection holds. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
-        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096))
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096)) {
+            dtrain__hub_short_of_memory(hub);
             return;
+        }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
                                         member->in.capacity - member->in.bytes);
         if (n < 0)
@@ -6167,6 +6508,7 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
         errno = error;
         return NULL;
     }
+    door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
     return door;
@@ -6214,7 +6556,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__d
     dtrain__hub *hub = channel->hub;
     dtrain__lane *lane = &channel->peers[rank].lanes[door->lane];
     char text[DTRAIN__WHY_BYTES];
-    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
         snprintf(text, sizeof text,
@@ -6229,12 +6571,13 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__d
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
+    hub->members[door->peer].trouble[0] = 0;
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__member *member = &hub->members[door->peer];
-    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -6246,12 +6589,20 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
+/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
+ * expected from elsewhere; where only this host may come, it does not matter. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
+           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+}
+
 /* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
  * ranks that reach rank 0 as this one does can come there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
-    const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
     here->bytes = (socklen_t)sizeof here->at.storage;
     if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
@@ -6259,7 +6610,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
-        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
@@ -6268,9 +6619,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)
             return status;
-    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
-               strncmp(root, "localhost:", 10) != 0) {
-        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    } else if (dtrain__hub_more_than_loopback(hub, here)) {
+        dtrain__net_set_any(here);
     }
     dtrain__net_set_port(here, 0);
     return DTRAIN_OK;
@@ -6299,8 +6649,9 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
-    dtrain__frame_close(root, begin);
-    return DTRAIN_OK;
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Rank 0: when all have joined, tells everyone where everyone is. */
@@ -6319,7 +6670,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
-        dtrain__frame_close(member, begin);
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
     }
     dtrain__hub_formed(hub);
 }
@@ -6338,13 +6692,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[door->peer];
-    int again = hub->formed && member->expected;
-    if (hub->formed && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
+    int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
+    int again = ours && member->expected;
+    if (ours && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
-    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+    if (again) {
         door->received = member->control.received;
         dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
         return;
@@ -6496,6 +6851,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         door = dtrain__hub_new_door(hub, &peer);
         if (door == NULL) {
             close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
             return;
         }
         door->fd = fd;
@@ -6560,6 +6916,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
 {
     dtrain__hub *hub = channel->hub;
     dtrain__peer *peer = &channel->peers[rank];
+    dtrain__member *member = &hub->members[peer->world];
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
@@ -6573,7 +6930,9 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             door->lane = index;
             door->received = lane->stream.received;
             door->links = lane->links;
-        }
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
     }
     if (door == NULL)
         return;
@@ -6584,6 +6943,10 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 door->state == DTRAIN__DOOR_CLOSED ? door->error.text : door->peer_name,
+                 door->state == DTRAIN__DOOR_CLOSED ? "" : ": no answer");
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
@@ -6603,6 +6966,24 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
     dtrain__stream_cut(&lane->stream);
     lane->down_ns = now;
     lane->wanted = 1;
+}
+
+/* One heartbeat: who is silent, and what this rank does; rank 0 tells a rank what the one does that it waits for, and
+ * the one that that one waits for. */
+static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
+{
+    dtrain__member *member = &hub->members[to];
+    size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
+    dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+    dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
+    if (hub->rank != 0)
+        dtrain__give_last(hub, member, hub->rank, now);
+    for (int i = 0, about = member->last.awaits; hub->rank == 0 && i < DTRAIN__LAST_CHAIN; i++)
+        if (about < 0 || about == to)
+            break;
+        else
+            about = dtrain__give_last(hub, member, about, now);
+    dtrain__frame_close(member, begin);
 }
 
 /* Heartbeats: sends this rank's, and judges the silence of others. */
@@ -6638,15 +7019,12 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     if (now < hub->beat_ns)
         return;
     hub->beat_ns = now + hub->period_ns;
+    dtrain__hub_look(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if (!dtrain__hub_linked(hub, rank) || !member->joined || member->gone != DTRAIN__PRESENT ||
-            member->out.bytes > DTRAIN__FRAME_BYTES)
-            continue;
-        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
-        dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
-        dtrain__give(hub, &member->out, (uint64_t)(longest / 1000000), 4);
-        dtrain__frame_close(member, begin);
+        if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
+            member->out.bytes <= DTRAIN__FRAME_BYTES)
+            dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
 
@@ -6674,7 +7052,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed)
+    if (hub->rank == 0 && !hub->formed && hub->world != NULL && !hub->world->broken)
         dtrain__hub_complete(hub);
     for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
         if (channel->attend)
@@ -6782,8 +7160,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         dtrain__hub_watch_awaited(channel, &count);
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);
@@ -7218,15 +7599,47 @@ static void dtrain__socket_destroy(void *self)
     dtrain__channel_destroy((dtrain__channel *)self);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__channel *channel, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__channel *channel, int awaited, char *text, size_t capacity)
 {
     dtrain__hub *hub = channel->hub;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->peers[awaited].world] : NULL;
     pthread_mutex_lock(&hub->mutex);
-    int rank = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
-    if (rank >= 0)
-        snprintf(text, capacity, "; rank %d has been silent for %.1f s", rank, (double)hub->suspect_ns * 1e-9);
+    int silent = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (silent >= 0)
+        snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
     pthread_mutex_unlock(&hub->mutex);
+}
+
+/* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+static size_t dtrain__socket_last(dtrain__channel *channel, int rank, int64_t after_ns, void *out, size_t capacity,
+                                  int64_t *age_ns)
+{
+    const dtrain__last_heard *last = &channel->hub->members[channel->peers[rank].world].last;
+    size_t bytes = 0;
+    pthread_mutex_lock(&channel->hub->mutex);
+    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+        bytes = last->bytes;
+        memcpy(out, last->data, bytes);
+        *age_ns = dtrain__os_now_ns() - last->heard_ns;
+    }
+    pthread_mutex_unlock(&channel->hub->mutex);
+    return bytes;
+}
+
+/* Has heartbeats tell what this rank does in the group: `last` writes it, and is called with hub->mutex held. NULL: no
+ * more. */
+static void dtrain__socket_tell_last(dtrain__channel *channel,
+                                     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
+                                     void *user)
+{
+    pthread_mutex_lock(&channel->hub->mutex);
+    channel->last_user = user;
+    channel->last = last;
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 /* Whether this address may be used: beyond this host only with a token, or where that is waived. */
@@ -7276,6 +7689,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
+    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
+        dtrain__net_set_any(&chosen);
     }
     if (!dtrain__socket_allowed(hub, &chosen))
         return dtrain__socket_closed(hub);
@@ -7322,8 +7737,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
@@ -7377,7 +7793,7 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
     if (hub->members == NULL || hub->fds == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
     for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = -1;
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     dtrain__socket_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
     hub->world = *out;
@@ -7415,8 +7831,9 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 16)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
@@ -7455,6 +7872,21 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     return status;
 }
 
+/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
+static int dtrain__socket_node_ranks(dtrain__channel *channel)
+{
+    const dtrain__member *members = channel->hub->members;
+    const dtrain__peer *peers = channel->peers;
+    int n = 1;
+    while (n < channel->size && members[peers[n].world].host == members[peers[0].world].host)
+        n++;
+    for (int rank = 0; rank < channel->size; rank++)
+        if (members[peers[rank].world].host != members[peers[rank - rank % n].world].host ||
+            (rank >= n && rank % n == 0 && members[peers[rank].world].host == members[peers[rank - 1].world].host))
+            return 0;
+    return n;
+}
+
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channel *channel)
 {
     memset(transport, 0, sizeof *transport);
@@ -7482,16 +7914,21 @@ static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channe
 
 #define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
-#define DTRAIN__MESSAGE_BYTES (96 + DTRAIN__MESSAGE_SMALL)
 
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
     DTRAIN__REDUCE_SCATTER,
     DTRAIN__ALL_GATHER,
     DTRAIN__BROADCAST,
+    DTRAIN__REDUCE,
+    DTRAIN__GATHER,
+    DTRAIN__SCATTER,
+    DTRAIN__ALL_TO_ALL,
     DTRAIN__BARRIER,
     DTRAIN__SEND,
-    DTRAIN__RECV
+    DTRAIN__RECV,
+    DTRAIN__EXCHANGE,
+    DTRAIN__KINDS
 } dtrain__kind;
 
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
@@ -7504,28 +7941,52 @@ typedef struct dtrain__call {
     uint64_t root;
     uint64_t algorithm;
     uint64_t ranks;
+    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
+    uint64_t group;
 } dtrain__call;
+
+typedef struct dtrain__message_header {
+    uint64_t magic;
+    dtrain__call call;
+    uint64_t tag;
+    uint64_t bytes;
+} dtrain__message_header;
+
+/* Where a rank's part of a vector is, in elements. */
+typedef struct dtrain__extent {
+    size_t begin, count;
+} dtrain__extent;
 
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
     dtrain_op op;
-    int root; /* of a broadcast; the peer of a send or recv */
+    int root; /* or the peer: of a send, of a recv, of an exchange's message out; -1: none */
+    int from; /* of an exchange's message in; -1: none */
     size_t count;
+    size_t in_count;                                           /* of an exchange's message in */
+    size_t row;                                                /* parts are cut between rows of so many elements */
+    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
     const void *in;
     void *out;
     dtrain_algorithm algorithm;
-    uint64_t number;
-    int64_t started_ns, deadline_ns;
+    uint64_t number, in_number;
+    uint64_t turn;                   /* among the operations that went over the board */
+    int64_t started_ns, deadline_ns; /* of the call */
+    int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    uint64_t serial;                 /* of its record; 0: none yet */
+    int async, queued;               /* has a handle of the caller's; waited for its turn */
     int phase;
-    int warned;            /* the log has said whom this operation awaits */
-    int awaited;           /* the peer it awaits, or -1 */
-    int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
-    size_t at;             /* progress inside the phase */
+    int warned;              /* the log has said whom this operation awaits */
+    int awaited;             /* the peer it awaits, or -1 */
+    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
-    size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
+    size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
+
+#define DTRAIN__MESSAGE_BYTES (sizeof(dtrain__message_header) + DTRAIN__MESSAGE_SMALL)
 
 struct dtrain_work {
     dtrain_comm *comm;
@@ -7535,24 +7996,31 @@ struct dtrain_work {
 };
 
 typedef struct dtrain__service dtrain__service;
+typedef struct dtrain__recorder dtrain__recorder;
 
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
     dtrain__channel *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
-    pid_t process; /* that made it */
+    pid_t process;         /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;      /* by a message operation; the board keeps its own */
     uint64_t number;           /* of the last collective */
+    uint64_t turn;             /* of the last one over the board */
+    dtrain__recorder *recorder;
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
     void **outs;
+    uint64_t group;                        /* names it among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others;        /* of the operation under way; others: of what an all-to-all receives */
+    dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     size_t scratch_bytes;
@@ -7570,35 +8038,71 @@ static size_t dtrain__op_bytes(const dtrain__op *op)
     return op->count * (dtrain_dtype_bits(op->dtype) / 8);
 }
 
+static int dtrain__op_reduces(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__REDUCE;
+}
+
+static int dtrain__op_is_message(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
+}
+
 static const char *dtrain__kind_name(uint64_t kind)
 {
-    static const char *const names[] = {"no call",   "all_reduce", "reduce_scatter", "all_gather",
-                                        "broadcast", "barrier",    "send",           "recv"};
+    static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                        "reduce",  "gather",     "scatter",        "all_to_all", "barrier",
+                                        "send",    "recv",       "exchange"};
     return kind < sizeof names / sizeof names[0] ? names[kind] : "an unknown call";
 }
 
 static const char *dtrain__op_name(uint64_t op)
 {
-    return op == DTRAIN_SUM    ? "sum"
-           : op == DTRAIN_MEAN ? "mean"
-           : op == DTRAIN_PROD ? "product"
-           : op == DTRAIN_MIN  ? "min"
-           : op == DTRAIN_MAX  ? "max"
-                               : "no operation";
+    static const char *const names[] = {"sum", "mean", "product", "min", "max", "and", "or", "xor"};
+    return op - DTRAIN_SUM < sizeof names / sizeof names[0] ? names[op - DTRAIN_SUM] : "no operation";
 }
 
-static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
+static const char *dtrain__algorithm_name(uint64_t algorithm)
+{
+    static const char *const names[] = {
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
+    size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
+    return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
+           : index < sizeof names / sizeof names[0] ? names[index]
+                                                    : "no algorithm";
+}
+
+/* A hash of what a rank was told of the parts; never 0 where it was told anything.
+ * Source: FNV-1a, RFC 9923. */
+static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op *op)
+{
+    uint64_t hash = 0xcbf29ce484222325u;
+    if (op->kind == DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return op->row > 1 ? op->row : op->counts != NULL;
+    for (int rank = 0; rank < comm->size; rank++) {
+        hash = (hash ^ op->counts[rank]) * 0x100000001b3u;
+        hash = (hash ^ (op->offsets != NULL ? op->offsets[rank] : 0)) * 0x100000001b3u;
+    }
+    return hash | (uint64_t)1 << 63;
+}
+
+/* What the peer of one direction must have called as well; only an exchange has two. */
+static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
 {
     dtrain__call call;
-    int message = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
     call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
-    call.number = op->number;
+    call.number = other ? op->in_number : op->number;
     call.dtype = (uint64_t)op->dtype;
     call.op = (uint64_t)op->op;
-    call.count = op->count;
+    call.count = other ? op->in_count : op->count;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
+        call.count = 0; /* every rank has a count of its own */
     call.root = message ? 0 : (uint64_t)op->root;
-    call.algorithm = (uint64_t)op->algorithm;
+    call.algorithm = message ? 0 : (uint64_t)op->algorithm;
     call.ranks = (uint64_t)comm->size;
+    call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
+    call.group = comm->group;
     return call;
 }
 
@@ -7611,44 +8115,77 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
 {
     dtrain__text out;
     const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", ring[8] = "";
+    char dtype[16], detail[32] = "", root[32] = "";
     size_t n = 0;
+    int reduces =
+        call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
     for (; name[n] != 0 && n < sizeof dtype - 1; n++)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
-    if (call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER)
+    if (reduces)
         snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
-    if (call->algorithm == DTRAIN_ALGORITHM_RING)
-        snprintf(ring, sizeof ring, ", ring");
+    if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
+        snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
-    else if (call->kind == DTRAIN__BROADCAST)
-        snprintf(out.text, sizeof out.text, "broadcast #%llu (%s x %llu, root %llu)", (unsigned long long)call->number,
-                 dtype, (unsigned long long)call->count, (unsigned long long)call->root);
     else
-        snprintf(out.text, sizeof out.text, "%s #%llu (%s%s x %llu%s)", dtrain__kind_name(call->kind),
-                 (unsigned long long)call->number, detail, dtype, (unsigned long long)call->count, ring);
+        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s)", dtrain__kind_name(call->kind),
+                 call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
+                 dtype, (unsigned long long)call->count, root,
+                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "");
     return out;
 }
 
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     call.kind = (uint64_t)op->kind;
+    call.count = op->kind == DTRAIN__EXCHANGE && op->root < 0 ? op->in_count : op->count;
     return dtrain__call_text(&call);
 }
 
+/* What another rank called does not fit; says what it was, or, where the calls look the same, what differs. */
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
+                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
             "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
             peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+    if (theirs->group != comm->group)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx", mine.text, peer,
+                            other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
+                            (unsigned long long)comm->group);
+    if (alike && theirs->parts != call.parts)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
+                            "rank the same arrays",
+                            mine.text, peer, other.text, comm->rank);
+    if (alike && theirs->algorithm != call.algorithm)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s by %s, this rank %d by %s; give every rank the same desc.algorithm, "
+                            "order and DTRAIN_ALGORITHM",
+                            mine.text, peer, other.text, dtrain__algorithm_name(theirs->algorithm), comm->rank,
+                            dtrain__algorithm_name(call.algorithm));
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
                         mine.text, peer, other.text, comm->rank, mine.text);
+}
+
+/* Both called the same, but the sender gives another number of bytes than the receiver awaits. */
+static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
+                                       size_t awaits)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                        "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
+                        "must fit",
+                        dtrain__op_text(comm, op).text, comm->rank, from, gives / width, to, awaits / width);
 }
 
 /* The operation ends because of something that broke the group; quotes the first cause. */
@@ -7659,45 +8196,142 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
 }
 
-static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
+/* Scratch memory for an operation, kept for the next ones. */
+static int dtrain__comm_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
 {
-    dtrain__text mine = dtrain__op_text(comm, op);
-    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char silent[64] = "";
-    if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
-    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, silent,
-                        op->touched ? "data had moved, so the group is broken"
-                                    : "nothing had moved, so the call can be made again");
-}
-
-/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
-static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
-{
-    int64_t now;
-    if (op->deadline_ns == INT64_MAX)
+    unsigned char *scratch;
+    if (comm->scratch_bytes >= bytes)
+        return 1;
+    scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (scratch == NULL) {
+        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
+                     "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
+                     dtrain__op_text(comm, op).text, comm->rank, bytes);
         return 0;
-    now = dtrain__os_now_ns();
-    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
-        op->deadline_ns - op->started_ns >= 1000000000) {
-        dtrain__text mine = dtrain__op_text(comm, op);
-        op->warned = 1;
-        dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d", mine.text, comm->rank,
-                    (double)(now - op->started_ns) * 1e-9, op->awaited);
     }
-    return now >= op->deadline_ns;
+    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    comm->scratch = scratch;
+    comm->scratch_bytes = bytes;
+    return 1;
 }
 
-static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op, size_t in_bytes,
-                                              size_t out_bytes, size_t offset)
+/* Where every rank's part is: as given, else counted from the start, rows whole. */
+static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                               const size_t *offsets, dtrain__extent *parts)
+{
+    size_t row = op->row > 0 ? op->row : 1, next = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__extent *part = &parts[rank];
+        if (counts == NULL) {
+            part->count = dtrain_split(op->count / row, comm->size, rank, &part->begin) * row;
+            part->begin *= row;
+        } else {
+            part->count = counts[rank];
+            part->begin = offsets != NULL ? offsets[rank] : next;
+            next += counts[rank];
+        }
+    }
+}
+
+/* Lays out the operation that starts now. */
+static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t mine;
+    if (op->kind < DTRAIN__ALL_REDUCE || op->kind > DTRAIN__ALL_TO_ALL)
+        return;
+    dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
+    if (op->kind != DTRAIN__ALL_TO_ALL)
+        return;
+    mine = comm->parts[comm->rank].count;
+    if (op->counts != NULL)
+        dtrain__op_extents(comm, op, op->out_counts, op->out_offsets, comm->others);
+    else
+        for (int rank = 0; rank < comm->size; rank++) {
+            comm->others[rank].begin = (size_t)rank * mine;
+            comm->others[rank].count = mine;
+        }
+}
+
+static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
+{
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
+                        dtrain__kind_name((uint64_t)op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
+}
+
+/* Bytes from a vector's start to the end of its last part, in *bytes. */
+static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                                      const size_t *offsets, size_t *bytes)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = SIZE_MAX / 4 / width, next = 0;
+    *bytes = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t begin = offsets != NULL ? offsets[rank] : next;
+        if (counts[rank] > most || begin > most - counts[rank])
+            return dtrain__op_too_large(comm, op, counts[rank]);
+        next = begin + counts[rank];
+        if (counts[rank] > 0 && next * width > *bytes)
+            *bytes = next * width;
+    }
+    return DTRAIN_OK;
+}
+
+/* Bytes of the operation's vectors: *in and *out as this rank's buffers have them, and how far into the longer one
+ * the shorter begins when they are one. */
+static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, whole = op->count * width, begin = 0, part, row;
+    dtrain_status status = DTRAIN_OK;
+    int root = comm->rank == op->root;
+    *offset = 0;
+    *in = *out = whole;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, in);
+        return status == DTRAIN_OK ? dtrain__op_reach(comm, op, op->out_counts, op->out_offsets, out) : status;
+    }
+    if (op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, &whole);
+        part = op->counts[comm->rank];
+        for (int rank = 0; op->offsets == NULL && rank < comm->rank; rank++)
+            begin += op->counts[rank];
+        begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
+    } else {
+        row = op->row > 0 ? op->row : 1;
+        part = dtrain_split(op->count / row, comm->size, comm->rank, &begin) * row;
+        begin *= row;
+    }
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *in = whole, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__ALL_GATHER: *in = part * width, *out = whole, *offset = begin * width; break;
+    case DTRAIN__GATHER: *in = part * width, *out = root ? whole : 0, *offset = begin * width; break;
+    case DTRAIN__SCATTER: *in = root ? whole : 0, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__REDUCE: *out = root ? whole : 0; break;
+    case DTRAIN__ALL_TO_ALL: *out = (size_t)comm->size * part * width; break;
+    case DTRAIN__SEND: *out = 0; break;
+    case DTRAIN__RECV: *in = 0; break;
+    case DTRAIN__EXCHANGE: *in = op->root >= 0 ? whole : 0, *out = op->from >= 0 ? op->in_count * width : 0; break;
+    default: break;
+    }
+    return status;
+}
+
+/* Buffers are one, with the shorter at its place in the longer, or apart. */
+static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op)
 {
     uintptr_t in = (uintptr_t)op->in, out = (uintptr_t)op->out;
+    size_t in_bytes, out_bytes, offset;
+    dtrain_status status = dtrain__op_sizes(comm, op, &in_bytes, &out_bytes, &offset);
+    if (status != DTRAIN_OK)
+        return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
                             dtrain__kind_name((uint64_t)op->kind), op->count, comm->rank,
                             op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
+    if (op->kind == DTRAIN__EXCHANGE)
+        in_place = 0;
+    else if (op->kind == DTRAIN__ALL_TO_ALL && in_place && in_bytes > 0)
+        in_place = in_bytes == out_bytes &&
+                   (op->counts == NULL || (op->counts == op->out_counts && op->offsets == op->out_offsets));
     if (in_bytes > 0 && out_bytes > 0 && !in_place && in < out + out_bytes && out < in + in_bytes)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s of %zu elements on rank %d: in and out overlap; give the same buffer, with this "
@@ -7706,36 +8340,690 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
     return DTRAIN_OK;
 }
 
+static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
+{
+    const char *kind = dtrain__kind_name((uint64_t)op->kind);
+    if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
+        return DTRAIN_OK;
+    if (peer < 0 || peer >= comm->size)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
+                            comm->rank, peer, comm->size);
+    if (dtrain__op_is_message(op) && peer == comm->rank)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
+                            comm->rank);
+    return DTRAIN_OK;
+}
+
 /* Checks a call's arguments before anything of it is seen by a peer. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);
-    size_t bytes, begin, shard;
-    const char *kind = dtrain__kind_name((uint64_t)op->kind);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (bits == 0 || bits % 8 != 0 || (reduces && !dtrain__fold_supported(op->dtype, op->op)))
+    dtrain_status status;
+    if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(
             &comm->error, DTRAIN_ERR_INVALID,
-            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?", kind,
-            comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op));
-    if (!dtrain__mul_size(op->count, bits / 8, &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
-                            kind, comm->rank, op->count, bits);
-    if (op->root < 0 || op->root >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
-                            comm->rank, op->root, comm->size);
-    if ((op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV) && op->root == comm->rank)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
-                            comm->rank);
-    shard = dtrain_split(op->count, comm->size, comm->rank, &begin) * (bits / 8);
-    begin *= bits / 8;
-    switch (op->kind) {
-    case DTRAIN__REDUCE_SCATTER: return dtrain__op_check_buffers(comm, op, bytes, shard, begin);
-    case DTRAIN__ALL_GATHER: return dtrain__op_check_buffers(comm, op, shard, bytes, begin);
-    case DTRAIN__SEND: return dtrain__op_check_buffers(comm, op, bytes, 0, 0);
-    case DTRAIN__RECV: return dtrain__op_check_buffers(comm, op, 0, bytes, 0);
-    default: return dtrain__op_check_buffers(comm, op, bytes, bytes, 0);
+            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?",
+            dtrain__kind_name((uint64_t)op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
+            (int)op->op, dtrain__op_name((uint64_t)op->op));
+    if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
+        return dtrain__op_too_large(comm, op, op->count);
+    if (op->in_count > SIZE_MAX / 4 / (bits / 8))
+        return dtrain__op_too_large(comm, op, op->in_count);
+    status = dtrain__op_check_peer(comm, op, op->root);
+    if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
+        status = dtrain__op_check_peer(comm, op, op->from);
+    return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
+}
+
+#endif
+
+/* ---- >>recorder ----
+ * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
+ * runs an operation records it, one at a time; any thread reads, peers on the same board included, without a lock: a
+ * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
+ * with programming language memory models?", MSPC 2012. The recorder of a rank on a board belongs to the board, so
+ * that peers may read it after the rank has left. Nothing here allocates but the recorder itself. */
+#ifndef DTRAIN__RECORDER
+#define DTRAIN__RECORDER
+
+#define DTRAIN__RECORDS 256
+#define DTRAIN__TRACE_PATH_BYTES 1024
+#define DTRAIN__TRACE_TEXT_BYTES 4096
+
+/* One operation, in 64-bit words. */
+typedef struct dtrain__record {
+    dtrain__call call; /* its kind is the one called, its root the peer of a message */
+    uint64_t awaited;  /* the last peer that it waited for, + 1 */
+    uint64_t status;
+    uint64_t async;
+    uint64_t called_ns, started_ns, moved_ns, ended_ns; /* 0: not yet */
+} dtrain__record;
+
+#define DTRAIN__RECORD_WORDS (sizeof(dtrain__record) / sizeof(uint64_t))
+
+typedef struct dtrain__record_place {
+    uint64_t version; /* of record s: 4 s + 2 under way, 4 s + 4 ended, one less while it is written */
+    uint64_t words[DTRAIN__RECORD_WORDS];
+} dtrain__record_place;
+
+struct dtrain__recorder {
+    uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
+    uint32_t awaited;                  /* by the operation under way, + 1 */
+    int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
+    pthread_mutex_t mutex;             /* guards what follows */
+    dtrain__error error;               /* of the first of the last failures in a row */
+    uint64_t failed;                   /* its record; 0: none */
+    uint64_t good;                     /* the last record that ended well */
+    int written;                       /* the file of trace_on_failure, or its writing was tried */
+    char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+    unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
+    dtrain__record_place places[DTRAIN__RECORDS];
+};
+
+/* What a rank does, as others are told; words, as a heartbeat carries them. */
+typedef struct dtrain__last {
+    dtrain__call call;
+    uint64_t state; /* a DTRAIN__LAST constant */
+    uint64_t awaited;
+    uint64_t moved;    /* bytes of it have moved */
+    uint64_t status;   /* it ended with */
+    uint64_t since_ms; /* it started, or ended */
+} dtrain__last;
+
+enum { DTRAIN__LAST_NONE = 0, DTRAIN__LAST_UNDER_WAY, DTRAIN__LAST_ENDED };
+
+static int dtrain__recorder_create(dtrain_comm *comm)
+{
+    struct timespec now;
+    dtrain__recorder *recorder = (dtrain__recorder *)dtrain__alloc(comm->allocator, sizeof *recorder);
+    if (recorder == NULL)
+        return 0;
+    clock_gettime(CLOCK_REALTIME, &now);
+    recorder->monotonic_ns = dtrain__os_now_ns();
+    recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    pthread_mutex_init(&recorder->mutex, NULL);
+    comm->recorder = recorder;
+    if (comm->transport.board != NULL) {
+        comm->transport.board->slots[comm->rank].recorder_bytes = sizeof *recorder;
+        __atomic_store_n(&comm->transport.board->slots[comm->rank].recorder, (void *)recorder, __ATOMIC_RELEASE);
     }
+    return 1;
+}
+
+static void dtrain__recorder_free(dtrain_comm *comm)
+{
+    if (comm->recorder == NULL)
+        return;
+    pthread_mutex_destroy(&comm->recorder->mutex);
+    if (comm->transport.board == NULL)
+        dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
+}
+
+static void dtrain__record_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
+{
+    dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
+    uint64_t words[DTRAIN__RECORD_WORDS], version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
+    memcpy(words, record, sizeof words);
+    __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
+    for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+        __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
+    __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
+}
+
+/* Copies record `serial`; 0 when it is no more, or its writer was stopped in the middle. */
+static int dtrain__record_read(dtrain__recorder *recorder, uint64_t serial, dtrain__record *out)
+{
+    dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
+    uint64_t words[DTRAIN__RECORD_WORDS];
+    for (int turn = 0; turn < 1000; turn++) {
+        uint64_t version = __atomic_load_n(&place->version, __ATOMIC_ACQUIRE);
+        if (version > 4 * serial + 4)
+            return 0;
+        for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+            words[i] = __atomic_load_n(&place->words[i], __ATOMIC_ACQUIRE);
+        if (version > 4 * serial && version % 2 == 0 && __atomic_load_n(&place->version, __ATOMIC_RELAXED) == version) {
+            memcpy(out, words, sizeof words);
+            return 1;
+        }
+        sched_yield();
+    }
+    return 0;
+}
+
+static int dtrain__call_is_message(const dtrain__call *call)
+{
+    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
+}
+
+/* The call as it was made, for people: messages keep their direction and peer. */
+static dtrain__call dtrain__recorder_call(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    call.kind = (uint64_t)op->kind;
+    call.root = (uint64_t)op->root;
+    return call;
+}
+
+static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t ended_ns)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    uint32_t awaited = op->awaited >= 0 ? (uint32_t)(op->awaited + 1) : 0;
+    dtrain__record record;
+    if (op->serial == 0) {
+        op->serial = recorder->begun + 1;
+        __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
+    }
+    record.call = dtrain__recorder_call(comm, op);
+    record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+    record.status = (uint64_t)op->error.status;
+    record.async = (uint64_t)op->async;
+    record.called_ns = (uint64_t)op->started_ns;
+    record.started_ns = (uint64_t)op->run_ns;
+    record.moved_ns = (uint64_t)op->moved_ns;
+    record.ended_ns = (uint64_t)ended_ns;
+    dtrain__record_write(recorder, op->serial, &record);
+}
+
+/* The operation has its number and may have to wait. */
+static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->serial != 0)
+        return;
+    op->run_ns = op->queued ? dtrain__os_now_ns() : op->started_ns;
+    __atomic_store_n(&comm->recorder->awaited, 0, __ATOMIC_RELAXED);
+    dtrain__recorder_note(comm, op, 0);
+}
+
+/* The first bytes of the operation move. */
+static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->moved_ns != 0)
+        return;
+    op->moved_ns = dtrain__os_now_ns();
+    if (op->serial == 0)
+        dtrain__recorder_start(comm, op);
+    else
+        dtrain__recorder_note(comm, op, 0);
+}
+
+static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    if (op->run_ns == 0)
+        op->run_ns = op->queued ? now : op->started_ns;
+    dtrain__recorder_note(comm, op, now);
+    __atomic_store_n(&recorder->awaited, 0, __ATOMIC_RELAXED);
+    if (op->error.status == DTRAIN_OK) {
+        recorder->good = op->serial;
+        return;
+    }
+    pthread_mutex_lock(&recorder->mutex);
+    if (recorder->failed <= recorder->good) {
+        recorder->failed = op->serial;
+        recorder->error = op->error;
+    }
+    pthread_mutex_unlock(&recorder->mutex);
+}
+
+/* What the rank of this recorder does now; 0 when it cannot be read. */
+static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
+{
+    dtrain__record record;
+    uint64_t serial = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    memset(out, 0, sizeof *out);
+    if (serial == 0)
+        return 1;
+    if (!dtrain__record_read(recorder, serial, &record))
+        return 0;
+    out->call = record.call;
+    out->state = record.ended_ns != 0 ? DTRAIN__LAST_ENDED : DTRAIN__LAST_UNDER_WAY;
+    out->awaited = record.ended_ns == 0 ? __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED) : record.awaited;
+    out->moved = record.moved_ns != 0;
+    out->status = record.status;
+    out->since_ms = record.ended_ns != 0 ? record.ended_ns : record.started_ns;
+    out->since_ms = ((uint64_t)dtrain__os_now_ns() - out->since_ms) / 1000000;
+    return 1;
+}
+
+/* The rank that a rank waits for, or waited for when it gave up at its deadline; or -1. */
+static int dtrain__last_awaits(const dtrain__last *last)
+{
+    int gave_up = last->state == DTRAIN__LAST_ENDED && last->status == DTRAIN_ERR_TIMEOUT;
+    return last->state == DTRAIN__LAST_UNDER_WAY || gave_up ? (int)last->awaited - 1 : -1;
+}
+
+/* What this rank's heartbeats carry. */
+static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capacity, int *awaits)
+{
+    dtrain_comm *comm = (dtrain_comm *)user;
+    dtrain__last last;
+    if (sizeof last > capacity || !dtrain__recorder_last(comm->recorder, &last))
+        return 0;
+    *awaits = dtrain__last_awaits(&last);
+    memcpy(out, &last, sizeof last);
+    return sizeof last;
+}
+
+/* What `rank` does, where that is known; of processes no older than the wait that began at since_ns. */
+static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
+{
+    dtrain__board *board = comm->transport.board;
+    int64_t age_ns = 0;
+    if (board != NULL) {
+        void *recorder = __atomic_load_n(&board->slots[rank].recorder, __ATOMIC_ACQUIRE);
+        return recorder != NULL && dtrain__recorder_last((dtrain__recorder *)recorder, out);
+    }
+    if (comm->socket == NULL ||
+        dtrain__socket_last(comm->socket, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
+        return 0;
+    out->since_ms += (uint64_t)(age_ns / 1000000);
+    return out->state <= DTRAIN__LAST_ENDED && out->awaited <= (uint64_t)comm->size;
+}
+
+/* "; rank 0 is in barrier #6 since 1.7 s, waiting for rank 2" */
+static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrain__last *last, int awaits, char *text,
+                                  size_t capacity)
+{
+    dtrain__text call = dtrain__call_text(&last->call);
+    const char *where = last->call.group == comm->group ? "" : " of another group";
+    double seconds = (double)last->since_ms * 1e-3;
+    int ended = last->state == DTRAIN__LAST_ENDED;
+    char then[48] = "";
+    if (awaits >= 0)
+        snprintf(then, sizeof then, ", %s for rank %d", ended ? "having waited" : "waiting", awaits);
+    if (last->state == DTRAIN__LAST_NONE)
+        snprintf(text, capacity, "; rank %d has called nothing yet", rank);
+    else if (ended)
+        snprintf(text, capacity, "; rank %d %s %s%s %.1f s ago and has called nothing since%s", rank,
+                 last->status == DTRAIN_OK ? "ended" : "gave up", call.text, where, seconds, then);
+    else
+        snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
+}
+
+/* What the awaited rank does, and so on along the ranks that wait for each other, as far as the text has room. */
+static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity)
+{
+    size_t used = 0;
+    int rank = op->awaited;
+    dtrain__last last;
+    text[0] = 0;
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        char does[288];
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
+            return;
+        int next = last.call.group == comm->group ? dtrain__last_awaits(&last) : -1;
+        dtrain__recorder_does(comm, rank, &last, next, does, sizeof does);
+        if (strlen(does) >= capacity - used)
+            return;
+        memcpy(text + used, does, strlen(does) + 1);
+        used += strlen(does);
+        rank = next;
+    }
+}
+
+/* Whether the awaited rank is in a call, or gave one up at its own deadline, that can never meet this one: another one
+ * of the same number, or a message where this is a collective (or the other way round), each waiting for the other and
+ * nothing of either moved. */
+static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
+{
+    dtrain__call mine = dtrain__recorder_call(comm, op);
+    int message = dtrain__call_is_message(&mine);
+    if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
+        (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
+         theirs->status != DTRAIN_ERR_MISMATCH))
+        return 0;
+    if (message != dtrain__call_is_message(&theirs->call))
+        return theirs->awaited == (uint64_t)comm->rank + 1 && !theirs->moved && !op->touched;
+    return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
+}
+
+/* The rank along those that wait for each other whose call contradicts this one, with its call; or -1. */
+static int dtrain__recorder_culprit(const dtrain_comm *comm, const dtrain__op *op, dtrain__last *out)
+{
+    int rank = op->awaited;
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, out))
+            return -1;
+        if (dtrain__recorder_contradicts(comm, op, out))
+            return rank;
+        rank = out->call.group == comm->group ? dtrain__last_awaits(out) : -1;
+    }
+    return -1;
+}
+
+/* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
+static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__text mine = dtrain__op_text(comm, op);
+    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
+    char reason[200] = "", does[400] = "";
+    dtrain__last last;
+    int culprit = dtrain__recorder_culprit(comm, op, &last);
+    if (culprit >= 0)
+        return dtrain__op_mismatch(comm, op, culprit, &last.call);
+    if (comm->socket != NULL)
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
+    dtrain__recorder_chain(comm, op, does, sizeof does);
+    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s", mine.text,
+                        comm->rank, seconds, op->awaited, does, reason,
+                        op->touched ? "data had moved, so the group is broken"
+                                    : "nothing had moved, so the call can be made again");
+}
+
+/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
+static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
+{
+    int64_t now;
+    if (op->awaited >= 0)
+        __atomic_store_n(&comm->recorder->awaited, (uint32_t)(op->awaited + 1), __ATOMIC_RELAXED);
+    if (op->deadline_ns == INT64_MAX)
+        return 0;
+    now = dtrain__os_now_ns();
+    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
+        op->deadline_ns - op->started_ns >= 1000000000) {
+        dtrain__text mine = dtrain__op_text(comm, op);
+        char does[400];
+        op->warned = 1;
+        dtrain__recorder_chain(comm, op, does, sizeof does);
+        dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
+                    (double)(now - op->started_ns) * 1e-9, op->awaited, does);
+    }
+    return now >= op->deadline_ns;
+}
+
+#endif
+
+/* ---- >>trace ----
+ * The recorder as a file that chrome://tracing and Perfetto load and tools/dtrace.c merges: one process a rank, one
+ * thread a group, one event an operation. Times are of CLOCK_MONOTONIC; otherData names a moment on it and on
+ * CLOCK_REALTIME, by which hosts are put side by side. Written beside the target and renamed when it is whole.
+ * Source: Trace Event Format, catapult project, JSON object format. */
+#ifndef DTRAIN__TRACE
+#define DTRAIN__TRACE
+
+#define DTRAIN__TRACE_FORMAT 1
+
+typedef struct dtrain__trace {
+    dtrain_comm *comm;
+    dtrain__json_writer json; /* of the event under way, in the recorder's text */
+    int fd;
+    int error; /* errno of the first write that went wrong; 0: none */
+    int64_t now;
+} dtrain__trace;
+
+static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t bytes)
+{
+    const unsigned char *at = (const unsigned char *)data;
+    while (bytes > 0 && trace->error == 0) {
+        ssize_t n = write(trace->fd, at, bytes);
+        if (n < 0 && errno != EINTR)
+            trace->error = errno;
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+}
+
+static void dtrain__trace_begin(dtrain__trace *trace)
+{
+    dtrain__json_write_start(&trace->json, trace->comm->recorder->text, DTRAIN__TRACE_TEXT_BYTES);
+    dtrain__json_begin(&trace->json, 1);
+}
+
+/* Writes the object that dtrain__trace_begin began, and what stands after it. */
+static void dtrain__trace_end(dtrain__trace *trace, const char *after)
+{
+    dtrain__json_end(&trace->json);
+    if (!dtrain__json_write_finish(&trace->json) && trace->error == 0)
+        trace->error = EOVERFLOW;
+    if (trace->error == 0)
+        dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
+    dtrain__trace_put(trace, after, strlen(after));
+}
+
+static void dtrain__trace_key(dtrain__trace *trace, const char *key)
+{
+    dtrain__json_write_key(&trace->json, key, strlen(key));
+}
+
+/* Error texts quote what users and systems call things: what is no UTF-8, or no character, becomes a question mark. */
+static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char *text)
+{
+    char clean[DTRAIN__ERROR_BYTES];
+    size_t length = strlen(text), at = 0;
+    length = length < sizeof clean ? length : sizeof clean - 1;
+    while (at < length) {
+        size_t step = dtrain__json_utf8((const unsigned char *)text + at, length - at);
+        int plain = step > 0 && (unsigned char)text[at] >= 0x20 && text[at] != 0x7f;
+        memcpy(clean + at, text + at, step > 0 ? step : 1);
+        if (!plain)
+            clean[at] = '?';
+        at += step > 0 ? step : 1;
+    }
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_string(&trace->json, clean, length);
+}
+
+static void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
+{
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_u64(&trace->json, value);
+}
+
+/* A value that may be missing. */
+static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
+{
+    dtrain__trace_key(trace, key);
+    if (is)
+        dtrain__json_write_u64(&trace->json, value);
+    else
+        dtrain__json_write_null(&trace->json);
+}
+
+/* Nanoseconds as microseconds, exactly. */
+static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_word(&trace->json, text);
+}
+
+/* What every event has; the caller goes on with its args. */
+static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
+{
+    dtrain__trace_begin(trace);
+    dtrain__trace_text(trace, "name", name);
+    dtrain__trace_text(trace, "ph", phase);
+    dtrain__trace_u64(trace, "pid", (uint64_t)trace->comm->rank);
+    dtrain__trace_u64(trace, "tid", trace->comm->group);
+}
+
+static void dtrain__trace_args(dtrain__trace *trace)
+{
+    dtrain__trace_key(trace, "args");
+    dtrain__json_begin(&trace->json, 1);
+}
+
+static void dtrain__trace_title(dtrain__trace *trace, const char *what, const char *title)
+{
+    dtrain__trace_event(trace, what, "M");
+    dtrain__trace_args(trace);
+    dtrain__trace_text(trace, "name", title);
+    dtrain__json_end(&trace->json);
+    dtrain__trace_end(trace, ",\n");
+}
+
+/* Whose file it is, and by which clocks. */
+static void dtrain__trace_head(dtrain__trace *trace)
+{
+    static const char open[] = "{\"displayTimeUnit\":\"ms\",\"otherData\":", events[] = ",\n\"traceEvents\":[\n";
+    dtrain_comm *comm = trace->comm;
+    dtrain__recorder *recorder = comm->recorder;
+    char host[64] = "?", title[128];
+    gethostname(host, sizeof host - 1);
+    dtrain__trace_put(trace, open, sizeof open - 1);
+    dtrain__trace_begin(trace);
+    dtrain__trace_u64(trace, "dtrain_trace", DTRAIN__TRACE_FORMAT);
+    dtrain__trace_u64(trace, "rank", (uint64_t)comm->rank);
+    dtrain__trace_u64(trace, "world_size", (uint64_t)comm->size);
+    dtrain__trace_u64(trace, "group", comm->group);
+    dtrain__trace_text(trace, "host", host);
+    dtrain__trace_u64(trace, "process", (uint64_t)comm->process);
+    dtrain__trace_u64(trace, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
+    dtrain__trace_u64(trace, "realtime_ns", (uint64_t)recorder->realtime_ns);
+    dtrain__trace_u64(trace, "written_ns", (uint64_t)trace->now);
+    dtrain__trace_u64(trace, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
+    dtrain__trace_u64(trace, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
+    dtrain__trace_end(trace, events);
+    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, (long)comm->process, host);
+    dtrain__trace_title(trace, "process_name", title);
+    snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
+    dtrain__trace_title(trace, "thread_name", title);
+}
+
+/* The call of an operation, and how it went. */
+static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
+{
+    const dtrain__call *call = &record->call;
+    int message = dtrain__call_is_message(call), typed = call->kind != DTRAIN__BARRIER;
+    unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
+    dtrain__trace_args(trace);
+    dtrain__trace_text(trace, "call", dtrain__kind_name(call->kind));
+    dtrain__trace_u64(trace, "number", call->number);
+    dtrain__trace_text(trace, "text", dtrain__call_text(call).text);
+    dtrain__trace_text(trace, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
+    dtrain__trace_u64(trace, "count", call->count);
+    dtrain__trace_u64(trace, "bytes", call->count * (bits / 8));
+    dtrain__trace_text(trace, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
+    dtrain__trace_maybe(trace, "root", !message, call->root);
+    dtrain__trace_maybe(trace, "peer", message, call->root);
+    dtrain__trace_text(trace, "algorithm", dtrain__algorithm_name(call->algorithm));
+    dtrain__trace_key(trace, "async");
+    dtrain__json_write_bool(&trace->json, record->async != 0);
+    dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
+    dtrain__trace_u64(trace, "serial", serial);
+    dtrain__trace_u64(trace, "called_ns", record->called_ns);
+    dtrain__trace_u64(trace, "started_ns", record->started_ns);
+    dtrain__trace_maybe(trace, "moved_ns", record->moved_ns != 0, record->moved_ns);
+    dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
+    dtrain__trace_text(trace, "status",
+                       record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
+    if (serial == trace->comm->recorder->failed)
+        dtrain__trace_text(trace, "error", trace->comm->recorder->error.text);
+    dtrain__json_end(&trace->json);
+}
+
+static void dtrain__trace_operations(dtrain__trace *trace)
+{
+    dtrain__recorder *recorder = trace->comm->recorder;
+    uint64_t last = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    uint64_t serial = last > DTRAIN__RECORDS ? last - DTRAIN__RECORDS + 1 : 1;
+    for (; serial <= last; serial++) {
+        dtrain__record record;
+        char name[64];
+        if (!dtrain__record_read(recorder, serial, &record))
+            continue;
+        if (record.ended_ns == 0 && serial == last)
+            record.awaited = __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+        uint64_t ended = record.ended_ns != 0 ? record.ended_ns : (uint64_t)trace->now;
+        snprintf(name, sizeof name, "%s #%llu", dtrain__kind_name(record.call.kind),
+                 (unsigned long long)record.call.number);
+        dtrain__trace_event(trace, name, "X");
+        dtrain__trace_text(trace, "cat", dtrain__call_is_message(&record.call) ? "message" : "collective");
+        dtrain__trace_us(trace, "ts", record.started_ns);
+        dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
+        dtrain__trace_call(trace, serial, &record);
+        dtrain__trace_end(trace, ",\n");
+    }
+    dtrain__trace_event(trace, "written", "i");
+    dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+    dtrain__trace_end(trace, "\n]}\n");
+}
+
+/* Writes the file; the caller holds the recorder's mutex, and the path is not too long. */
+static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    dtrain__trace trace;
+    memset(&trace, 0, sizeof trace);
+    trace.comm = comm;
+    trace.now = dtrain__os_now_ns();
+    snprintf(recorder->beside, sizeof recorder->beside, "%s.%ld-%llu-%d.part", path, (long)getpid(),
+             (unsigned long long)comm->group, comm->rank);
+    unlink(recorder->beside); /* of a process that had this number before */
+    trace.fd = open(recorder->beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (trace.fd < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
+                            strerror(errno));
+    dtrain__trace_head(&trace);
+    dtrain__trace_operations(&trace);
+    if (trace.error == 0 && fsync(trace.fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
+        trace.error = errno;
+    if (close(trace.fd) != 0 && trace.error == 0)
+        trace.error = errno;
+    if (trace.error == 0 && rename(recorder->beside, path) != 0)
+        trace.error = errno;
+    if (trace.error == 0)
+        return DTRAIN_OK;
+    unlink(recorder->beside);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s; what was there is still",
+                        comm->rank, path, strerror(trace.error));
+}
+
+DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
+{
+    size_t bytes = path != NULL ? strlen(path) : 0;
+    dtrain_status status;
+    if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
+                            DTRAIN__TRACE_PATH_BYTES - 1, bytes);
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_trace: process %ld made this group, and this is its forked child %ld; call it there",
+                            (long)comm->process, (long)getpid());
+    pthread_mutex_lock(&comm->recorder->mutex);
+    status = dtrain__trace_write(comm, path);
+    pthread_mutex_unlock(&comm->recorder->mutex);
+    return status;
+}
+
+/* Keeps the prefix of the failure file, the desc's or the environment's. */
+static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
+{
+    const char *from = prefix != NULL ? "desc.trace_on_failure" : "DTRAIN_TRACE";
+    if (prefix == NULL)
+        prefix = getenv("DTRAIN_TRACE");
+    if (prefix == NULL)
+        prefix = "";
+    if (strlen(prefix) >= sizeof comm->recorder->prefix)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "rank %d: %s has %zu bytes; at most %d are possible", comm->rank,
+                            from, strlen(prefix), DTRAIN__TRACE_PATH_BYTES - 1);
+    snprintf(comm->recorder->prefix, sizeof comm->recorder->prefix, "%s", prefix);
+    comm->desc.trace_on_failure = comm->recorder->prefix;
+    return DTRAIN_OK;
+}
+
+/* Writes the failure file when the operation's error is more than a deadline after which it can be called again. */
+static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    dtrain__error kept = dtrain__thread_error;
+    if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched))
+        return;
+    pthread_mutex_lock(&recorder->mutex);
+    if (!recorder->written) {
+        char group[40] = "";
+        recorder->written = 1;
+        if (comm->group != 0)
+            snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
+        snprintf(recorder->path, sizeof recorder->path, "%s%s.rank-%d.json", recorder->prefix, group, comm->rank);
+        if (dtrain__trace_write(comm, recorder->path) != DTRAIN_OK)
+            dtrain__log(DTRAIN_LOG_WARN, "%s", dtrain__thread_error.text);
+        else
+            dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, recorder->path);
+    }
+    pthread_mutex_unlock(&recorder->mutex);
+    dtrain__thread_error = kept;
 }
 
 #endif
@@ -7823,6 +9111,10 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    /* In a Slurm job mpirun hands on the variables of the task that it runs in itself, the same to all its ranks; srun
+     * sets neither of these two. */
+    int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
+                (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
     place->world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
@@ -7831,7 +9123,7 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
-    if (dtrain__place_get("SLURM_PROCID") != NULL)
+    if (!inner && dtrain__place_get("SLURM_PROCID") != NULL)
         return dtrain__place_pair(place, "SLURM_PROCID", tasks);
     *launcher = DTRAIN__LAUNCHER_OPENMPI;
     if (dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL)
@@ -7879,7 +9171,9 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 {
     const char *base = dtrain__place_get("TMPDIR");
     struct stat what;
-    snprintf(out, capacity, "%.60s/dtrain-%lu", base != NULL ? base : "/tmp", (unsigned long)getuid());
+    if (base == NULL || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)getuid());
     if (mkdir(out, 0700) != 0 && errno != EEXIST)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
     if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != getuid() || (what.st_mode & 077) != 0)
@@ -7891,12 +9185,14 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 /* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
-    char directory[128], name[48];
+    char directory[128], name[32];
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
         local != place->world_size)
         return DTRAIN_OK;
+    if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
+        job += strlen(job) - (sizeof name - 1);
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
         name[n] =
             (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') || (job[n] >= 'A' && job[n] <= 'Z')
@@ -8116,28 +9412,45 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     size_t bytes = dtrain__op_bytes(op);
     if (op->kind == DTRAIN__BARRIER)
         return 1;
-    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST) && bytes <= DTRAIN__POST_INLINE_BYTES &&
-           bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
+           bytes <= DTRAIN__POST_INLINE_BYTES && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
 }
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    return &comm->transport.board->slots[rank].posts[op->number & 1];
+    return &comm->transport.board->slots[rank].posts[op->turn & 1];
+}
+
+/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
+static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t bytes = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
+        return 1;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t end = (comm->parts[rank].begin + comm->parts[rank].count) * (dtrain_dtype_bits(op->dtype) / 8);
+        bytes = comm->parts[rank].count > 0 && end > bytes ? end : bytes;
+    }
+    if (!dtrain__comm_reserve(comm, op, bytes))
+        return 0;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+    return 1;
 }
 
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    dtrain__call call;
-    dtrain__post *post;
-    post = dtrain__fused_post_of(comm, op, comm->rank);
-    call = dtrain__op_call(comm, op);
+    dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     memcpy(post->call, &call, sizeof post->call);
-    post->in = op->in;
+    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
+    post->counts = op->counts;
+    post->offsets = op->offsets;
     if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
         memcpy(post->data, op->in, dtrain__op_bytes(op));
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -8146,7 +9459,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
     uint64_t word = __atomic_load_n(&comm->transport.board->slots[peer].arrived, __ATOMIC_SEQ_CST);
-    return word == 2 * op->number || word / 2 > op->number;
+    return word == 2 * op->turn || word / 2 > op->turn;
 }
 
 /* Ends the operation with the board broken: first makes sure that no peer is inside its buffers. */
@@ -8161,7 +9474,7 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 /* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
 static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__call mine = dtrain__op_call(comm, op), first, other;
+    dtrain__call mine = dtrain__op_call(comm, op, 0), first, other;
     memcpy(&first, dtrain__fused_post_of(comm, op, 0)->call, sizeof first);
     for (int peer = 1; peer < comm->size; peer++) {
         memcpy(&other, dtrain__fused_post_of(comm, op, peer)->call, sizeof other);
@@ -8176,11 +9489,45 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Where in `rank`'s input the elements for this rank begin, and how many it gives. */
+static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+    dtrain__extent given = comm->parts[comm->rank];
+    if (op->kind == DTRAIN__ALL_GATHER)
+        given.begin = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return given;
+    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
+    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
+        given.begin += post->counts[to];
+    given.count = post->counts[comm->rank];
+    return given;
+}
+
+/* Says whether each two ranks of an uneven all-to-all agree on what goes between them, as far as this rank is one
+ * of them. The rest will go on, so that the group ends where not. */
+static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
+        size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
+        if (gives == awaits)
+            continue;
+        dtrain__op_uneven(comm, op, peer, comm->rank, gives * width, awaits * width);
+        dtrain__board_break(comm->transport.board, &op->error);
+        dtrain__board_revoke(comm->transport.board, comm->rank);
+        return 0;
+    }
+    return 1;
+}
+
 static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 {
+    int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
         memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
-    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0)
+    if (!folds || op->count == 0)
         return;
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
@@ -8191,14 +9538,14 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    __atomic_store_n(&slot->arrived, 2 * op->number + 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
             op->awaited = peer;
             dtrain__op_expire(comm, op);
             return 1;
         }
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     return 0;
 }
@@ -8224,55 +9571,91 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             return 0;
     op->awaited = -1;
     comm->number = op->number;
-    if (!dtrain__fused_agree(comm, op))
+    comm->turn = op->turn;
+    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
         return 1;
     if (dtrain__fused_inline(comm, op)) {
         dtrain__fused_small(comm, op);
         return 1;
     }
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     op->phase = DTRAIN__FUSED_BODY;
     return 0;
 }
 
-/* Folds elements [begin, begin + n) of all inputs, into every rank's output or into this rank's shard. */
-static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n, size_t shard_begin)
+/* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
+static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
+    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
         comm->ins[rank] = (const unsigned char *)post->in + begin * width;
-        comm->outs[rank] = op->kind == DTRAIN__ALL_REDUCE ? (unsigned char *)post->out + begin * width : NULL;
+        if (op->kind == DTRAIN__ALL_REDUCE)
+            comm->outs[rank] = (unsigned char *)post->out + offset * width;
     }
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        comm->outs[0] = (unsigned char *)op->out + (begin - shard_begin) * width;
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs,
-                 op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1, 0, n);
+    if (outs == 1)
+        comm->outs[0] =
+            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
+            offset * width;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
 }
 
-/* Copies the part of [begin, begin + n) of this rank's output that lies in `rank`'s shard. */
-static void dtrain__fused_copy_shard(dtrain_comm *comm, dtrain__op *op, int rank, size_t begin, size_t n)
+/* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
+static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, low, shard = dtrain_split(op->count, comm->size, rank, &low);
-    size_t from = begin > low ? begin : low, to = begin + n < low + shard ? begin + n : low + shard;
-    const unsigned char *source = (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in;
-    unsigned char *target = (unsigned char *)op->out;
-    if (from < to && source != target + low * width)
-        memcpy(target + from * width, source + (from - low) * width, (to - from) * width);
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, before = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
+        size_t low = from > before ? from : before, end = before + part->count;
+        end = end < from + n ? end : from + n;
+        if (low < end) {
+            size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
+            const unsigned char *source =
+                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
+            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
+            if (source != target)
+                memcpy(target, source, (end - low) * width);
+        }
+        before += part->count;
+    }
 }
 
-/* This rank's part of the work, in elements: its own shard for reductions, everything for copies. All-reduce
- * cuts at cache lines, so that no two ranks write one line. */
+/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
+static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, part = comm->parts[comm->rank].begin;
+    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
+    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
+    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
+    if (op->kind == DTRAIN__SCATTER)
+        source += part * width;
+    else if (op->kind == DTRAIN__GATHER)
+        target += part * width;
+    if (source != target)
+        memcpy(target + from * width, source + from * width, n * width);
+}
+
+/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so that no two
+ * ranks write one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
-    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n;
+    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n, total = 0;
     *begin = 0;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        return dtrain_split(op->count, comm->size, comm->rank, begin);
-    if (op->kind == DTRAIN__BROADCAST && op->root == comm->rank)
-        return 0;
-    if (op->kind != DTRAIN__ALL_REDUCE)
-        return op->count;
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
+    case DTRAIN__GATHER:
+    case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
+    case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
+    case DTRAIN__ALL_GATHER: return op->count;
+    case DTRAIN__ALL_TO_ALL:
+        for (int rank = 0; rank < comm->size; rank++)
+            total += comm->others[rank].count;
+        return total;
+    default: break;
+    }
     n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
     end = (*begin + n) * line;
     *begin *= line;
@@ -8291,20 +9674,18 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
         if (!dtrain__board_enter(board, comm->rank))
             return dtrain__fused_end_broken(comm, op);
-        if (op->kind == DTRAIN__BROADCAST)
-            memcpy((unsigned char *)op->out + from * width,
-                   (const unsigned char *)dtrain__fused_post_of(comm, op, op->root)->in + from * width, n * width);
-        else if (op->kind == DTRAIN__ALL_GATHER)
-            for (int rank = 0; rank < comm->size; rank++)
-                dtrain__fused_copy_shard(comm, op, rank, from, n);
+        if (dtrain__op_reduces(op))
+            dtrain__fused_reduce(comm, op, from, n);
+        else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
+            dtrain__fused_collect(comm, op, from, n);
         else
-            dtrain__fused_reduce(comm, op, from, n, begin);
+            dtrain__fused_copy(comm, op, from, n);
         dtrain__board_leave(board, comm->rank);
         op->at += n;
         if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
             return 0;
     }
-    __atomic_store_n(&board->slots[comm->rank].finished, op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&board->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
@@ -8316,7 +9697,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
     dtrain__board *board = comm->transport.board;
     for (int peer = (int)op->at; peer < comm->size; peer++) {
         int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->number)
+        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
@@ -8332,8 +9713,12 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
 {
     if (op->phase == DTRAIN__FUSED_POST) {
         op->number = comm->number + 1;
+        op->turn = comm->turn + 1;
         if (dtrain__board_broken(comm->transport.board))
             return dtrain__fused_end_broken(comm, op);
+        dtrain__op_layout(comm, op);
+        if (!dtrain__fused_lend(comm, op))
+            return 1;
         dtrain__fused_post(comm, op);
     }
     if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))
@@ -8356,18 +9741,19 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 
 #endif
 
-/* ---- >>plan ----
- * What a collective over messages consists of: step k of an operation, computed from nothing but the call, so
- * that an operation can stop anywhere and go on later. A step is at most one message out and one in. */
-#ifndef DTRAIN__PLAN
-#define DTRAIN__PLAN
+/* ---- >>step ----
+ * What collectives over messages are made of: a step is at most one message out and one in. A plan computes step k
+ * of an operation from nothing but the call, so that an operation can stop anywhere and go on later. Here are the
+ * step itself and what all plans share; each plan has a file of its own and >>plan chooses between them. */
+#ifndef DTRAIN__STEP
+#define DTRAIN__STEP
 
 #ifndef DTRAIN__BLOCK_BYTES
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 #ifndef DTRAIN__MESSAGE_CHUNK
-#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; a multiple of every element */
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
 #endif
 
 typedef struct dtrain__step {
@@ -8379,37 +9765,31 @@ typedef struct dtrain__step {
     size_t recv_bytes;
     void *fold; /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
-    int fold_early; /* nothing of it is still to be sent: folds while more arrives */
-    int ahead;      /* may be sent before the step before it has been received */
-    uint64_t tag;   /* the same at both ends of a message */
+    int fold_early;           /* nothing of it is still to be sent: folds while more arrives */
+    int ahead;                /* may be sent before the step before it has been received */
+    uint64_t tag_out, tag_in; /* the same at both ends of a message */
+    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* done before any of it moves; may be NULL */
 } dtrain__step;
 
-/* Where partial sums are kept, all of them in the partial dtype. */
-static dtrain_dtype dtrain__message_dtype(const dtrain__op *op)
+/* Ranks in a row of their own: every stride-th from first on. */
+typedef struct dtrain__line {
+    int index; /* of this rank in it */
+    int size, first, stride;
+} dtrain__line;
+
+static int dtrain__line_rank(const dtrain__line *line, int index)
 {
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    return reduces ? dtrain__fold_partial(op->dtype) : op->dtype;
+    return line->first + index * line->stride;
 }
 
-static size_t dtrain__message_width(const dtrain__op *op)
+static dtrain__line dtrain__line_of(const dtrain_comm *comm)
 {
-    return dtrain_dtype_bits(dtrain__message_dtype(op)) / 8;
+    dtrain__line line = {comm->rank, comm->size, 0, 1};
+    return line;
 }
 
-/* scratch = [this rank's partial sums, unless they are in out | what was received]; both begin on a cache line. */
-static size_t dtrain__message_half(const dtrain__op *op)
-{
-    return (op->count * dtrain__message_width(op) + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
-}
-
-/* Where this rank's partial sums of the whole vector are: in out itself, where they fit. */
-static unsigned char *dtrain__message_held(const dtrain_comm *comm, const dtrain__op *op)
-{
-    int fits = op->kind == DTRAIN__ALL_REDUCE && dtrain__message_dtype(op) == op->dtype;
-    return fits ? (unsigned char *)op->out : comm->scratch;
-}
-
-static int dtrain__message_levels(int size)
+/* The number of bits that ranks below size have. */
+static int dtrain__step_levels(int size)
 {
     int levels = 0;
     while ((1 << levels) < size)
@@ -8417,71 +9797,301 @@ static int dtrain__message_levels(int size)
     return levels;
 }
 
-/* Up the binomial tree, whose sums are those of the balanced tree, then down again. */
-static int dtrain__plan_tree(const dtrain_comm *comm, const dtrain__op *op, int k, int root, int up,
-                             unsigned char *held, unsigned char *recv, dtrain__step *step)
+static int dtrain__step_power_of_two(int size)
 {
-    int levels = dtrain__message_levels(comm->size);
-    int rank = (comm->rank - root + comm->size) % comm->size, down = !up || k >= levels;
-    int level = !down ? k : (up ? 2 * levels : levels) - 1 - k;
-    size_t bytes = op->count * dtrain__message_width(op);
-    if (level < 0)
-        return 0;
-    int distance = 1 << level, low = rank % (2 * distance) == 0 && rank + distance < comm->size;
-    int high = rank % (2 * distance) == distance;
-    int peer = ((low ? rank + distance : rank - distance) + root) % comm->size;
-    if ((down && low) || (!down && high)) {
-        step->to = peer;
-        step->send = held;
-        step->send_bytes = bytes;
-    }
-    if ((down && high) || (!down && low)) {
-        step->from = peer;
-        step->recv = down ? held : recv;
-        step->recv_bytes = bytes;
-        step->fold = down ? NULL : held;
-        step->fold_count = op->count;
-    }
-    return 1;
+    return (size & (size - 1)) == 0;
 }
 
-static int dtrain__plan_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, unsigned char *held,
-                                 unsigned char *recv, dtrain__step *step)
+/* Where partial sums are kept, all of them in the partial dtype. */
+static dtrain_dtype dtrain__step_dtype(const dtrain__op *op)
 {
-    if (k >= dtrain__message_levels(comm->size))
-        return 0;
-    step->to = step->from = comm->rank ^ (1 << k);
-    step->send_first = comm->rank < step->to;
-    step->send = held;
-    step->recv = recv;
-    step->send_bytes = step->recv_bytes = op->count * dtrain__message_width(op);
+    return dtrain__op_reduces(op) ? dtrain__fold_partial(op->dtype) : op->dtype;
+}
+
+static size_t dtrain__step_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(dtrain__step_dtype(op)) / 8;
+}
+
+/* Of elements as the caller has them. */
+static size_t dtrain__step_out_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(op->dtype) / 8;
+}
+
+static size_t dtrain__step_line(size_t bytes)
+{
+    return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+/* Plans that keep partial sums of the whole vector have scratch = [these, unless they are in out | what was received].
+ */
+static size_t dtrain__step_half(const dtrain__op *op)
+{
+    return dtrain__step_line(op->count * dtrain__step_width(op));
+}
+
+static int dtrain__step_holds_in_out(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE && dtrain__step_dtype(op) == op->dtype;
+}
+
+static unsigned char *dtrain__step_held(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__step_holds_in_out(op) ? (unsigned char *)op->out : comm->scratch;
+}
+
+static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));
+}
+
+static size_t dtrain__step_whole_scratch(const dtrain__op *op)
+{
+    return (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op);
+}
+
+static void dtrain__step_send(dtrain__step *step, int to, const unsigned char *data, size_t bytes)
+{
+    step->to = to;
+    step->send = data;
+    step->send_bytes = bytes;
+}
+
+static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data, size_t bytes)
+{
+    step->from = from;
+    step->recv = data;
+    step->recv_bytes = bytes;
+}
+
+/* Receives partial sums of `count` elements and folds them into held. */
+static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
+{
+    dtrain__step_recv(step, from, data, count * width);
     step->fold = held;
-    step->fold_count = op->count;
+    step->fold_count = count;
+}
+
+/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
+{
+    dtrain_dtype partial = dtrain__step_dtype(op);
+    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    if (partial != op->dtype)
+        dtrain_convert(in, op->dtype, out, partial, count);
+    else if (in != out && count > 0)
+        memcpy(out, in, count * dtrain__step_width(op));
+}
+
+#endif
+
+/* ---- >>tree ----
+ * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling,
+ * node by node. Every sum is one of the balanced tree's, except where ranks of a node are no power of two. And the
+ * double binary tree, which has an order of its own.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; double tree: Sanders, Speck, Traeff, Parallel Computing
+ * 35(12), 2009. */
+#ifndef DTRAIN__TREE
+#define DTRAIN__TREE
+
+/* One level of the binomial tree over a line rotated so that root comes first: pairs at a distance of 2^level. */
+static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int root,
+                               int level, int down, dtrain__step *step)
+{
+    size_t width = dtrain__step_width(op);
+    int index = (line->index - root + line->size) % line->size, distance = 1 << level;
+    int low = index % (2 * distance) == 0 && index + distance < line->size;
+    int high = index % (2 * distance) == distance;
+    int other = ((low ? index + distance : index - distance) + root) % line->size;
+    int peer = dtrain__line_rank(line, other);
+    unsigned char *held = op->kind == DTRAIN__BROADCAST ? (unsigned char *)op->out : dtrain__step_held(comm, op);
+    if ((down && low) || (!down && high))
+        dtrain__step_send(step, peer, held, op->count * width);
+    else if (down && high)
+        dtrain__step_recv(step, peer, held, op->count * width);
+    else if (low)
+        dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, width);
+}
+
+static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int level,
+                                dtrain__step *step)
+{
+    int peer = dtrain__line_rank(line, line->index ^ (1 << level));
+    unsigned char *held = dtrain__step_held(comm, op);
+    dtrain__step_send(step, peer, held, op->count * dtrain__step_width(op));
+    dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, dtrain__step_width(op));
+    step->send_first = comm->rank < peer;
+}
+
+/* Up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from rank 0 to its root
+ * unless any order will do. */
+static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__line line = dtrain__line_of(comm);
+    int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
+    if (op->kind == DTRAIN__BROADCAST) {
+        if (k < levels)
+            dtrain__tree_level(comm, op, &line, op->root, levels - 1 - k, 1, step);
+        return k < levels;
+    }
+    if (op->kind == DTRAIN__REDUCE) {
+        if (k < levels)
+            dtrain__tree_level(comm, op, &line, any ? op->root : 0, k, 0, step);
+        else if (k == levels && !any && op->root != 0 && comm->rank == 0)
+            dtrain__step_send(step, op->root, dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
+        else if (k == levels && !any && op->root != 0 && comm->rank == op->root)
+            dtrain__step_recv(step, 0, dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
+        return k <= levels;
+    }
+    if (k < 2 * levels)
+        dtrain__tree_level(comm, op, &line, 0, k < levels ? k : 2 * levels - 1 - k, k >= levels, step);
+    return k < 2 * levels;
+}
+
+static int dtrain__tree_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__line line = dtrain__line_of(comm);
+    if (k >= dtrain__step_levels(comm->size))
+        return 0;
+    dtrain__tree_double(comm, op, &line, k, step);
     return 1;
 }
 
-/* Step k of a ring: sends block rank + shift - k to the right and receives the one before it from the left. */
-static int dtrain__plan_ring(const dtrain_comm *comm, const dtrain__op *op, int k, int reduce, unsigned char *held,
-                             unsigned char *recv, dtrain__step *step)
+/* To the first rank of each node, between these, and back. */
+static int dtrain__tree_nodes(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    int n = comm->size, steps = n - 1, gather = !reduce || k >= steps;
-    int shift = reduce && gather ? 1 : 0, turn = reduce && gather ? k - steps : k;
-    size_t width = dtrain__message_width(op), out, in, out_count, in_count;
-    if (k >= (reduce ? 2 * steps : steps))
+    int ranks = comm->node_ranks, first = comm->rank - comm->rank % ranks, nodes = (comm->size + ranks - 1) / ranks;
+    int here = comm->size - first < ranks ? comm->size - first : ranks;
+    dtrain__line inner = {comm->rank - first, here, first, 1}, outer = {comm->rank / ranks, nodes, 0, ranks};
+    int in = dtrain__step_levels(ranks), out = dtrain__step_levels(nodes);
+    int doubles = dtrain__step_power_of_two(nodes), between = doubles ? out : 2 * out;
+    if (k >= 2 * in + between)
         return 0;
-    out_count = dtrain_split(op->count, n, (comm->rank + shift - turn + 2 * n) % n, &out);
-    in_count = dtrain_split(op->count, n, (comm->rank + shift - turn - 1 + 2 * n) % n, &in);
-    step->to = (comm->rank + 1) % n;
-    step->from = (comm->rank + n - 1) % n;
-    step->send_first = comm->rank % 2 == 0;
-    step->send = held + out * width;
-    step->send_bytes = out_count * width;
-    step->recv = gather ? held + in * width : recv;
-    step->recv_bytes = in_count * width;
-    step->fold = gather ? NULL : held + in * width;
-    step->fold_count = in_count;
+    if (k < in)
+        dtrain__tree_level(comm, op, &inner, 0, k, 0, step);
+    else if (k >= in + between)
+        dtrain__tree_level(comm, op, &inner, 0, 2 * in + between - 1 - k, 1, step);
+    else if (comm->rank == first && doubles)
+        dtrain__tree_double(comm, op, &outer, k - in, step);
+    else if (comm->rank == first)
+        dtrain__tree_level(comm, op, &outer, 0, k - in < out ? k - in : 2 * out - 1 - (k - in), k - in >= out, step);
     return 1;
 }
+
+/* A rank's neighbours in the binary tree whose in-order walk is the ranks; -1: none. */
+typedef struct dtrain__branch {
+    int parent, child[2];
+} dtrain__branch;
+
+static dtrain__branch dtrain__tree_branch(int index, int size)
+{
+    dtrain__branch branch = {-1, {-1, -1}};
+    int bit = 1, below;
+    while (bit < size && (index & bit) == 0)
+        bit *= 2;
+    if (index > 0) {
+        branch.parent = (index ^ bit) | (2 * bit);
+        if (branch.parent >= size)
+            branch.parent = index ^ bit;
+        branch.child[0] = bit > 1 ? index - bit / 2 : -1;
+    }
+    for (below = bit / 2; below > 0 && index + below >= size;)
+        below /= 2;
+    if (below > 0)
+        branch.child[1] = index + below;
+    return branch;
+}
+
+/* Pieces go alternately up and down two trees; who is inside one is a leaf of the other, or nearly. */
+static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_width(op), most = DTRAIN__BLOCK_BYTES / width, begin, n;
+    size_t pieces = op->count / most + 1, index = (size_t)k / 3 % pieces;
+    int down = (size_t)k >= 3 * pieces, mirror = index % 2 == 1, turn = k % 3, size = comm->size, peer;
+    if ((size_t)k >= 6 * pieces)
+        return 0;
+    dtrain__branch branch = dtrain__tree_branch(mirror ? size - 1 - comm->rank : comm->rank, size);
+    begin = index * most;
+    n = op->count - begin < most ? op->count - begin : most;
+    unsigned char *held = dtrain__step_held(comm, op) + begin * width;
+    peer = (down ? turn == 0 : turn == 2) ? branch.parent : branch.child[down ? turn - 1 : turn];
+    if (peer < 0)
+        return 1;
+    peer = mirror ? size - 1 - peer : peer;
+    if (down ? turn > 0 : turn == 2)
+        dtrain__step_send(step, peer, held, n * width);
+    else if (down)
+        dtrain__step_recv(step, peer, held, n * width);
+    else
+        dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, n, width);
+    step->tag_out = step->tag_in = index << 1 | (uint64_t)down;
+    return 1;
+}
+
+#endif
+
+/* ---- >>ring ----
+ * Plans in which every rank sends to its right neighbour and receives from its left one only, at full bandwidth:
+ * reductions in an order of their own, all-gather, and broadcast in pieces.
+ *
+ * Source: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. */
+#ifndef DTRAIN__RING
+#define DTRAIN__RING
+
+/* Step k: block rank - k - 1 goes to the right, the one before it comes from the left and is folded, until this
+ * rank's own is complete; then complete blocks go round. An all-gather does the second half, a reduce-scatter the
+ * first. */
+static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int n = comm->size, reduces = dtrain__op_reduces(op), gathers = !reduces || k >= n - 1;
+    int turn = gathers && reduces ? k - (n - 1) : k, shift = gathers ? 0 : 1;
+    size_t width = dtrain__step_width(op);
+    unsigned char *held = reduces ? dtrain__step_held(comm, op) : (unsigned char *)op->out;
+    if (k >= (op->kind == DTRAIN__ALL_REDUCE ? 2 : 1) * (n - 1))
+        return 0;
+    const dtrain__extent *out = &comm->parts[(comm->rank - shift - turn + 2 * n) % n];
+    const dtrain__extent *in = &comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
+    int left = (comm->rank + n - 1) % n;
+    dtrain__step_send(step, (comm->rank + 1) % n, held + out->begin * width, out->count * width);
+    if (gathers)
+        dtrain__step_recv(step, left, held + in->begin * width, in->count * width);
+    else
+        dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in->begin * width, in->count, width);
+    step->send_first = comm->rank % 2 == 0;
+    return 1;
+}
+
+/* A broadcast in pieces from rank to rank: step k takes in piece k and sends on the one before it. */
+static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
+    size_t pieces = op->count > 0 ? (op->count - 1) / most + 1 : 1;
+    int index = (comm->rank - op->root + comm->size) % comm->size;
+    unsigned char *data = (unsigned char *)op->out;
+    step->send_first = 1;
+    if (at < pieces && index > 0) {
+        size_t n = op->count - at * most < most ? op->count - at * most : most;
+        dtrain__step_recv(step, (comm->rank + comm->size - 1) % comm->size, data + at * most * width, n * width);
+        step->tag_in = at;
+    }
+    if (at > 0 && at <= pieces && index < comm->size - 1) {
+        size_t n = op->count - (at - 1) * most < most ? op->count - (at - 1) * most : most;
+        dtrain__step_send(step, (comm->rank + 1) % comm->size, data + (at - 1) * most * width, n * width);
+        step->tag_out = at - 1;
+    }
+    return at <= pieces;
+}
+
+#endif
+
+/* ---- >>halving ----
+ * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
+#ifndef DTRAIN__HALVING_PLAN
+#define DTRAIN__HALVING_PLAN
 
 /* Rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
 typedef struct dtrain__blocks {
@@ -8491,7 +10101,7 @@ typedef struct dtrain__blocks {
     int previous_size;       /* of the one before; 0: none */
 } dtrain__blocks;
 
-static dtrain__blocks dtrain__plan_blocks(int rank, int ranks)
+static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
 {
     dtrain__blocks blocks = {0, 1, 0, 0, 0, 0};
     for (;;) {
@@ -8518,7 +10128,7 @@ typedef struct dtrain__part {
 
 /* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
  * lines of the output, whatever the partial sums are. */
-static dtrain__part dtrain__plan_half(int index, int halvings, size_t n)
+static dtrain__part dtrain__halving_part(int index, int halvings, size_t n)
 {
     dtrain__part range = {0, n};
     for (int level = 0; level < halvings; level++) {
@@ -8545,21 +10155,21 @@ typedef struct dtrain__halving {
 } dtrain__halving;
 
 /* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
-static size_t dtrain__plan_piece(const dtrain_comm *comm, const dtrain__op *op)
+static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
-    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__step_width(op);
     pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
     return (op->count / (2 * pairs) / 64 + 1) * 64;
 }
 
 /* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
  * nothing later than the one before the last. */
-static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
+static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, piece = dtrain__plan_piece(comm, op), pair, turn, index;
+    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op), pair, turn, index;
     int peers;
-    at->blocks = dtrain__plan_blocks(comm->rank, comm->size);
+    at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
     peers = at->blocks.previous_size / at->blocks.size;
     at->up = at->blocks.levels + (at->blocks.next_size > 0);
     at->down = at->up + peers;
@@ -8576,112 +10186,542 @@ static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, siz
     at->n = op->count - at->begin < piece ? op->count - at->begin : piece;
     at->out = (unsigned char *)op->out + at->begin * width;
     at->recv = comm->scratch;
-    at->held = dtrain__message_dtype(op) == op->dtype
+    at->held = dtrain__step_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__message_width(op);
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__step_width(op);
     return 1;
 }
 
-static void dtrain__plan_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
+static void dtrain__halving_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
 {
-    step->to = to;
-    step->send = base + range.begin * width;
-    step->send_bytes = (range.end - range.begin) * width;
+    dtrain__step_send(step, to, base + range.begin * width, (range.end - range.begin) * width);
 }
 
-static void dtrain__plan_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
+static void dtrain__halving_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
 {
-    step->from = from;
-    step->recv = base + range.begin * width;
-    step->recv_bytes = (range.end - range.begin) * width;
+    dtrain__step_recv(step, from, base + range.begin * width, (range.end - range.begin) * width);
 }
 
-static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range, size_t width)
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
+                                 size_t width)
 {
     dtrain__part all = {0, range.end - range.begin};
-    dtrain__plan_recv(step, from, at->recv, all, width);
+    dtrain__halving_recv(step, from, at->recv, all, width);
     step->fold = at->held + range.begin * width;
     step->fold_count = all.end;
     step->fold_early = 1;
 }
 
 /* Between binary blocks: the smaller one's partial sums go up to the larger one, the results come down again. */
-static void dtrain__plan_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
+static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
 {
     const dtrain__blocks *b = &at->blocks;
-    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
-    dtrain__part mine = dtrain__plan_half(b->index, b->levels, at->n);
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    dtrain__part mine = dtrain__halving_part(b->index, b->levels, at->n);
     int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
     int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
     int index = b->index + turn * b->size, levels = 0, previous = b->first - b->previous_size + index;
     while ((1 << levels) < b->previous_size)
         levels++;
     if (at->step < at->up)
-        dtrain__plan_fold(step, next, at, mine, wide);
+        dtrain__halving_fold(step, next, at, mine, wide);
     else if (at->step < at->down)
-        dtrain__plan_send(step, previous, at->held, dtrain__plan_half(index, levels, at->n), wide);
+        dtrain__halving_send(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
     else if (index < b->previous_size)
-        dtrain__plan_recv(step, previous, at->out, dtrain__plan_half(index, levels, at->n), width);
+        dtrain__halving_recv(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
     else
-        dtrain__plan_send(step, next, at->out, mine, width);
+        dtrain__halving_send(step, next, at->out, mine, width);
+}
+
+/* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
+static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    dtrain__halving at;
+    if (!dtrain__halving_where(comm, op, k, &at))
+        return;
+    if (at.step == 0)
+        dtrain__step_widen(op, at.begin, at.n, at.held);
+    if (at.step == at.up && at.blocks.previous_size == 0) {
+        dtrain__part mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
+                            at.out + mine.begin * dtrain__step_out_width(op), mine.end - mine.begin);
+    }
 }
 
 /* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold
  * first and the lower block of ranks is the left operand, so the sums are the tree's. Where the world is no power
- * of two, binary blocks each do so and hand their partial sums to the next larger one.
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
-static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+ * of two, binary blocks each do so and hand their partial sums to the next larger one. */
+static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__halving at;
-    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
-    if (!dtrain__plan_where(comm, op, (size_t)k, &at))
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    if (!dtrain__halving_where(comm, op, (size_t)k, &at))
         return 0;
     int level = at.step < at.blocks.levels ? at.step : at.steps - 1 - at.step;
     int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
-    step->tag = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
+    step->tag_out = step->tag_in = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
     step->send_first = comm->rank < peer;
     step->ahead = at.paired;
+    step->prepare = dtrain__halving_prepare;
     if (at.step < at.blocks.levels) {
-        dtrain__plan_send(step, peer, at.held, dtrain__plan_half(peer_index, level + 1, at.n), wide);
-        dtrain__plan_fold(step, peer, &at, dtrain__plan_half(at.blocks.index, level + 1, at.n), wide);
+        dtrain__halving_send(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
+        dtrain__halving_fold(step, peer, &at, dtrain__halving_part(at.blocks.index, level + 1, at.n), wide);
     } else if (at.step >= at.doubling) {
-        dtrain__plan_send(step, peer, at.out, dtrain__plan_half(at.blocks.index, level + 1, at.n), width);
-        dtrain__plan_recv(step, peer, at.out, dtrain__plan_half(peer_index, level + 1, at.n), width);
+        dtrain__halving_send(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
+        dtrain__halving_recv(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
     } else {
-        step->tag = at.begin << 8 | 64;
-        dtrain__plan_between(op, &at, step);
+        step->tag_out = step->tag_in = at.begin << 8 | 64;
+        dtrain__halving_between(op, &at, step);
     }
     return 1;
 }
 
-static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
-    unsigned char *held = dtrain__message_held(comm, op);
-    unsigned char *recv = comm->scratch + (held == comm->scratch ? dtrain__message_half(op) : 0);
+    size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
+    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : 2 * piece);
+}
+
+#endif
+
+/* ---- >>bruck ----
+ * Plans of ceil(log2 n) steps for any number of ranks, for small vectors: after step k a rank holds what 2^(k+1)
+ * ranks had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
+ * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier.
+ *
+ * Source: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; barrier: Hensgen, Finkel, Manber, Int. J.
+ * Parallel Programming 17(1), 1988. */
+#ifndef DTRAIN__BRUCK
+#define DTRAIN__BRUCK
+
+/* Elements before slot number `slot`. */
+static size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
+{
+    size_t begin = 0;
+    if (op->kind == DTRAIN__BARRIER)
+        return 0;
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        return (size_t)slot * op->count;
+    for (int i = 0; i < slot; i++)
+        begin += comm->parts[(comm->rank + i) % comm->size].count;
+    return begin;
+}
+
+static size_t dtrain__bruck_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__bruck_slot(comm, op, comm->size) * dtrain__step_out_width(op);
+}
+
+static void dtrain__bruck_begin(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t bytes = dtrain__bruck_slot(comm, op, 1) * dtrain__step_out_width(op);
+    (void)k;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+}
+
+static void dtrain__bruck_end(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t width = dtrain__step_out_width(op);
+    if (k == 0)
+        dtrain__bruck_begin(comm, op, k);
+    for (int i = 0; i < comm->size; i++) {
+        int rank = (comm->rank + i) % comm->size;
+        const unsigned char *slot = comm->scratch + dtrain__bruck_slot(comm, op, i) * width;
+        comm->ins[rank] = slot;
+        if (op->kind == DTRAIN__ALL_GATHER && comm->parts[rank].count > 0)
+            memcpy((unsigned char *)op->out + comm->parts[rank].begin * width, slot, comm->parts[rank].count * width);
+    }
+    if (op->kind == DTRAIN__ALL_REDUCE && op->count > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+}
+
+static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
+    size_t width = dtrain__step_out_width(op);
+    if (k >= levels) {
+        step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
+        return k == levels;
+    }
+    int slots = distance < n - distance ? distance : n - distance;
+    size_t begin = dtrain__bruck_slot(comm, op, distance), end = dtrain__bruck_slot(comm, op, distance + slots);
+    dtrain__step_send(step, (comm->rank + n - distance) % n, comm->scratch,
+                      dtrain__bruck_slot(comm, op, slots) * width);
+    dtrain__step_recv(step, (comm->rank + distance) % n, comm->scratch + begin * width, (end - begin) * width);
+    step->send_first = comm->rank / distance % 2 == 0;
+    step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
+    return 1;
+}
+
+#endif
+
+/* ---- >>direct ----
+ * Plans in which every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and
+ * reductions in which each rank receives its part of everybody's input and folds all of them in one pass, in the
+ * tree order, in the dtype they came in. Gather and scatter are one message for each rank but the root.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005. */
+#ifndef DTRAIN__DIRECT_PLAN
+#define DTRAIN__DIRECT_PLAN
+
+static int dtrain__direct_rounds(const dtrain_comm *comm)
+{
+    return dtrain__step_power_of_two(comm->size) ? comm->size - 1 : comm->size;
+}
+
+/* Whom this rank meets in a round: it meets this rank in the same one. May be the rank itself. */
+static int dtrain__direct_peer(const dtrain_comm *comm, int round)
+{
+    if (dtrain__step_power_of_two(comm->size))
+        return comm->rank ^ (round + 1);
+    return (round - comm->rank + comm->size) % comm->size;
+}
+
+/* Reductions go block by block: the same elements of every part. */
+typedef struct dtrain__direct {
+    size_t most, blocks; /* elements of each part in a block; blocks */
+    size_t block;        /* this one */
+    int turn, turns;     /* step in the block, and how many it has */
+} dtrain__direct;
+
+/* Elements of `rank`'s part in the block. */
+static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct *at, int rank)
+{
+    size_t begin = at->block * at->most, count = comm->parts[rank].count;
+    return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
+}
+
+static size_t dtrain__direct_most(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = DTRAIN__BLOCK_BYTES, longest = 0;
+    most = (most < all ? most : all) / dtrain__step_out_width(op) / 64 * 64;
+    for (int rank = 0; rank < comm->size; rank++)
+        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+    most = most > 0 ? most : 64;
+    return longest < most ? longest : most;
+}
+
+static size_t dtrain__direct_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t width = dtrain__step_out_width(op), longest = 0;
+    if (dtrain__op_reduces(op))
+        return (size_t)comm->size * dtrain__step_line(dtrain__direct_most(comm, op) * width);
+    for (int rank = 0; op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out && rank < comm->size; rank++)
+        longest = comm->others[rank].count > longest ? comm->others[rank].count : longest;
+    return longest * width;
+}
+
+static unsigned char *dtrain__direct_slot(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at,
+                                          int rank)
+{
+    return comm->scratch + (size_t)rank * dtrain__step_line(at->most * dtrain__step_out_width(op));
+}
+
+/* Where the block of this rank's part of the result goes. */
+static unsigned char *dtrain__direct_result(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at)
+{
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? 0 : comm->parts[comm->rank].begin;
+    if (op->kind == DTRAIN__REDUCE && comm->rank != op->root)
+        return dtrain__direct_slot(comm, op, at, comm->rank);
+    return (unsigned char *)op->out + (begin + at->block * at->most) * dtrain__step_out_width(op);
+}
+
+static dtrain__direct dtrain__direct_where(const dtrain_comm *comm, const dtrain__op *op, size_t k)
+{
+    dtrain__direct at;
+    size_t longest = 0;
+    int rounds = dtrain__direct_rounds(comm), root = comm->rank == op->root;
+    at.most = dtrain__direct_most(comm, op);
+    for (int rank = 0; rank < comm->size; rank++)
+        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+    at.blocks = longest > 0 ? (longest - 1) / at.most + 1 : 1;
+    at.turns = rounds + 1;
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        at.turns += rounds;
+    else if (op->kind == DTRAIN__REDUCE)
+        at.turns += root ? comm->size : 1;
+    at.block = k / (size_t)at.turns;
+    at.turn = (int)(k % (size_t)at.turns);
+    return at;
+}
+
+/* Folds the block of this rank's part of everybody's input. */
+static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    dtrain__direct at = dtrain__direct_where(comm, op, k);
+    size_t begin = comm->parts[comm->rank].begin + at.block * at.most, n = dtrain__direct_count(comm, &at, comm->rank);
+    void *result = dtrain__direct_result(comm, op, &at);
+    for (int rank = 0; rank < comm->size; rank++)
+        comm->ins[rank] = dtrain__direct_slot(comm, op, &at, rank);
+    comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    if (n > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &result, 1, 0, n);
+}
+
+static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__direct at = dtrain__direct_where(comm, op, (size_t)k);
+    int rounds = dtrain__direct_rounds(comm), gathers = at.turn > rounds, round = at.turn - (gathers ? rounds + 1 : 0);
+    size_t width = dtrain__step_out_width(op), mine = dtrain__direct_count(comm, &at, comm->rank) * width, theirs;
+    if (at.block >= at.blocks)
+        return 0;
+    step->tag_out = step->tag_in = at.block << 12 | (uint64_t)(op->kind == DTRAIN__REDUCE && gathers ? 4095 : at.turn);
+    if (at.turn == rounds) {
+        step->prepare = dtrain__direct_fold;
+        return 1;
+    }
+    int root = op->kind == DTRAIN__REDUCE && gathers;
+    int peer = !root ? dtrain__direct_peer(comm, round) : comm->rank == op->root ? round : op->root;
+    if (peer == comm->rank)
+        return 1;
+    theirs = dtrain__direct_count(comm, &at, peer) * width;
+    unsigned char *place = (unsigned char *)op->out + (comm->parts[peer].begin + at.block * at.most) * width;
+    const unsigned char *given = (const unsigned char *)op->in + (comm->parts[peer].begin + at.block * at.most) * width;
+    step->send_first = comm->rank < peer;
+    if (!gathers || comm->rank != op->root || op->kind == DTRAIN__ALL_REDUCE)
+        dtrain__step_send(step, peer, gathers ? dtrain__direct_result(comm, op, &at) : given, gathers ? mine : theirs);
+    if (!gathers)
+        dtrain__step_recv(step, peer, dtrain__direct_slot(comm, op, &at, peer), mine);
+    else if (op->kind == DTRAIN__ALL_REDUCE || comm->rank == op->root)
+        dtrain__step_recv(step, peer, place, theirs);
+    return 1;
+}
+
+/* In place, a block that has come lies in scratch until the one that went is gone. */
+static void dtrain__direct_place(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t width = dtrain__step_out_width(op);
+    int peer = dtrain__direct_peer(comm, (int)k - 1);
+    if (peer != comm->rank && comm->others[peer].count > 0)
+        memcpy((unsigned char *)op->out + comm->others[peer].begin * width, comm->scratch,
+               comm->others[peer].count * width);
+}
+
+static int dtrain__direct_pairs(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int rounds = dtrain__direct_rounds(comm), all_to_all = op->kind == DTRAIN__ALL_TO_ALL;
+    int in_place = all_to_all && op->in == op->out;
+    int peer = k < rounds ? dtrain__direct_peer(comm, k) : comm->rank;
+    size_t width = dtrain__step_out_width(op);
+    const dtrain__extent *out = all_to_all ? &comm->parts[peer] : &comm->parts[comm->rank];
+    const dtrain__extent *in = all_to_all ? &comm->others[peer] : &comm->parts[peer];
+    const unsigned char *from = (const unsigned char *)(all_to_all ? op->in : op->out);
+    if (in_place && k > 0)
+        step->prepare = dtrain__direct_place;
+    if (k >= rounds || peer == comm->rank)
+        return k < rounds + in_place;
+    dtrain__step_send(step, peer, from + out->begin * width, out->count * width);
+    dtrain__step_recv(step, peer, in_place ? comm->scratch : (unsigned char *)op->out + in->begin * width,
+                      in->count * width);
+    step->send_first = comm->rank < peer;
+    return 1;
+}
+
+/* One message between the root and each other rank. */
+static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op);
+    int root = comm->rank == op->root, rank = root ? k : comm->rank, gather = op->kind == DTRAIN__GATHER;
+    const dtrain__extent *part = &comm->parts[rank < comm->size ? rank : 0];
+    size_t begin = root ? part->begin * width : 0;
+    if (k >= (root ? comm->size : 1))
+        return 0;
+    step->tag_out = step->tag_in = 0;
+    if (root && k == comm->rank)
+        return 1;
+    if (gather != root)
+        dtrain__step_send(step, root ? rank : op->root, (const unsigned char *)op->in + begin, part->count * width);
+    else
+        dtrain__step_recv(step, root ? rank : op->root, (unsigned char *)op->out + begin, part->count * width);
+    return 1;
+}
+
+#endif
+
+/* ---- >>plan ----
+ * Which plan an operation follows: asked for by name, or selected by kind, size and number of ranks, so that all
+ * ranks come to the same. */
+#ifndef DTRAIN__PLAN
+#define DTRAIN__PLAN
+
+#define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
+#define DTRAIN__PLAN_WHOLE ((size_t)64 << 10) /* bytes that travel in few whole messages */
+
+/* Keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
+static int dtrain__plan_whole(const dtrain__op *op)
+{
+    return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
+           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK;
+}
+
+static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    switch (op->algorithm) {
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_scratch(comm, op);
+    case DTRAIN_ALGORITHM_DIRECT: return dtrain__direct_scratch(comm, op);
+    case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_scratch(comm, op);
+    default: return dtrain__plan_whole(op) ? dtrain__step_whole_scratch(op) : 0;
+    }
+}
+
+/* A message of the caller's own, or two that cross. */
+static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op);
+    if (op->kind != DTRAIN__RECV && op->root >= 0)
+        dtrain__step_send(step, op->root, (const unsigned char *)op->in, op->count * width);
+    if (op->kind == DTRAIN__RECV)
+        dtrain__step_recv(step, op->root, (unsigned char *)op->out, op->count * width);
+    else if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        dtrain__step_recv(step, op->from, (unsigned char *)op->out, op->in_count * width);
+    step->send_first = comm->rank < op->root;
+    step->tag_out = step->tag_in = 0;
+    return k == 0;
+}
+
+/* Fills in step k of an operation; returns 0 when there is none. */
+static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
     memset(step, 0, sizeof *step);
     step->to = step->from = -1;
-    step->tag = (uint64_t)k;
-    switch (op->kind) {
-    case DTRAIN__SEND:
-    case DTRAIN__RECV:
-        step->to = op->kind == DTRAIN__SEND ? op->root : -1;
-        step->from = op->kind == DTRAIN__RECV ? op->root : -1;
-        step->send = (const unsigned char *)op->in;
-        step->recv = (unsigned char *)op->out;
-        step->send_bytes = step->recv_bytes = dtrain__op_bytes(op);
-        return k == 0;
-    case DTRAIN__BROADCAST: return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__ALL_GATHER: return dtrain__plan_ring(comm, op, k, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
-    default: break;
+    step->tag_out = step->tag_in = (uint64_t)k;
+    if (dtrain__op_is_message(op))
+        return dtrain__plan_message(comm, op, k, step);
+    switch (op->algorithm) {
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return dtrain__tree_doubling(comm, op, k, step);
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
+    case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
+    case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_RING:
+        return op->kind == DTRAIN__BROADCAST ? dtrain__ring_broadcast(comm, op, k, step)
+                                             : dtrain__ring_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_DIRECT:
+        return dtrain__op_reduces(op)                                      ? dtrain__direct_reduce(comm, op, k, step)
+               : op->kind == DTRAIN__GATHER || op->kind == DTRAIN__SCATTER ? dtrain__direct_root(comm, op, k, step)
+                                                                           : dtrain__direct_pairs(comm, op, k, step);
+    default: return dtrain__tree_plan(comm, op, k, step);
     }
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return dtrain__plan_halving(comm, op, k, step);
-    if (op->algorithm == DTRAIN_ALGORITHM_RING)
-        return dtrain__plan_ring(comm, op, k, 1, held, recv, step);
-    if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING)
-        return dtrain__plan_doubling(comm, op, k, held, recv, step);
-    return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
+}
+
+/* Whether a kind of operation over messages has a form by this name. */
+static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
+{
+    int power_of_two = dtrain__step_power_of_two(comm->size);
+    switch (algorithm) {
+    case DTRAIN_ALGORITHM_TREE:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
+               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING:
+        return power_of_two && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
+    case DTRAIN_ALGORITHM_RING:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER ||
+               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING:
+    case DTRAIN_ALGORITHM_DOUBLE_TREE: return kind == DTRAIN__ALL_REDUCE && comm->size > 1;
+    case DTRAIN_ALGORITHM_NODES: return kind == DTRAIN__ALL_REDUCE && comm->node_ranks > 0;
+    case DTRAIN_ALGORITHM_BRUCK:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__ALL_GATHER || kind == DTRAIN__BARRIER;
+    case DTRAIN_ALGORITHM_DIRECT: return kind != DTRAIN__BROADCAST && kind != DTRAIN__BARRIER;
+    default: return 0;
+    }
+}
+
+/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
+static size_t dtrain__plan_small(int ranks)
+{
+    size_t kib = !dtrain__step_power_of_two(ranks) ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
+    return kib << 10;
+}
+
+static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
+{
+    int power_of_two = dtrain__step_power_of_two(comm->size);
+    if (comm->size > 1 && bytes > dtrain__plan_small(comm->size))
+        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
+    if (power_of_two)
+        return DTRAIN_ALGORITHM_RECURSIVE_DOUBLING;
+    return bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_TREE;
+}
+
+static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = dtrain__op_bytes(op);
+    dtrain_algorithm asked = comm->asked[op->kind];
+    if (dtrain__op_is_message(op))
+        return DTRAIN_ALGORITHM_AUTO;
+    if (comm->transport.board != NULL && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+        return DTRAIN_ALGORITHM_FUSED;
+    if (op->counts != NULL && dtrain__op_reduces(op))
+        return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
+    if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && dtrain__plan_exists(comm, op->kind, DTRAIN_ALGORITHM_TREE) &&
+        !dtrain__step_power_of_two(comm->size))
+        asked = DTRAIN_ALGORITHM_TREE;
+    if (dtrain__plan_exists(comm, op->kind, asked))
+        return asked;
+    if (comm->transport.board != NULL && !dtrain__op_reduces(op))
+        return DTRAIN_ALGORITHM_FUSED;
+    switch (op->kind) {
+    case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);
+    case DTRAIN__REDUCE_SCATTER:
+        if (bytes > DTRAIN__PLAN_WHOLE)
+            return DTRAIN_ALGORITHM_DIRECT;
+        return dtrain__step_power_of_two(comm->size) ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+    case DTRAIN__ALL_GATHER: return bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__BROADCAST:
+        return bytes <= DTRAIN__PLAN_WHOLE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__REDUCE: return bytes <= DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
+    case DTRAIN__BARRIER: return DTRAIN_ALGORITHM_BRUCK;
+    default: return DTRAIN_ALGORITHM_DIRECT;
+    }
+}
+
+/* An algorithm's constant from its name; 0 when there is none of that name. */
+static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
+{
+    for (int value = DTRAIN_ALGORITHM_FUSED - 1; value <= DTRAIN_ALGORITHM_DOUBLE_TREE; value++) {
+        dtrain_algorithm one = value < DTRAIN_ALGORITHM_FUSED ? DTRAIN_ALGORITHM_AUTO : (dtrain_algorithm)value;
+        const char *text = dtrain__algorithm_name((uint64_t)one);
+        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0) {
+            *algorithm = one;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static dtrain__kind dtrain__plan_kind(const char *name, size_t bytes)
+{
+    for (int kind = DTRAIN__ALL_REDUCE; kind <= DTRAIN__BARRIER; kind++) {
+        const char *text = dtrain__kind_name((uint64_t)kind);
+        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0)
+            return (dtrain__kind)kind;
+    }
+    return DTRAIN__KINDS;
+}
+
+/* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
+static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
+{
+    while (text != NULL && *text != 0) {
+        size_t bytes = strcspn(text, ","), kind_bytes = strcspn(text, "=,");
+        int every = kind_bytes == bytes;
+        dtrain__kind kind = every ? DTRAIN__ALL_REDUCE : dtrain__plan_kind(text, kind_bytes);
+        dtrain_algorithm algorithm = DTRAIN_ALGORITHM_AUTO;
+        const char *name = every ? text : text + kind_bytes + 1;
+        if (kind == DTRAIN__KINDS || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
+            return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                                "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
+                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
+                                "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
+                                (int)(bytes < 60 ? bytes : 60), text);
+        for (int k = (int)kind; k <= (every ? DTRAIN__BARRIER : (int)kind); k++)
+            if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->transport.board != NULL)
+                comm->asked[k] = algorithm;
+        text += bytes + (text[bytes] == ',');
+    }
+    return DTRAIN_OK;
 }
 
 #endif
@@ -8698,24 +10738,6 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
 
-typedef struct dtrain__message_header {
-    uint64_t magic;
-    dtrain__call call;
-    uint64_t tag;
-    uint64_t bytes;
-} dtrain__message_header;
-
-/* `count` elements of this rank's input, from `begin` on, as partial sums. */
-static void dtrain__message_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
-{
-    dtrain_dtype partial = dtrain__message_dtype(op);
-    const unsigned char *in = (const unsigned char *)op->in + begin * (dtrain_dtype_bits(op->dtype) / 8);
-    if (partial != op->dtype)
-        dtrain_convert(in, op->dtype, out, partial, count);
-    else if (in != out && count > 0)
-        memcpy(out, in, count * dtrain__message_width(op));
-}
-
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
@@ -8726,74 +10748,68 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
+/* Puts what this rank already has of its result in its place. */
+static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t piece = dtrain__plan_piece(comm, op) * dtrain__message_width(op);
-    int narrow = dtrain__message_dtype(op) == op->dtype;
-    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
-        return 0;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return DTRAIN__MESSAGE_CHUNK + (narrow ? 0 : 2 * piece);
-    return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
+    size_t width = dtrain__step_out_width(op), count = comm->parts[comm->rank].count;
+    size_t begin = comm->parts[comm->rank].begin, from = 0, to = begin;
+    int wanted = comm->rank == op->root;
+    switch (op->kind) {
+    case DTRAIN__ALL_GATHER: wanted = op->algorithm != DTRAIN_ALGORITHM_BRUCK; break;
+    case DTRAIN__GATHER: break;
+    case DTRAIN__SCATTER: from = begin, to = 0; break;
+    case DTRAIN__ALL_TO_ALL: from = begin, to = comm->others[comm->rank].begin, wanted = 1; break;
+    default: return;
+    }
+    if (wanted && count > 0)
+        memmove((unsigned char *)op->out + to * width, (const unsigned char *)op->in + from * width, count * width);
 }
 
-static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
+static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
 {
-    size_t bytes = dtrain__message_scratch(comm, op);
-    if (comm->scratch_bytes >= bytes)
-        return 1;
-    unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
-    if (scratch == NULL) {
-        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
-                     dtrain__op_text(comm, op).text, comm->rank, bytes);
-        return 0;
+    if (!dtrain__op_is_message(op)) {
+        op->number = comm->number + 1;
+        return;
     }
-    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
-    comm->scratch = scratch;
-    comm->scratch_bytes = bytes;
-    return 1;
+    if (op->root >= 0)
+        op->number = 1 + (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root];
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        op->in_number = 1 + comm->received[op->from];
 }
 
 /* Returns 1 when the operation has ended already. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t width = dtrain__message_width(op), begin, shard;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
-    else
-        op->number = comm->number + 1;
+    dtrain__message_number(comm, op);
     if (comm->broken.status != DTRAIN_OK) {
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
-    if (!dtrain__message_reserve(comm, op))
+    dtrain__recorder_start(comm, op);
+    dtrain__op_layout(comm, op);
+    if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        dtrain__message_widen(op, 0, op->count, dtrain__message_held(comm, op));
-    if (op->kind == DTRAIN__ALL_GATHER) {
-        shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
-        if (shard > 0)
-            memmove((unsigned char *)op->out + begin * width, op->in, shard * width);
-    }
+    if (dtrain__plan_whole(op))
+        dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
+    else if (!dtrain__op_is_message(op))
+        dtrain__message_own(comm, op);
     op->phase = 1;
     return 0;
 }
 
 static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t begin = 0, n = op->count, width = dtrain__message_width(op);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        n = dtrain_split(op->count, comm->size, comm->rank, &begin);
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
-        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__message_held(comm, op) + begin * width, op->out, n);
-    if (op->kind == DTRAIN__SEND)
-        comm->sent[op->root] = op->number;
-    else if (op->kind == DTRAIN__RECV)
-        comm->received[op->root] = op->number;
-    else
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].begin : 0;
+    size_t n = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].count : op->count;
+    if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
+        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
+                            op->out, n);
+    if (!dtrain__op_is_message(op))
         comm->number = op->number;
+    else if (op->root >= 0)
+        (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root] = op->number;
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        comm->received[op->from] = op->in_number;
     return 1;
 }
 
@@ -8801,27 +10817,19 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
 {
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op);
-    header.tag = step->tag;
+    header.call = dtrain__op_call(comm, op, 0);
+    header.tag = step->tag_out;
     header.bytes = step->send_bytes;
     memcpy(comm->message_out, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
         memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
 }
 
-/* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
+/* Before anything of a step moves. */
 static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
 {
-    dtrain__halving at;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING && dtrain__plan_where(comm, op, k, &at)) {
-        if (at.step == 0)
-            dtrain__message_widen(op, at.begin, at.n, at.held);
-        if (at.step == at.up && at.blocks.previous_size == 0) {
-            dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
-            dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
-                                at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
-        }
-    }
+    if (step->prepare != NULL)
+        step->prepare(comm, op, k);
     if (step->to >= 0)
         dtrain__message_write_header(comm, op, step);
 }
@@ -8854,13 +10862,15 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    dtrain__call mine = dtrain__op_call(comm, op);
+    dtrain__call mine = dtrain__op_call(comm, op, 1);
     memcpy(&came, comm->message_in, sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
-    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag || came.bytes != step->recv_bytes)
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
+    if (came.bytes != step->recv_bytes)
+        return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
     return DTRAIN_OK;
 }
 
@@ -8874,13 +10884,14 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
         return DTRAIN_OK; /* what is complete so far has been handled */
     *done += moved;
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
-                          (end - begin) / dtrain__message_width(op));
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
+                          (end - begin) / dtrain__step_width(op));
     }
     if (*done < header + payload)
         return DTRAIN_OK;
@@ -8908,7 +10919,7 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
 static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
     if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, step->fold, step->recv, step->fold_count);
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, step->fold, step->recv, step->fold_count);
 }
 
 /* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
@@ -8917,8 +10928,8 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
                                   int *receives)
 {
     for (;;) {
-        int more_in = dtrain__message_plan(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
-        int more_out = dtrain__message_plan(comm, op, (int)op->send_at, out);
+        int more_in = dtrain__plan_step(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
+        int more_out = dtrain__plan_step(comm, op, (int)op->send_at, out);
         if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
             dtrain__message_enter(comm, op, out, op->send_at);
             op->entered++;
@@ -9009,7 +11020,7 @@ static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, con
 static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step step;
-    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+    while (dtrain__plan_step(comm, op, (int)op->at, &step)) {
         if (op->entered == op->at) {
             dtrain__message_enter(comm, op, &step, op->at);
             op->entered++;
@@ -9078,8 +11089,12 @@ static int dtrain__comm_fused(const dtrain__op *op)
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     int64_t slice = wait_ns;
-    if (dtrain__comm_fused(op))
-        return dtrain__fused_advance(comm, op, wait_ns);
+    if (dtrain__comm_fused(op)) {
+        int ended = dtrain__fused_advance(comm, op, wait_ns);
+        if (!ended)
+            dtrain__recorder_start(comm, op);
+        return ended;
+    }
     if (wait_ns == INT64_MAX) {
         /* In slices, so that the log can say who is awaited long before the deadline. */
         int64_t now = dtrain__os_now_ns();
@@ -9092,6 +11107,14 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
 {
     return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder_end(comm, op, now);
+    if (op->error.status != DTRAIN_OK)
+        dtrain__trace_failure(comm, op);
 }
 
 typedef struct dtrain__comm_wait {
@@ -9139,6 +11162,7 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 /* Takes the head off the queue and makes its result visible; the handle may be gone right after. */
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
+    dtrain__comm_ended(comm, &work->op, dtrain__os_now_ns());
     pthread_mutex_lock(&comm->queue_mutex);
     comm->head = work->next;
     if (comm->head == NULL)
@@ -9252,7 +11276,6 @@ static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     while (service->hub != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
-        dtrain__hub_attend(service->hub); /* whoever queues work from here on cuts the wait short */
         int64_t span = dtrain__service_drive(service);
         dtrain__socket_step(service->hub, span > 0 ? dtrain__os_now_ns() + span : 0);
     }
@@ -9381,34 +11404,6 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__comm_small(int ranks, int power_of_two)
-{
-    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
-static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain_algorithm asked = comm->desc.algorithm;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    int power_of_two = (comm->size & (comm->size - 1)) == 0;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL &&
-        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
-        return DTRAIN_ALGORITHM_FUSED;
-    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
-        return DTRAIN_ALGORITHM_TREE;
-    if (asked == DTRAIN_ALGORITHM_RING)
-        return DTRAIN_ALGORITHM_RING;
-    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
-        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
-         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
-        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
@@ -9416,12 +11411,11 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
-    op->algorithm = dtrain__comm_select(comm, op);
+    op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
-                          ? INT64_MAX
-                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     return DTRAIN_OK;
 }
 
@@ -9443,6 +11437,7 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->next = NULL;
         work->done = 0;
         work->op = *op;
+        work->op.queued = 1;
         if (comm->tail != NULL)
             comm->tail->next = work;
         else
@@ -9520,7 +11515,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (comm->process != getpid())
         return dtrain__comm_usable(comm, "comm_poll");
-    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
@@ -9534,6 +11529,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
 {
     dtrain_status status;
     dtrain_work *queued = NULL;
+    int64_t now;
     if (work != NULL)
         *work = NULL;
     if (comm == NULL)
@@ -9542,6 +11538,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     status = dtrain__comm_begin(comm, op);
     if (status != DTRAIN_OK)
         return status;
+    op->async = work != NULL;
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
@@ -9549,7 +11546,9 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
     dtrain__comm_run(comm, op);
-    comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
+    now = dtrain__os_now_ns();
+    dtrain__comm_ended(comm, op, now);
+    comm->blocked_ns += now - op->started_ns;
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
     return dtrain__report(&op->error);
@@ -9582,11 +11581,28 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__recorder_free(comm);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
     dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+}
+
+/* The algorithms that desc and environment ask for; where nodes are said to be. */
+static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
+{
+    const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
+        comm->asked[kind] = comm->desc.algorithm;
+    comm->node_ranks = comm->desc.node_ranks;
+    if (comm->node_ranks == 0 && ranks != NULL)
+        comm->node_ranks = atoi(ranks);
+    if (comm->node_ranks < 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
+                            comm->node_ranks);
+    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. allocator: NULL, one of its own. */
@@ -9594,6 +11610,7 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
                                       const dtrain_comm_desc *desc, dtrain_allocator *allocator)
 {
     size_t size = (size_t)transport->size;
+    dtrain_status status = DTRAIN_OK;
     dtrain_allocator first = {NULL, NULL, 0, 0};
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
     if (comm == NULL)
@@ -9614,24 +11631,36 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL) {
-        dtrain__comm_free(comm);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
+    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
+        comm->parts == NULL || !dtrain__recorder_create(comm))
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    else
+        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
+    if (status == DTRAIN_OK) {
+        comm->others = comm->parts + size;
+        status = dtrain__comm_choose(comm);
     }
-    *out = comm;
-    return DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        *out = comm;
+    else
+        dtrain__comm_free(comm);
+    return status;
 }
 
 static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
 {
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_HALVING_DOUBLING))
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
                             algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
                             progress);
+    if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
+                            (int)desc->order);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
                             desc->connections, DTRAIN__MAX_LANES);
@@ -9723,11 +11752,13 @@ static dtrain_status dtrain__comm_on_channel(dtrain_comm **out, dtrain__channel 
     comm->socket = channel;
     if (desc->progress == DTRAIN_PROGRESS_THREAD)
         status = dtrain__service_join(comm);
-    if (status == DTRAIN_OK)
-        *out = comm;
-    else
+    if (status != DTRAIN_OK) {
         dtrain__comm_free(comm);
-    return status;
+        return status;
+    }
+    dtrain__socket_tell_last(channel, dtrain__recorder_tell, comm);
+    *out = comm;
+    return DTRAIN_OK;
 }
 
 /* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
@@ -9749,7 +11780,7 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     }
     comm->forming = 1;
     comm->started_ns = now;
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + place->timeout_ms * 1000000;
+    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(place->timeout_ms);
     *out = comm;
     return DTRAIN_OK;
 }
@@ -9793,8 +11824,11 @@ DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
         status = dtrain__socket_formed(comm->socket, &formed, comm->started_ns, comm->form_deadline_ns);
     if (status != DTRAIN_OK)
         comm->error = dtrain__thread_error;
-    else if (formed)
+    else if (formed) {
         comm->forming = 0;
+        if (comm->socket != NULL && comm->node_ranks == 0)
+            comm->node_ranks = dtrain__socket_node_ranks(comm->socket);
+    }
     *ready = status == DTRAIN_OK && formed;
     return status;
 }
@@ -9877,6 +11911,8 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
         comm->socket->forked = forked;
     if (!forked) { /* a child has neither the service thread nor a right to its locks */
         dtrain__service_leave(comm);
+        if (comm->socket != NULL)
+            dtrain__socket_tell_last(comm->socket, NULL, NULL);
         dtrain__comm_cancel(comm);
     }
     if (why != NULL && transport.board != NULL)
@@ -10023,8 +12059,7 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 
-static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
-                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));
@@ -10034,14 +12069,51 @@ static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, co
     op.out = out;
     op.count = count;
     op.dtype = dtype;
+    op.from = -1;
+    return op;
+}
+
+/* The same with parts as the caller says; comm may be NULL, which is found later. */
+static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                      const size_t *counts, const size_t *offsets, dtrain_dtype dtype)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, 0, dtype);
+    op.counts = counts;
+    op.offsets = offsets;
+    for (int rank = 0; comm != NULL && counts != NULL && rank < comm->size; rank++) {
+        size_t sum = op.count + counts[rank];
+        op.count = sum >= op.count ? sum : SIZE_MAX; /* refused as too large */
+    }
+    return op;
+}
+
+/* Runs a call to its end, or starts it when there is a place for its handle. */
+static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
+                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
     return dtrain__comm_call(comm, &op, work);
 }
 
-static dtrain_status dtrain__no_work(const char *call)
+static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                          const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                          dtrain_op reduction, int root, dtrain_work **work)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: nowhere to put the handle (work is NULL)", call);
+    dtrain__op op = dtrain__op_of_parts(comm, kind, in, out, counts, offsets, dtype);
+    op.op = reduction;
+    op.root = root;
+    if (counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__kind_name((uint64_t)kind));
+    return dtrain__comm_call(comm, &op, work);
+}
+
+static dtrain_status dtrain__no_work(dtrain_comm *comm, dtrain__kind kind)
+{
+    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__kind_name((uint64_t)kind));
 }
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
@@ -10063,8 +12135,22 @@ DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_reduce_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_REDUCE);
     return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root)
+{
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE);
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -10077,8 +12163,23 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const vo
                                                      dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("reduce_scatter_async");
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
     return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -10091,8 +12192,22 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_gather_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
     return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype)
+{
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root)
@@ -10104,13 +12219,119 @@ DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer,
                                                 int root, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("broadcast_async");
+        return dtrain__no_work(comm, DTRAIN__BROADCAST);
     return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root)
+{
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root)
+{
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                          const size_t *in_offsets, void *out, const size_t *out_counts,
+                                          const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of_parts(comm, DTRAIN__ALL_TO_ALL, in, out, in_counts, in_offsets, dtype);
+    op.out_counts = out_counts;
+    op.out_offsets = out_offsets;
+    if (in_counts == NULL || out_counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "all_to_all_v: an array of counts, one for each rank, is NULL");
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype)
+{
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, work);
 }
 
 DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
 {
     return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__BARRIER);
+    return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer)
@@ -10122,7 +12343,7 @@ DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, si
                                            int peer, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("send_async");
+        return dtrain__no_work(comm, DTRAIN__SEND);
     return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
 }
 
@@ -10135,8 +12356,42 @@ DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t 
                                            dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("recv_async");
+        return dtrain__no_work(comm, DTRAIN__RECV);
     return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
+}
+
+static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
+    op.in_count = out_count;
+    op.root = to;
+    op.from = from;
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype)
+{
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__EXCHANGE);
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, work);
+}
+
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype)
+{
+    dtrain__kind kind = collective != NULL ? dtrain__plan_kind(collective, strlen(collective)) : DTRAIN__KINDS;
+    dtrain__op op = dtrain__op_of(kind, NULL, NULL, count, dtype);
+    if (comm == NULL || kind == DTRAIN__KINDS)
+        return "?";
+    return dtrain__algorithm_name((uint64_t)dtrain__plan_select(comm, &op));
 }
 
 /* Index of the first element in which a and b differ; count when none does. */
@@ -10196,6 +12451,96 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
     return status;
+}
+
+#endif
+
+/* ---- >>tensor_calls ----
+ * Collectives over tensors: the same calls, with shapes compared first. */
+#ifndef DTRAIN__TENSOR_CALLS
+#define DTRAIN__TENSOR_CALLS
+
+static size_t dtrain__tensor_rows(const dtrain_tensor *tensor)
+{
+    return tensor->ndim > 0 ? tensor->shape[0] : 1;
+}
+
+/* Elements of one row. */
+static size_t dtrain__tensor_row(const dtrain_tensor *tensor)
+{
+    size_t row = 1;
+    for (int i = 1; i < tensor->ndim; i++)
+        row *= tensor->shape[i];
+    return row;
+}
+
+/* Checks that part is whole but for its first size, which must be rows. */
+static dtrain_status dtrain__tensor_fits(dtrain_comm *comm, const char *call, const dtrain_tensor *whole,
+                                         const dtrain_tensor *part, size_t rows)
+{
+    int fits = comm != NULL && whole != NULL && part != NULL;
+    if (!fits)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID, "%s: the group or a tensor is NULL",
+                            call);
+    fits = whole->dtype == part->dtype && whole->ndim == part->ndim && dtrain__tensor_rows(part) == rows;
+    for (int i = 1; fits && i < whole->ndim; i++)
+        fits = whole->shape[i] == part->shape[i];
+    if (fits)
+        return DTRAIN_OK;
+    dtrain_tensor expected = *whole;
+    expected.shape[0] = rows;
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s was expected beside %s, %s came", call,
+                        comm->rank, dtrain__tensor_text(&expected).text, dtrain__tensor_text(whole).text,
+                        dtrain__tensor_text(part).text);
+}
+
+/* The same, where the part is this rank's share of the rows. */
+static dtrain_status dtrain__tensor_splits(dtrain_comm *comm, const char *call, const dtrain_tensor *whole,
+                                           const dtrain_tensor *part)
+{
+    size_t rows = comm != NULL && whole != NULL ? dtrain_shard(comm, dtrain__tensor_rows(whole), comm->rank, NULL) : 0;
+    if (comm != NULL && whole != NULL && whole->ndim == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: a scalar has no dimension 0 to split",
+                            call, comm->rank);
+    return dtrain__tensor_fits(comm, call, whole, part, rows);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op)
+{
+    dtrain_status status =
+        dtrain__tensor_fits(comm, "tensor_all_reduce", in, out, in != NULL ? dtrain__tensor_rows(in) : 0);
+    return status != DTRAIN_OK ? status : dtrain_all_reduce(comm, in->data, out->data, in->count, in->dtype, op);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op)
+{
+    dtrain_status status = dtrain__tensor_splits(comm, "tensor_reduce_scatter", in, out);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__op call = dtrain__op_of(DTRAIN__REDUCE_SCATTER, in->data, out->data, in->count, in->dtype);
+    call.op = op;
+    call.row = dtrain__tensor_row(in);
+    return dtrain__comm_call(comm, &call, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out)
+{
+    dtrain_status status = dtrain__tensor_splits(comm, "tensor_all_gather", out, in);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__op call = dtrain__op_of(DTRAIN__ALL_GATHER, in->data, out->data, out->count, out->dtype);
+    call.row = dtrain__tensor_row(out);
+    return dtrain__comm_call(comm, &call, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root)
+{
+    if (tensor == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "tensor_broadcast: the tensor is NULL");
+    return dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
 }
 
 #endif
@@ -10260,12 +12605,12 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
     return DTRAIN_OK;
 }
 
-/* Sends the request, or on rank 0 serves it; the caller holds the hub's mutex. */
+/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
 static uint32_t dtrain__store_ask(dtrain__channel *channel, int what, const char *key, const void *value, size_t bytes)
 {
     dtrain__hub *hub = channel->hub;
     dtrain__member *root = &hub->members[0];
-    uint32_t id = channel->store_id = ++hub->asked;
+    uint32_t id = channel->store_id = ++hub->asked != 0 ? hub->asked : ++hub->asked;
     dtrain__asker asker;
     if (hub->rank == 0) {
         asker.next = NULL;
@@ -10283,7 +12628,8 @@ static uint32_t dtrain__store_ask(dtrain__channel *channel, int what, const char
     dtrain__give(hub, &root->out, (uint64_t)what, 1);
     dtrain__give_text(hub, &root->out, 2, key);
     dtrain__give_bytes(hub, &root->out, value, bytes);
-    dtrain__frame_close(root, begin);
+    if (!dtrain__frame_close(root, begin))
+        return 0;
     dtrain__hub_flush(hub, 0);
     return id;
 }
@@ -10298,7 +12644,10 @@ static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void
     pthread_mutex_lock(&hub->mutex);
     if (channel->store_answered == id) {
         *status = channel->store_status;
-        if (*status != DTRAIN_OK)
+        if (*status != DTRAIN_OK && channel->store_value.bytes == 0)
+            dtrain__fail(&comm->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0",
+                         dtrain__store_names[what], comm->rank);
+        else if (*status != DTRAIN_OK)
             dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
                          comm->rank, (int)(channel->store_value.bytes < 300 ? channel->store_value.bytes : 300),
                          (const char *)channel->store_value.data);
@@ -10331,6 +12680,9 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
     pthread_mutex_lock(&hub->mutex);
     uint32_t id = dtrain__store_ask(comm->socket, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
     pthread_mutex_unlock(&hub->mutex);
+    if (id == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d (\"%s\"): no memory for the request",
+                            dtrain__store_names[what], comm->rank, key);
     dtrain__hub_kick(hub);
     for (;;) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
@@ -10360,7 +12712,8 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
             "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
             "places for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
+    deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);
     if (comm->socket != NULL)
@@ -10499,7 +12852,23 @@ static uint64_t dtrain__draft_name(const dtrain__draft *draft)
     for (int i = 1; i < draft->size; i++)
         if (draft->origins[i] < draft->origins[lowest])
             lowest = i;
-    return ((uint64_t)draft->origins[lowest] + 1) << 40 | draft->seats[draft->members[lowest]].serial;
+    return draft->seats[draft->members[lowest]].serial * DTRAIN__MAX_RANKS + (uint64_t)draft->origins[lowest];
+}
+
+/* As the parent has it, or the hosts of processes. */
+static int dtrain__draft_node_ranks(const dtrain__draft *draft, const dtrain_comm *group)
+{
+    const int *members = draft->members;
+    int each = draft->parent->node_ranks, n = 1;
+    if (each == 0)
+        return group->socket != NULL ? dtrain__socket_node_ranks(group->socket) : 0;
+    while (n < draft->size && members[n] / each == members[0] / each)
+        n++;
+    for (int i = 0; i < draft->size; i++)
+        if (members[i] / each != members[i - i % n] / each ||
+            (i >= n && i % n == 0 && members[i] / each == members[i - 1] / each))
+            return 0;
+    return n;
 }
 
 static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm **group)
@@ -10544,6 +12913,10 @@ static dtrain_status dtrain__draft_settle(dtrain__draft *draft, dtrain_comm **gr
     dtrain_status made = dtrain__draft_make(draft, group), status;
     dtrain__error cause = dtrain__thread_error;
     uint64_t mine = (uint64_t)made;
+    if (*group != NULL) {
+        (*group)->group = dtrain__draft_name(draft);
+        (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
+    }
     status = dtrain__draft_gather(draft, &mine, draft->states, 1);
     if (made != DTRAIN_OK)
         status = dtrain__fail(&parent->error, made, "%s on rank %d: %.560s", draft->call, parent->rank, cause.text);

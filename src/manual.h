@@ -58,6 +58,9 @@
  *
  *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its group on every
  *               rank, with its number and the first cause. Rank 0 is the one that tells the others.
+ *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment writes
+ *               PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says what
+ *               the awaited rank does, and whom it awaits in turn.
  *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token only
  *               this host is spoken to. Traffic is neither encrypted nor signed.
  *

@@ -390,7 +390,7 @@ static dtrain_status late(dtrain_comm *world, void *user)
     while ((status = dtrain_all_reduce(world, x, x, count, DTRAIN_F32, DTRAIN_SUM)) == DTRAIN_ERR_TIMEOUT) {
         CHECK_EQ(rank, 0);
         CHECK_CONTAINS(dtrain_last_error(), "rank 0 waited");
-        CHECK_CONTAINS(dtrain_last_error(), "for rank 1; nothing had moved, so the call can be made again");
+        CHECK_CONTAINS(dtrain_last_error(), "for rank 1; rank 1 has called nothing yet; nothing had moved, so the call");
         free(x);
         x = floats(count);
         x[7] = 1;
@@ -423,7 +423,8 @@ TEST(a_rank_that_posts_and_never_polls_again_breaks_the_group_at_the_deadline)
     CHECK_EQ(dtrain_all_reduce_async(comms[1], theirs, theirs, count, DTRAIN_F32, DTRAIN_SUM, &work[1]), DTRAIN_OK);
     CHECK_EQ(dtrain_comm_poll(comms[1], 0), DTRAIN_OK);
     CHECK_EQ(dtrain_all_reduce(comms[0], mine, mine, count, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_TIMEOUT);
-    CHECK_CONTAINS(dtrain_comm_error(comms[0]), "for rank 1; data had moved, so the group is broken");
+    CHECK_CONTAINS(dtrain_comm_error(comms[0]), "for rank 1; rank 1 is in all_reduce #1 (sum, f32 x 1048576) since 0.");
+    CHECK_CONTAINS(dtrain_comm_error(comms[0]), "; data had moved, so the group is broken");
     free(mine);
     CHECK_EQ(dtrain_work_wait(work[1]), DTRAIN_ERR_TIMEOUT);
     CHECK_CONTAINS(dtrain_comm_error(comms[1]), "rank 0 waited");
@@ -531,7 +532,7 @@ TEST(out_of_memory_is_a_status_and_leaks_nothing)
     int failures = 0;
     memset(&desc, 0, sizeof desc);
     desc.allocator = &allocator;
-    for (size_t limit = 0; limit < 100000; limit += 97) {
+    for (size_t limit = 0; limit < 250000; limit += 241) {
         budget = limit;
         dtrain_status status = dtrain_threads_create(comms, 3, &desc);
         if (status == DTRAIN_OK) {
@@ -546,7 +547,7 @@ TEST(out_of_memory_is_a_status_and_leaks_nothing)
         CHECK_EQ(allocator.bytes, 0);
     }
     CHECK(failures > 100);
-    CHECK(allocator.peak_bytes > 0 && allocator.peak_bytes < 100000);
+    CHECK(allocator.peak_bytes > 0 && allocator.peak_bytes < 250000);
 }
 
 static dtrain_status warm_loop(dtrain_comm *world, void *user)

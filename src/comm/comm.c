@@ -9,6 +9,8 @@
 #include "op.c"
 #include "fused.c"
 #include "message.c"
+#include "recorder.c"
+#include "trace.c"
 
 #define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
 
@@ -33,8 +35,12 @@ static int dtrain__comm_fused(const dtrain__op *op)
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     int64_t slice = wait_ns;
-    if (dtrain__comm_fused(op))
-        return dtrain__fused_advance(comm, op, wait_ns);
+    if (dtrain__comm_fused(op)) {
+        int ended = dtrain__fused_advance(comm, op, wait_ns);
+        if (!ended)
+            dtrain__recorder_start(comm, op);
+        return ended;
+    }
     if (wait_ns == INT64_MAX) {
         /* In slices, so that the log can say who is awaited long before the deadline. */
         int64_t now = dtrain__os_now_ns();
@@ -47,6 +53,14 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
 {
     return dtrain__comm_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder_end(comm, op, now);
+    if (op->error.status != DTRAIN_OK)
+        dtrain__trace_failure(comm, op);
 }
 
 typedef struct dtrain__comm_wait {
@@ -94,6 +108,7 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 /* Takes the head off the queue and makes its result visible; the handle may be gone right after. */
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
+    dtrain__comm_ended(comm, &work->op, dtrain__os_now_ns());
     pthread_mutex_lock(&comm->queue_mutex);
     comm->head = work->next;
     if (comm->head == NULL)
@@ -207,7 +222,6 @@ static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     while (service->hub != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
-        dtrain__hub_attend(service->hub); /* whoever queues work from here on cuts the wait short */
         int64_t span = dtrain__service_drive(service);
         dtrain__socket_step(service->hub, span > 0 ? dtrain__os_now_ns() + span : 0);
     }
@@ -336,34 +350,6 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__comm_small(int ranks, int power_of_two)
-{
-    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
-static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain_algorithm asked = comm->desc.algorithm;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    int power_of_two = (comm->size & (comm->size - 1)) == 0;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL &&
-        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
-        return DTRAIN_ALGORITHM_FUSED;
-    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
-        return DTRAIN_ALGORITHM_TREE;
-    if (asked == DTRAIN_ALGORITHM_RING)
-        return DTRAIN_ALGORITHM_RING;
-    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
-        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
-         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
-        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
@@ -371,12 +357,11 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
-    op->algorithm = dtrain__comm_select(comm, op);
+    op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
-                          ? INT64_MAX
-                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     return DTRAIN_OK;
 }
 
@@ -398,6 +383,7 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->next = NULL;
         work->done = 0;
         work->op = *op;
+        work->op.queued = 1;
         if (comm->tail != NULL)
             comm->tail->next = work;
         else
@@ -475,7 +461,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (comm->process != getpid())
         return dtrain__comm_usable(comm, "comm_poll");
-    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
@@ -489,6 +475,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
 {
     dtrain_status status;
     dtrain_work *queued = NULL;
+    int64_t now;
     if (work != NULL)
         *work = NULL;
     if (comm == NULL)
@@ -497,6 +484,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     status = dtrain__comm_begin(comm, op);
     if (status != DTRAIN_OK)
         return status;
+    op->async = work != NULL;
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
@@ -504,7 +492,9 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
     dtrain__comm_run(comm, op);
-    comm->blocked_ns += dtrain__os_now_ns() - op->started_ns;
+    now = dtrain__os_now_ns();
+    dtrain__comm_ended(comm, op, now);
+    comm->blocked_ns += now - op->started_ns;
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
     return dtrain__report(&op->error);

@@ -20,13 +20,26 @@ extern "C" {
 typedef struct dtrain_comm dtrain_comm;
 typedef struct dtrain_work dtrain_work;
 
+/* The order in which a reduction combines the ranks' values. */
+typedef enum dtrain_order {
+    DTRAIN_ORDER_TREE = 0, /* see >>order */
+    DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
+} dtrain_order;
+
+/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
+ * the ranks of a node are no power of two; the others in the tree order. What
+ * a collective has no form of, or not for this number of ranks, is chosen for it. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
-    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
-    DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
-    DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING /* messages, tree order: all_reduce in pieces of which each rank folds a part */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; worlds of a power of two, others TREE */
+    DTRAIN_ALGORITHM_TREE,               /* whole vectors up to a rank and down again */
+    DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING,   /* all_reduce: halves of halves, each rank folds a part */
+    DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
+    DTRAIN_ALGORITHM_BRUCK,              /* everything to everyone in few steps, folded by each */
+    DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside nodes, then between their first ranks */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces in turn over two trees */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -42,10 +55,13 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
  *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
- *   Slurm       SLURM_PROCID, SLURM_NTASKS
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS, unless mpirun has started the rank inside the job
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
+ *
+ * DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, in groups of threads too, and
+ * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
  * to all of them. DTRAIN_TOKEN or the file named by
@@ -67,12 +83,15 @@ typedef struct dtrain_comm_desc {
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
     int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
     int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
-    dtrain_algorithm algorithm;  /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
+    dtrain_order order;          /* of reductions; 0: the tree's */
+    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
+    const char *trace_on_failure; /* see dtrain_comm_trace; copied; NULL: DTRAIN_TRACE of the environment, else none */
 } dtrain_comm_desc;
 
 /* Makes the group of processes that the environment or desc describes; a world of one where they describe none.
@@ -131,6 +150,17 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
  * any thread */
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                     const dtrain_comm_desc *desc);
+
+/* Returns the name of the algorithm that a call would use: "halving_doubling".
+ *
+ *   collective   "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+ *                "all_to_all" or "barrier"
+ *   count        elements, as the call has them
+ *   returns      "?" for another name or a NULL comm
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype);
 
 /* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
  *
@@ -238,6 +268,25 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
  * one thread per object */
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
 
+/* Writes the last 256 operations of this rank in the group to a file that chrome://tracing and Perfetto load.
+ *
+ * One event an operation, the one under way included: pid is the rank, tid the group, args the call, its bytes,
+ * whom it awaited last, how it ended, and when it was called, started, moved its first bytes and ended, in
+ * nanoseconds of CLOCK_MONOTONIC. tools/dtrace.c merges the files of all ranks and says which rank the others waited
+ * for and in which operation they first differ. The path is replaced when the whole file is on disk, else untouched.
+ *
+ * With desc.trace_on_failure, or DTRAIN_TRACE in the environment, set to a path's beginning, the rank's first
+ * operation that fails writes PREFIX.rank-N.json by itself, unless a deadline passed after which the call can be made
+ * again. What goes wrong in it is said in the log.
+ *
+ *   path     at most 1,023 bytes
+ *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child
+ *            DTRAIN_ERR_IO       the system refused; only dtrain_last_error has the text
+ *   source   Trace Event Format of the catapult project
+ *
+ * any thread, also while operations are under way; not after dtrain_comm_destroy */
+DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
+
 /* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
  *
  * Parts are contiguous, in rank order, and differ by at most one element: the first count % size
@@ -254,7 +303,8 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *
  *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
  *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
- *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size
+ *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
+ *             DTRAIN_AND, OR, XOR for integers
  *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
  *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
@@ -275,6 +325,17 @@ DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, vo
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                dtrain_dtype dtype, dtrain_op op);
 
+/* dtrain_reduce_scatter with parts as the caller says: rank r gets elements [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
+ *                     one after the other
+ *   out               counts[rank] elements; in place means out == in + this rank's offset
+ *   others            as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op);
+
 /* Joins every rank's shard of `count` elements; every rank gets them all.
  *
  *   in       this rank's shard (see dtrain_shard); in place means in == out + begin of the shard
@@ -286,6 +347,15 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype);
 
+/* dtrain_all_gather with parts as the caller says: rank r's goes to [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   as in dtrain_reduce_scatter_v; parts do not overlap, what lies between them is unchanged
+ *   in                counts[rank] elements; in place means in == out + this rank's offset
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype);
+
 /* Copies `count` elements from rank root to every rank, in place.
  *
  *   dtype    any of whole bytes
@@ -293,6 +363,69 @@ DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, vo
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root);
+
+/* Reduces `count` elements over all ranks to rank root.
+ *
+ *   out      count elements on the root, where it may be in; on other ranks not touched, may be NULL
+ *   others   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root);
+
+/* Joins every rank's shard of `count` elements on rank root.
+ *
+ *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
+ *   out      count elements on the root; on other ranks not touched, may be NULL
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root);
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands rank root's `count` elements out, to each rank its shard.
+ *
+ *   in       count elements on the root; on other ranks not read, may be NULL
+ *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root);
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands each rank's `count` elements out, to each rank its shard of them.
+ *
+ *   in       count elements: rank r gets shard r (see dtrain_shard)
+ *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
+ *            where count is a multiple of the world size
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype);
+
+/* dtrain_all_to_all with parts as the caller says.
+ *
+ *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
+ *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
+ *   in place                  in == out with the same arrays for both
+ *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype);
 
 /* Returns when every rank has called it; errors as dtrain_all_reduce.
  *
@@ -316,10 +449,21 @@ DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t c
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
 
+/* Sends to one rank while it receives from another; of use to rings and halos, where sends alone would cross.
+ *
+ *   to, from   other ranks than this one, the same or two; -1: none. They call dtrain_exchange, or dtrain_send and
+ *              dtrain_recv, with the same counts
+ *   in, out    apart
+ *   errors     as dtrain_recv
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype);
+
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
- *   buffers  belong to the operation until it is done
+ *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
  *
  * collective: every rank of comm, same order; never blocks */
@@ -331,10 +475,66 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                 int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root,
+                                                dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                            int peer, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
                                            dtrain_work **work);
+
+/* Reduces tensors of one shape and dtype over all ranks; in may be out. Otherwise as dtrain_all_reduce.
+ *
+ *   errors   DTRAIN_ERR_INVALID  shapes or dtypes of in and out differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op);
+
+/* Reduces tensors of one shape over all ranks and splits the result along dimension 0.
+ *
+ *   out      in's shape but for dimension 0, of which rank r has the rows that dtrain_shard gives it
+ *   errors   DTRAIN_ERR_INVALID  out has another shape or dtype; the text says which was expected
+ *   others   as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op);
+
+/* Concatenates the ranks' tensors along dimension 0, in the order of the ranks.
+ *
+ *   out      of which in has the rows that dtrain_shard gives this rank; otherwise of in's shape
+ *   errors   DTRAIN_ERR_INVALID  in has another shape or dtype; the text says which was expected
+ *   others   as dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out);
+
+/* Copies rank root's tensor to tensors of its dtype and element count on every rank, in place.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root);
 
 /* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
  *

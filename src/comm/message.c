@@ -7,28 +7,11 @@
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
 #include "op.c"
+#include "recorder.c"
 #include "plan.c"
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
-
-typedef struct dtrain__message_header {
-    uint64_t magic;
-    dtrain__call call;
-    uint64_t tag;
-    uint64_t bytes;
-} dtrain__message_header;
-
-/* `count` elements of this rank's input, from `begin` on, as partial sums. */
-static void dtrain__message_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
-{
-    dtrain_dtype partial = dtrain__message_dtype(op);
-    const unsigned char *in = (const unsigned char *)op->in + begin * (dtrain_dtype_bits(op->dtype) / 8);
-    if (partial != op->dtype)
-        dtrain_convert(in, op->dtype, out, partial, count);
-    else if (in != out && count > 0)
-        memcpy(out, in, count * dtrain__message_width(op));
-}
 
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
@@ -40,74 +23,68 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
+/* Puts what this rank already has of its result in its place. */
+static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t piece = dtrain__plan_piece(comm, op) * dtrain__message_width(op);
-    int narrow = dtrain__message_dtype(op) == op->dtype;
-    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
-        return 0;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return DTRAIN__MESSAGE_CHUNK + (narrow ? 0 : 2 * piece);
-    return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
+    size_t width = dtrain__step_out_width(op), count = comm->parts[comm->rank].count;
+    size_t begin = comm->parts[comm->rank].begin, from = 0, to = begin;
+    int wanted = comm->rank == op->root;
+    switch (op->kind) {
+    case DTRAIN__ALL_GATHER: wanted = op->algorithm != DTRAIN_ALGORITHM_BRUCK; break;
+    case DTRAIN__GATHER: break;
+    case DTRAIN__SCATTER: from = begin, to = 0; break;
+    case DTRAIN__ALL_TO_ALL: from = begin, to = comm->others[comm->rank].begin, wanted = 1; break;
+    default: return;
+    }
+    if (wanted && count > 0)
+        memmove((unsigned char *)op->out + to * width, (const unsigned char *)op->in + from * width, count * width);
 }
 
-static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
+static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
 {
-    size_t bytes = dtrain__message_scratch(comm, op);
-    if (comm->scratch_bytes >= bytes)
-        return 1;
-    unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
-    if (scratch == NULL) {
-        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
-                     dtrain__op_text(comm, op).text, comm->rank, bytes);
-        return 0;
+    if (!dtrain__op_is_message(op)) {
+        op->number = comm->number + 1;
+        return;
     }
-    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
-    comm->scratch = scratch;
-    comm->scratch_bytes = bytes;
-    return 1;
+    if (op->root >= 0)
+        op->number = 1 + (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root];
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        op->in_number = 1 + comm->received[op->from];
 }
 
 /* Returns 1 when the operation has ended already. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t width = dtrain__message_width(op), begin, shard;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
-    else
-        op->number = comm->number + 1;
+    dtrain__message_number(comm, op);
     if (comm->broken.status != DTRAIN_OK) {
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
-    if (!dtrain__message_reserve(comm, op))
+    dtrain__recorder_start(comm, op);
+    dtrain__op_layout(comm, op);
+    if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        dtrain__message_widen(op, 0, op->count, dtrain__message_held(comm, op));
-    if (op->kind == DTRAIN__ALL_GATHER) {
-        shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
-        if (shard > 0)
-            memmove((unsigned char *)op->out + begin * width, op->in, shard * width);
-    }
+    if (dtrain__plan_whole(op))
+        dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
+    else if (!dtrain__op_is_message(op))
+        dtrain__message_own(comm, op);
     op->phase = 1;
     return 0;
 }
 
 static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t begin = 0, n = op->count, width = dtrain__message_width(op);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        n = dtrain_split(op->count, comm->size, comm->rank, &begin);
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
-        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__message_held(comm, op) + begin * width, op->out, n);
-    if (op->kind == DTRAIN__SEND)
-        comm->sent[op->root] = op->number;
-    else if (op->kind == DTRAIN__RECV)
-        comm->received[op->root] = op->number;
-    else
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].begin : 0;
+    size_t n = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].count : op->count;
+    if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
+        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
+                            op->out, n);
+    if (!dtrain__op_is_message(op))
         comm->number = op->number;
+    else if (op->root >= 0)
+        (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root] = op->number;
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        comm->received[op->from] = op->in_number;
     return 1;
 }
 
@@ -115,27 +92,19 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
 {
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op);
-    header.tag = step->tag;
+    header.call = dtrain__op_call(comm, op, 0);
+    header.tag = step->tag_out;
     header.bytes = step->send_bytes;
     memcpy(comm->message_out, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
         memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
 }
 
-/* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
+/* Before anything of a step moves. */
 static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
 {
-    dtrain__halving at;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING && dtrain__plan_where(comm, op, k, &at)) {
-        if (at.step == 0)
-            dtrain__message_widen(op, at.begin, at.n, at.held);
-        if (at.step == at.up && at.blocks.previous_size == 0) {
-            dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
-            dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
-                                at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
-        }
-    }
+    if (step->prepare != NULL)
+        step->prepare(comm, op, k);
     if (step->to >= 0)
         dtrain__message_write_header(comm, op, step);
 }
@@ -168,13 +137,15 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    dtrain__call mine = dtrain__op_call(comm, op);
+    dtrain__call mine = dtrain__op_call(comm, op, 1);
     memcpy(&came, comm->message_in, sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
-    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag || came.bytes != step->recv_bytes)
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
+    if (came.bytes != step->recv_bytes)
+        return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
     return DTRAIN_OK;
 }
 
@@ -188,13 +159,14 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
         return DTRAIN_OK; /* what is complete so far has been handled */
     *done += moved;
     op->touched = 1;
+    dtrain__recorder_moved(comm, op);
     if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
-                          (end - begin) / dtrain__message_width(op));
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
+                          (end - begin) / dtrain__step_width(op));
     }
     if (*done < header + payload)
         return DTRAIN_OK;
@@ -222,7 +194,7 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
 static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
     if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, step->fold, step->recv, step->fold_count);
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, step->fold, step->recv, step->fold_count);
 }
 
 /* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
@@ -231,8 +203,8 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
                                   int *receives)
 {
     for (;;) {
-        int more_in = dtrain__message_plan(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
-        int more_out = dtrain__message_plan(comm, op, (int)op->send_at, out);
+        int more_in = dtrain__plan_step(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
+        int more_out = dtrain__plan_step(comm, op, (int)op->send_at, out);
         if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
             dtrain__message_enter(comm, op, out, op->send_at);
             op->entered++;
@@ -323,7 +295,7 @@ static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, con
 static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step step;
-    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+    while (dtrain__plan_step(comm, op, (int)op->at, &step)) {
         if (op->entered == op->at) {
             dtrain__message_enter(comm, op, &step, op->at);
             op->entered++;

@@ -111,7 +111,23 @@ static uint64_t dtrain__draft_name(const dtrain__draft *draft)
     for (int i = 1; i < draft->size; i++)
         if (draft->origins[i] < draft->origins[lowest])
             lowest = i;
-    return ((uint64_t)draft->origins[lowest] + 1) << 40 | draft->seats[draft->members[lowest]].serial;
+    return draft->seats[draft->members[lowest]].serial * DTRAIN__MAX_RANKS + (uint64_t)draft->origins[lowest];
+}
+
+/* As the parent has it, or the hosts of processes. */
+static int dtrain__draft_node_ranks(const dtrain__draft *draft, const dtrain_comm *group)
+{
+    const int *members = draft->members;
+    int each = draft->parent->node_ranks, n = 1;
+    if (each == 0)
+        return group->socket != NULL ? dtrain__socket_node_ranks(group->socket) : 0;
+    while (n < draft->size && members[n] / each == members[0] / each)
+        n++;
+    for (int i = 0; i < draft->size; i++)
+        if (members[i] / each != members[i - i % n] / each ||
+            (i >= n && i % n == 0 && members[i] / each == members[i - 1] / each))
+            return 0;
+    return n;
 }
 
 static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm **group)
@@ -156,6 +172,10 @@ static dtrain_status dtrain__draft_settle(dtrain__draft *draft, dtrain_comm **gr
     dtrain_status made = dtrain__draft_make(draft, group), status;
     dtrain__error cause = dtrain__thread_error;
     uint64_t mine = (uint64_t)made;
+    if (*group != NULL) {
+        (*group)->group = dtrain__draft_name(draft);
+        (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
+    }
     status = dtrain__draft_gather(draft, &mine, draft->states, 1);
     if (made != DTRAIN_OK)
         status = dtrain__fail(&parent->error, made, "%s on rank %d: %.560s", draft->call, parent->rank, cause.text);

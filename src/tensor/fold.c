@@ -15,13 +15,14 @@
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
-    if (op != DTRAIN_SUM && op != DTRAIN_MEAN && op != DTRAIN_PROD && op != DTRAIN_MIN && op != DTRAIN_MAX)
+    int bits = op == DTRAIN_AND || op == DTRAIN_OR || op == DTRAIN_XOR;
+    if (op < DTRAIN_SUM || op > DTRAIN_XOR)
         return 0;
     switch (dtype) {
     case DTRAIN_F64:
     case DTRAIN_F32:
     case DTRAIN_F16:
-    case DTRAIN_BF16: return 1;
+    case DTRAIN_BF16: return !bits;
     case DTRAIN_I8:
     case DTRAIN_U8:
     case DTRAIN_I32:
@@ -89,6 +90,9 @@ DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__and_u8, uint8_t, a[i] & b[i])
+DTRAIN__PAIR_INT(dtrain__or_u8, uint8_t, a[i] | b[i])
+DTRAIN__PAIR_INT(dtrain__xor_u8, uint8_t, a[i] ^ b[i])
 DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
@@ -197,7 +201,11 @@ static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const v
                                 dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
     int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
     int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
-    if (op == DTRAIN_SUM)
+    if (op >= DTRAIN_AND)
+        (op == DTRAIN_AND  ? dtrain__and_u8
+         : op == DTRAIN_OR ? dtrain__or_u8
+                           : dtrain__xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
+    else if (op == DTRAIN_SUM)
         sums[width](a, b, count);
     else if (op == DTRAIN_PROD)
         products[width](a, b, count);

@@ -25,6 +25,8 @@
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__LAST_BYTES 192
+#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -64,14 +66,25 @@ typedef struct dtrain__channel {
     dtrain_status store_status;
     int store_found;
     dtrain__bytes store_value;
+    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    void *last_user;
 } dtrain__channel;
 
 enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
+
+/* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
+typedef struct dtrain__last_heard {
+    unsigned char data[DTRAIN__LAST_BYTES];
+    size_t bytes; /* 0: never heard of */
+    int awaits;   /* the rank that it waits for, or -1 */
+    int64_t heard_ns;
+} dtrain__last_heard;
 
 typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
     char why[DTRAIN__WHY_BYTES];             /* it left or is lost; may be empty */
+    char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
     int joined, expected;                    /* expected: the control connection may come back */
     int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
@@ -79,6 +92,7 @@ typedef struct dtrain__member {
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
+    dtrain__last_heard last;
 } dtrain__member;
 
 /* A get that waits at rank 0 for its key. */
@@ -120,7 +134,7 @@ struct dtrain__hub {
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2]; /* a pipe to whoever steps */
-    uint32_t stepping;
+    uint32_t stepping, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
@@ -158,17 +172,12 @@ static void dtrain__hub_tell(dtrain__hub *hub)
             dtrain__net_poke(channel->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do. */
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
 static void dtrain__hub_kick(dtrain__hub *hub)
 {
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
         dtrain__net_poke(hub->kick[1]);
-}
-
-/* Whoever is about to step looks for work first: who asks for more from here on makes the step short. */
-static void dtrain__hub_attend(dtrain__hub *hub)
-{
-    __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
 }
 
 /* Reading a frame: each take says whether there was enough. */
@@ -201,10 +210,10 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     return 1;
 }
 
-/* Appends to a frame under way; a frame that lacks memory is noticed when it is sent. */
+/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
 static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
 {
-    if (!dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
         return;
     dtrain__put_le(frame->data + frame->bytes, value, bytes);
     frame->bytes += (size_t)bytes;
@@ -212,7 +221,7 @@ static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value,
 
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
-    if (bytes == 0 || !dtrain__bytes_room(hub->allocator, frame, bytes))
+    if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
@@ -228,17 +237,21 @@ static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
+    to->out.short_of = 0;
     dtrain__give(hub, &to->out, 0, 4);
     dtrain__give(hub, &to->out, (uint64_t)type, 2);
     return begin;
 }
 
-static void dtrain__frame_close(dtrain__member *to, size_t begin)
+/* Returns 0 when memory was short: then nothing of the frame is left, as a part of one would accuse its sender. */
+static int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
-    if (to->out.bytes >= begin + 6)
-        dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
-    else
+    if (to->out.short_of) {
         to->out.bytes = begin;
+        return 0;
+    }
+    dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    return 1;
 }
 
 /* What happened to a rank, and to which channel. `about` counts as the channel does; as the world in frames LOST
@@ -400,16 +413,22 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word. */
+/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
     dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, DTRAIN_ERR_PEER_LOST, how};
-    dtrain__stream_cut(&hub->members[rank].control);
-    if (hub->leaving) /* who heard of that says nothing when it goes itself */
+    dtrain__member *member = &hub->members[rank];
+    if (hub->leaving) { /* who heard of that says nothing when it goes itself */
+        dtrain__stream_cut(&member->control);
         return;
-    dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
+    }
+    dtrain__frame_reason(hub, rank, &reason, NULL);
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &reason);
+    if (member->control.fd >= 0)
+        dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
+    dtrain__stream_cut(&member->control);
+    dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */
@@ -435,13 +454,14 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
-/* The answer to this group's request is here. */
-static void dtrain__store_arrive(dtrain__channel *channel, dtrain_status status, int found, const void *data,
-                                 size_t bytes)
+/* Keeps the answer to a group's own request. */
+static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
+                               size_t bytes)
 {
     channel->store_value.bytes = 0;
+    channel->store_value.short_of = 0;
     dtrain__give_bytes(channel->hub, &channel->store_value, data, bytes);
-    channel->store_status = channel->store_value.bytes == bytes ? status : DTRAIN_ERR_MEMORY;
+    channel->store_status = channel->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
     channel->store_found = found;
     channel->store_answered = channel->store_id;
     dtrain__hub_tell(channel->hub);
@@ -457,7 +477,7 @@ static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, d
     if (asker->rank == hub->rank) {
         channel = dtrain__hub_channel(hub, asker->channel);
         if (channel != NULL && channel->store_id == asker->id)
-            dtrain__store_arrive(channel, status, found, data, bytes);
+            dtrain__store_keep(channel, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
@@ -466,7 +486,8 @@ static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, d
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    dtrain__frame_close(member, begin);
+    if (!dtrain__frame_close(member, begin) && bytes > 0)
+        dtrain__store_answer(hub, asker, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -522,7 +543,7 @@ static void dtrain__store_serve(dtrain__hub *hub, const dtrain__asker *from, int
     }
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, "no memory to wait", 15);
+        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
     *asker = *from;
@@ -554,7 +575,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
         return 0;
     channel = dtrain__hub_channel(hub, group);
     if (channel != NULL && id == channel->store_id) /* else of a request that was given up */
-        dtrain__store_arrive(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
+        dtrain__store_keep(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -673,14 +694,29 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     return 1;
 }
 
+/* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
+static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
+{
+    snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_lost(channel, channel->rank);
+    return 1;
+}
+
 /* A member that has left with all its groups, or that is lost. */
 static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
 {
     int leads = dtrain__hub_leads(hub);
-    if (reason->about >= hub->size || (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
+    if (reason->about == hub->rank && reason->type == DTRAIN__FRAME_LOST)
+        return dtrain__hub_given_up(hub, reason->text);
+    if (reason->about >= hub->size || reason->about == hub->rank ||
+        (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
         return 0;
-    if (reason->about == hub->rank)
+    if (leads && !hub->formed) {
+        hub->members[from].joined =
+            0; /* it gave up waiting for others, and may start again; its connection ends next */
         return 1;
+    }
     dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
     dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
                      reason->text);
@@ -715,7 +751,54 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     }
 }
 
-static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
+/* Asks what this rank does now: in the first group that waits for a peer, else in the oldest. */
+static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
+{
+    dtrain__last_heard *own = &hub->members[hub->rank].last;
+    own->awaits = -1;
+    own->bytes = 0;
+    own->heard_ns = now;
+    for (dtrain__channel *channel = hub->channels; channel != NULL && own->awaits < 0; channel = channel->next) {
+        if (channel->last != NULL)
+            own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
+        if (own->awaits >= 0)
+            own->awaits = channel->peers[own->awaits].world;
+    }
+}
+
+/* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
+static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
+{
+    const dtrain__last_heard *last = &hub->members[about].last;
+    if (last->bytes == 0)
+        return -1;
+    dtrain__give(hub, &to->out, (uint64_t)about, 4);
+    dtrain__give(hub, &to->out, (uint64_t)(last->awaits + 1), 4);
+    dtrain__give(hub, &to->out, (uint64_t)((now - last->heard_ns) / 1000000), 4);
+    dtrain__give(hub, &to->out, last->bytes, 2);
+    dtrain__give_bytes(hub, &to->out, last->data, last->bytes);
+    return last->awaits;
+}
+
+static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t about, awaits, age_ms, bytes;
+    if (!dtrain__take(reader, &about, 4) || !dtrain__take(reader, &awaits, 4) || !dtrain__take(reader, &age_ms, 4) ||
+        !dtrain__take(reader, &bytes, 2) || about >= (uint64_t)hub->size || awaits > (uint64_t)hub->size ||
+        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (hub->rank == 0 && (int)about != from) ||
+        (int)about == hub->rank)
+        return 0;
+    dtrain__last_heard *last = &hub->members[about].last;
+    memcpy(last->data, reader->at, (size_t)bytes);
+    last->bytes = (size_t)bytes;
+    last->awaits = (int)awaits - 1;
+    last->heard_ns = dtrain__os_now_ns() - (int64_t)age_ms * 1000000;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
 {
     uint64_t suspect, ms;
     if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
@@ -724,6 +807,9 @@ static int dtrain__take_beat(dtrain__hub *hub, dtrain__reader *reader)
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
     }
+    while (reader->left > 0)
+        if (!dtrain__take_last(hub, from, reader))
+            return 0;
     return 1;
 }
 
@@ -734,7 +820,7 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     switch (type) {
     case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
     case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
-    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, &reader);
+    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
     case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);
@@ -762,13 +848,26 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
+/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    dtrain__thread_error = kept;
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_end(channel, channel->rank, cause.status, cause.text);
+}
+
 /* Reads what a member's control connection holds. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
-        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096))
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096)) {
+            dtrain__hub_short_of_memory(hub);
             return;
+        }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
                                         member->in.capacity - member->in.bytes);
         if (n < 0)

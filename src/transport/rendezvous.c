@@ -37,6 +37,7 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
         errno = error;
         return NULL;
     }
+    door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
     return door;
@@ -84,7 +85,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__d
     dtrain__hub *hub = channel->hub;
     dtrain__lane *lane = &channel->peers[rank].lanes[door->lane];
     char text[DTRAIN__WHY_BYTES];
-    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
         snprintf(text, sizeof text,
@@ -99,12 +100,13 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__d
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
+    hub->members[door->peer].trouble[0] = 0;
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__member *member = &hub->members[door->peer];
-    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -116,12 +118,20 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
+/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
+ * expected from elsewhere; where only this host may come, it does not matter. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
+           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+}
+
 /* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
  * ranks that reach rank 0 as this one does can come there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
-    const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
     here->bytes = (socklen_t)sizeof here->at.storage;
     if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
@@ -129,7 +139,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
-        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
@@ -138,9 +148,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)
             return status;
-    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
-               strncmp(root, "localhost:", 10) != 0) {
-        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    } else if (dtrain__hub_more_than_loopback(hub, here)) {
+        dtrain__net_set_any(here);
     }
     dtrain__net_set_port(here, 0);
     return DTRAIN_OK;
@@ -169,8 +178,9 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
-    dtrain__frame_close(root, begin);
-    return DTRAIN_OK;
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Rank 0: when all have joined, tells everyone where everyone is. */
@@ -189,7 +199,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
-        dtrain__frame_close(member, begin);
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
     }
     dtrain__hub_formed(hub);
 }
@@ -208,13 +221,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[door->peer];
-    int again = hub->formed && member->expected;
-    if (hub->formed && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
+    int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
+    int again = ours && member->expected;
+    if (ours && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
-    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+    if (again) {
         door->received = member->control.received;
         dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
         return;
@@ -366,6 +380,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         door = dtrain__hub_new_door(hub, &peer);
         if (door == NULL) {
             close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
             return;
         }
         door->fd = fd;
@@ -430,6 +445,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
 {
     dtrain__hub *hub = channel->hub;
     dtrain__peer *peer = &channel->peers[rank];
+    dtrain__member *member = &hub->members[peer->world];
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
@@ -443,7 +459,9 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             door->lane = index;
             door->received = lane->stream.received;
             door->links = lane->links;
-        }
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
     }
     if (door == NULL)
         return;
@@ -454,6 +472,10 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 door->state == DTRAIN__DOOR_CLOSED ? door->error.text : door->peer_name,
+                 door->state == DTRAIN__DOOR_CLOSED ? "" : ": no answer");
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
@@ -473,6 +495,24 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
     dtrain__stream_cut(&lane->stream);
     lane->down_ns = now;
     lane->wanted = 1;
+}
+
+/* One heartbeat: who is silent, and what this rank does; rank 0 tells a rank what the one does that it waits for, and
+ * the one that that one waits for. */
+static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
+{
+    dtrain__member *member = &hub->members[to];
+    size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
+    dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+    dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
+    if (hub->rank != 0)
+        dtrain__give_last(hub, member, hub->rank, now);
+    for (int i = 0, about = member->last.awaits; hub->rank == 0 && i < DTRAIN__LAST_CHAIN; i++)
+        if (about < 0 || about == to)
+            break;
+        else
+            about = dtrain__give_last(hub, member, about, now);
+    dtrain__frame_close(member, begin);
 }
 
 /* Heartbeats: sends this rank's, and judges the silence of others. */
@@ -508,15 +548,12 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     if (now < hub->beat_ns)
         return;
     hub->beat_ns = now + hub->period_ns;
+    dtrain__hub_look(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if (!dtrain__hub_linked(hub, rank) || !member->joined || member->gone != DTRAIN__PRESENT ||
-            member->out.bytes > DTRAIN__FRAME_BYTES)
-            continue;
-        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
-        dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
-        dtrain__give(hub, &member->out, (uint64_t)(longest / 1000000), 4);
-        dtrain__frame_close(member, begin);
+        if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
+            member->out.bytes <= DTRAIN__FRAME_BYTES)
+            dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
 
@@ -544,7 +581,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed)
+    if (hub->rank == 0 && !hub->formed && hub->world != NULL && !hub->world->broken)
         dtrain__hub_complete(hub);
     for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
         if (channel->attend)
@@ -652,8 +689,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         dtrain__hub_watch_awaited(channel, &count);
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);

@@ -242,15 +242,47 @@ static void dtrain__socket_destroy(void *self)
     dtrain__channel_destroy((dtrain__channel *)self);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__channel *channel, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__channel *channel, int awaited, char *text, size_t capacity)
 {
     dtrain__hub *hub = channel->hub;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->peers[awaited].world] : NULL;
     pthread_mutex_lock(&hub->mutex);
-    int rank = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
-    if (rank >= 0)
-        snprintf(text, capacity, "; rank %d has been silent for %.1f s", rank, (double)hub->suspect_ns * 1e-9);
+    int silent = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (silent >= 0)
+        snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
     pthread_mutex_unlock(&hub->mutex);
+}
+
+/* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+static size_t dtrain__socket_last(dtrain__channel *channel, int rank, int64_t after_ns, void *out, size_t capacity,
+                                  int64_t *age_ns)
+{
+    const dtrain__last_heard *last = &channel->hub->members[channel->peers[rank].world].last;
+    size_t bytes = 0;
+    pthread_mutex_lock(&channel->hub->mutex);
+    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+        bytes = last->bytes;
+        memcpy(out, last->data, bytes);
+        *age_ns = dtrain__os_now_ns() - last->heard_ns;
+    }
+    pthread_mutex_unlock(&channel->hub->mutex);
+    return bytes;
+}
+
+/* Has heartbeats tell what this rank does in the group: `last` writes it, and is called with hub->mutex held. NULL: no
+ * more. */
+static void dtrain__socket_tell_last(dtrain__channel *channel,
+                                     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
+                                     void *user)
+{
+    pthread_mutex_lock(&channel->hub->mutex);
+    channel->last_user = user;
+    channel->last = last;
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 /* Whether this address may be used: beyond this host only with a token, or where that is waived. */
@@ -300,6 +332,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
+    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
+        dtrain__net_set_any(&chosen);
     }
     if (!dtrain__socket_allowed(hub, &chosen))
         return dtrain__socket_closed(hub);
@@ -346,8 +380,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
@@ -401,7 +436,7 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
     if (hub->members == NULL || hub->fds == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
     for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = -1;
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     dtrain__socket_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
     hub->world = *out;
@@ -439,8 +474,9 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 16)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
@@ -477,6 +513,21 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
         status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
     pthread_mutex_unlock(&hub->mutex);
     return status;
+}
+
+/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
+static int dtrain__socket_node_ranks(dtrain__channel *channel)
+{
+    const dtrain__member *members = channel->hub->members;
+    const dtrain__peer *peers = channel->peers;
+    int n = 1;
+    while (n < channel->size && members[peers[n].world].host == members[peers[0].world].host)
+        n++;
+    for (int rank = 0; rank < channel->size; rank++)
+        if (members[peers[rank].world].host != members[peers[rank - rank % n].world].host ||
+            (rank >= n && rank % n == 0 && members[peers[rank].world].host == members[peers[rank - 1].world].host))
+            return 0;
+    return n;
 }
 
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channel *channel)

@@ -18,7 +18,7 @@
 #include "transport.h"
 #include "store.c"
 
-#define DTRAIN__POST_WORDS 8
+#define DTRAIN__POST_WORDS 10
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
@@ -27,19 +27,22 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
+    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
     unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* number of the last operation whose buffers this rank has left */
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed, or its thread has given up */
     int origin;    /* the rank in the family's first board */
     char pad[DTRAIN__CACHE_LINE - 28];
-    dtrain__error why; /* it left; readable once left is set */
+    dtrain__error why;     /* it left; readable once left is set */
+    void *recorder;        /* the rank's, which peers read until the board is freed */
+    size_t recorder_bytes; /* 0: none */
     dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
@@ -255,6 +258,8 @@ static void dtrain__board_free(dtrain__board *board)
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
+    for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
+        dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));

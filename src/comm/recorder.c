@@ -1,0 +1,356 @@
+/* ---- >>recorder ----
+ * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
+ * runs an operation records it, one at a time; any thread reads, peers on the same board included, without a lock: a
+ * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
+ * with programming language memory models?", MSPC 2012. The recorder of a rank on a board belongs to the board, so
+ * that peers may read it after the rank has left. Nothing here allocates but the recorder itself. */
+#ifndef DTRAIN__RECORDER
+#define DTRAIN__RECORDER
+#include "op.c"
+
+#define DTRAIN__RECORDS 256
+#define DTRAIN__TRACE_PATH_BYTES 1024
+#define DTRAIN__TRACE_TEXT_BYTES 4096
+
+/* One operation, in 64-bit words. */
+typedef struct dtrain__record {
+    dtrain__call call; /* its kind is the one called, its root the peer of a message */
+    uint64_t awaited;  /* the last peer that it waited for, + 1 */
+    uint64_t status;
+    uint64_t async;
+    uint64_t called_ns, started_ns, moved_ns, ended_ns; /* 0: not yet */
+} dtrain__record;
+
+#define DTRAIN__RECORD_WORDS (sizeof(dtrain__record) / sizeof(uint64_t))
+
+typedef struct dtrain__record_place {
+    uint64_t version; /* of record s: 4 s + 2 under way, 4 s + 4 ended, one less while it is written */
+    uint64_t words[DTRAIN__RECORD_WORDS];
+} dtrain__record_place;
+
+struct dtrain__recorder {
+    uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
+    uint32_t awaited;                  /* by the operation under way, + 1 */
+    int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
+    pthread_mutex_t mutex;             /* guards what follows */
+    dtrain__error error;               /* of the first of the last failures in a row */
+    uint64_t failed;                   /* its record; 0: none */
+    uint64_t good;                     /* the last record that ended well */
+    int written;                       /* the file of trace_on_failure, or its writing was tried */
+    char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+    unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
+    dtrain__record_place places[DTRAIN__RECORDS];
+};
+
+/* What a rank does, as others are told; words, as a heartbeat carries them. */
+typedef struct dtrain__last {
+    dtrain__call call;
+    uint64_t state; /* a DTRAIN__LAST constant */
+    uint64_t awaited;
+    uint64_t moved;    /* bytes of it have moved */
+    uint64_t status;   /* it ended with */
+    uint64_t since_ms; /* it started, or ended */
+} dtrain__last;
+
+enum { DTRAIN__LAST_NONE = 0, DTRAIN__LAST_UNDER_WAY, DTRAIN__LAST_ENDED };
+
+static int dtrain__recorder_create(dtrain_comm *comm)
+{
+    struct timespec now;
+    dtrain__recorder *recorder = (dtrain__recorder *)dtrain__alloc(comm->allocator, sizeof *recorder);
+    if (recorder == NULL)
+        return 0;
+    clock_gettime(CLOCK_REALTIME, &now);
+    recorder->monotonic_ns = dtrain__os_now_ns();
+    recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    pthread_mutex_init(&recorder->mutex, NULL);
+    comm->recorder = recorder;
+    if (comm->transport.board != NULL) {
+        comm->transport.board->slots[comm->rank].recorder_bytes = sizeof *recorder;
+        __atomic_store_n(&comm->transport.board->slots[comm->rank].recorder, (void *)recorder, __ATOMIC_RELEASE);
+    }
+    return 1;
+}
+
+static void dtrain__recorder_free(dtrain_comm *comm)
+{
+    if (comm->recorder == NULL)
+        return;
+    pthread_mutex_destroy(&comm->recorder->mutex);
+    if (comm->transport.board == NULL)
+        dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
+}
+
+static void dtrain__record_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
+{
+    dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
+    uint64_t words[DTRAIN__RECORD_WORDS], version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
+    memcpy(words, record, sizeof words);
+    __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
+    for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+        __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
+    __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
+}
+
+/* Copies record `serial`; 0 when it is no more, or its writer was stopped in the middle. */
+static int dtrain__record_read(dtrain__recorder *recorder, uint64_t serial, dtrain__record *out)
+{
+    dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
+    uint64_t words[DTRAIN__RECORD_WORDS];
+    for (int turn = 0; turn < 1000; turn++) {
+        uint64_t version = __atomic_load_n(&place->version, __ATOMIC_ACQUIRE);
+        if (version > 4 * serial + 4)
+            return 0;
+        for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+            words[i] = __atomic_load_n(&place->words[i], __ATOMIC_ACQUIRE);
+        if (version > 4 * serial && version % 2 == 0 && __atomic_load_n(&place->version, __ATOMIC_RELAXED) == version) {
+            memcpy(out, words, sizeof words);
+            return 1;
+        }
+        sched_yield();
+    }
+    return 0;
+}
+
+static int dtrain__call_is_message(const dtrain__call *call)
+{
+    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
+}
+
+/* The call as it was made, for people: messages keep their direction and peer. */
+static dtrain__call dtrain__recorder_call(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    call.kind = (uint64_t)op->kind;
+    call.root = (uint64_t)op->root;
+    return call;
+}
+
+static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t ended_ns)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    uint32_t awaited = op->awaited >= 0 ? (uint32_t)(op->awaited + 1) : 0;
+    dtrain__record record;
+    if (op->serial == 0) {
+        op->serial = recorder->begun + 1;
+        __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
+    }
+    record.call = dtrain__recorder_call(comm, op);
+    record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+    record.status = (uint64_t)op->error.status;
+    record.async = (uint64_t)op->async;
+    record.called_ns = (uint64_t)op->started_ns;
+    record.started_ns = (uint64_t)op->run_ns;
+    record.moved_ns = (uint64_t)op->moved_ns;
+    record.ended_ns = (uint64_t)ended_ns;
+    dtrain__record_write(recorder, op->serial, &record);
+}
+
+/* The operation has its number and may have to wait. */
+static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->serial != 0)
+        return;
+    op->run_ns = op->queued ? dtrain__os_now_ns() : op->started_ns;
+    __atomic_store_n(&comm->recorder->awaited, 0, __ATOMIC_RELAXED);
+    dtrain__recorder_note(comm, op, 0);
+}
+
+/* The first bytes of the operation move. */
+static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->moved_ns != 0)
+        return;
+    op->moved_ns = dtrain__os_now_ns();
+    if (op->serial == 0)
+        dtrain__recorder_start(comm, op);
+    else
+        dtrain__recorder_note(comm, op, 0);
+}
+
+static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    if (op->run_ns == 0)
+        op->run_ns = op->queued ? now : op->started_ns;
+    dtrain__recorder_note(comm, op, now);
+    __atomic_store_n(&recorder->awaited, 0, __ATOMIC_RELAXED);
+    if (op->error.status == DTRAIN_OK) {
+        recorder->good = op->serial;
+        return;
+    }
+    pthread_mutex_lock(&recorder->mutex);
+    if (recorder->failed <= recorder->good) {
+        recorder->failed = op->serial;
+        recorder->error = op->error;
+    }
+    pthread_mutex_unlock(&recorder->mutex);
+}
+
+/* What the rank of this recorder does now; 0 when it cannot be read. */
+static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
+{
+    dtrain__record record;
+    uint64_t serial = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    memset(out, 0, sizeof *out);
+    if (serial == 0)
+        return 1;
+    if (!dtrain__record_read(recorder, serial, &record))
+        return 0;
+    out->call = record.call;
+    out->state = record.ended_ns != 0 ? DTRAIN__LAST_ENDED : DTRAIN__LAST_UNDER_WAY;
+    out->awaited = record.ended_ns == 0 ? __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED) : record.awaited;
+    out->moved = record.moved_ns != 0;
+    out->status = record.status;
+    out->since_ms = record.ended_ns != 0 ? record.ended_ns : record.started_ns;
+    out->since_ms = ((uint64_t)dtrain__os_now_ns() - out->since_ms) / 1000000;
+    return 1;
+}
+
+/* The rank that a rank waits for, or waited for when it gave up at its deadline; or -1. */
+static int dtrain__last_awaits(const dtrain__last *last)
+{
+    int gave_up = last->state == DTRAIN__LAST_ENDED && last->status == DTRAIN_ERR_TIMEOUT;
+    return last->state == DTRAIN__LAST_UNDER_WAY || gave_up ? (int)last->awaited - 1 : -1;
+}
+
+/* What this rank's heartbeats carry. */
+static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capacity, int *awaits)
+{
+    dtrain_comm *comm = (dtrain_comm *)user;
+    dtrain__last last;
+    if (sizeof last > capacity || !dtrain__recorder_last(comm->recorder, &last))
+        return 0;
+    *awaits = dtrain__last_awaits(&last);
+    memcpy(out, &last, sizeof last);
+    return sizeof last;
+}
+
+/* What `rank` does, where that is known; of processes no older than the wait that began at since_ns. */
+static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
+{
+    dtrain__board *board = comm->transport.board;
+    int64_t age_ns = 0;
+    if (board != NULL) {
+        void *recorder = __atomic_load_n(&board->slots[rank].recorder, __ATOMIC_ACQUIRE);
+        return recorder != NULL && dtrain__recorder_last((dtrain__recorder *)recorder, out);
+    }
+    if (comm->socket == NULL ||
+        dtrain__socket_last(comm->socket, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
+        return 0;
+    out->since_ms += (uint64_t)(age_ns / 1000000);
+    return out->state <= DTRAIN__LAST_ENDED && out->awaited <= (uint64_t)comm->size;
+}
+
+/* "; rank 0 is in barrier #6 since 1.7 s, waiting for rank 2" */
+static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrain__last *last, int awaits, char *text,
+                                  size_t capacity)
+{
+    dtrain__text call = dtrain__call_text(&last->call);
+    const char *where = last->call.group == comm->group ? "" : " of another group";
+    double seconds = (double)last->since_ms * 1e-3;
+    int ended = last->state == DTRAIN__LAST_ENDED;
+    char then[48] = "";
+    if (awaits >= 0)
+        snprintf(then, sizeof then, ", %s for rank %d", ended ? "having waited" : "waiting", awaits);
+    if (last->state == DTRAIN__LAST_NONE)
+        snprintf(text, capacity, "; rank %d has called nothing yet", rank);
+    else if (ended)
+        snprintf(text, capacity, "; rank %d %s %s%s %.1f s ago and has called nothing since%s", rank,
+                 last->status == DTRAIN_OK ? "ended" : "gave up", call.text, where, seconds, then);
+    else
+        snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
+}
+
+/* What the awaited rank does, and so on along the ranks that wait for each other, as far as the text has room. */
+static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity)
+{
+    size_t used = 0;
+    int rank = op->awaited;
+    dtrain__last last;
+    text[0] = 0;
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        char does[288];
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
+            return;
+        int next = last.call.group == comm->group ? dtrain__last_awaits(&last) : -1;
+        dtrain__recorder_does(comm, rank, &last, next, does, sizeof does);
+        if (strlen(does) >= capacity - used)
+            return;
+        memcpy(text + used, does, strlen(does) + 1);
+        used += strlen(does);
+        rank = next;
+    }
+}
+
+/* Whether the awaited rank is in a call, or gave one up at its own deadline, that can never meet this one: another one
+ * of the same number, or a message where this is a collective (or the other way round), each waiting for the other and
+ * nothing of either moved. */
+static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
+{
+    dtrain__call mine = dtrain__recorder_call(comm, op);
+    int message = dtrain__call_is_message(&mine);
+    if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
+        (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
+         theirs->status != DTRAIN_ERR_MISMATCH))
+        return 0;
+    if (message != dtrain__call_is_message(&theirs->call))
+        return theirs->awaited == (uint64_t)comm->rank + 1 && !theirs->moved && !op->touched;
+    return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
+}
+
+/* The rank along those that wait for each other whose call contradicts this one, with its call; or -1. */
+static int dtrain__recorder_culprit(const dtrain_comm *comm, const dtrain__op *op, dtrain__last *out)
+{
+    int rank = op->awaited;
+    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, out))
+            return -1;
+        if (dtrain__recorder_contradicts(comm, op, out))
+            return rank;
+        rank = out->call.group == comm->group ? dtrain__last_awaits(out) : -1;
+    }
+    return -1;
+}
+
+/* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
+static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__text mine = dtrain__op_text(comm, op);
+    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
+    char reason[200] = "", does[400] = "";
+    dtrain__last last;
+    int culprit = dtrain__recorder_culprit(comm, op, &last);
+    if (culprit >= 0)
+        return dtrain__op_mismatch(comm, op, culprit, &last.call);
+    if (comm->socket != NULL)
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
+    dtrain__recorder_chain(comm, op, does, sizeof does);
+    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s", mine.text,
+                        comm->rank, seconds, op->awaited, does, reason,
+                        op->touched ? "data had moved, so the group is broken"
+                                    : "nothing had moved, so the call can be made again");
+}
+
+/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
+static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
+{
+    int64_t now;
+    if (op->awaited >= 0)
+        __atomic_store_n(&comm->recorder->awaited, (uint32_t)(op->awaited + 1), __ATOMIC_RELAXED);
+    if (op->deadline_ns == INT64_MAX)
+        return 0;
+    now = dtrain__os_now_ns();
+    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
+        op->deadline_ns - op->started_ns >= 1000000000) {
+        dtrain__text mine = dtrain__op_text(comm, op);
+        char does[400];
+        op->warned = 1;
+        dtrain__recorder_chain(comm, op, does, sizeof does);
+        dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
+                    (double)(now - op->started_ns) * 1e-9, op->awaited, does);
+    }
+    return now >= op->deadline_ns;
+}
+
+#endif

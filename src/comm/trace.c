@@ -1,0 +1,297 @@
+/* ---- >>trace ----
+ * The recorder as a file that chrome://tracing and Perfetto load and tools/dtrace.c merges: one process a rank, one
+ * thread a group, one event an operation. Times are of CLOCK_MONOTONIC; otherData names a moment on it and on
+ * CLOCK_REALTIME, by which hosts are put side by side. Written beside the target and renamed when it is whole.
+ * Source: Trace Event Format, catapult project, JSON object format. */
+#ifndef DTRAIN__TRACE
+#define DTRAIN__TRACE
+#include "../base/json.c"
+#include "op.c"
+#include "recorder.c"
+
+#define DTRAIN__TRACE_FORMAT 1
+
+typedef struct dtrain__trace {
+    dtrain_comm *comm;
+    dtrain__json_writer json; /* of the event under way, in the recorder's text */
+    int fd;
+    int error; /* errno of the first write that went wrong; 0: none */
+    int64_t now;
+} dtrain__trace;
+
+static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t bytes)
+{
+    const unsigned char *at = (const unsigned char *)data;
+    while (bytes > 0 && trace->error == 0) {
+        ssize_t n = write(trace->fd, at, bytes);
+        if (n < 0 && errno != EINTR)
+            trace->error = errno;
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+}
+
+static void dtrain__trace_begin(dtrain__trace *trace)
+{
+    dtrain__json_write_start(&trace->json, trace->comm->recorder->text, DTRAIN__TRACE_TEXT_BYTES);
+    dtrain__json_begin(&trace->json, 1);
+}
+
+/* Writes the object that dtrain__trace_begin began, and what stands after it. */
+static void dtrain__trace_end(dtrain__trace *trace, const char *after)
+{
+    dtrain__json_end(&trace->json);
+    if (!dtrain__json_write_finish(&trace->json) && trace->error == 0)
+        trace->error = EOVERFLOW;
+    if (trace->error == 0)
+        dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
+    dtrain__trace_put(trace, after, strlen(after));
+}
+
+static void dtrain__trace_key(dtrain__trace *trace, const char *key)
+{
+    dtrain__json_write_key(&trace->json, key, strlen(key));
+}
+
+/* Error texts quote what users and systems call things: what is no UTF-8, or no character, becomes a question mark. */
+static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char *text)
+{
+    char clean[DTRAIN__ERROR_BYTES];
+    size_t length = strlen(text), at = 0;
+    length = length < sizeof clean ? length : sizeof clean - 1;
+    while (at < length) {
+        size_t step = dtrain__json_utf8((const unsigned char *)text + at, length - at);
+        int plain = step > 0 && (unsigned char)text[at] >= 0x20 && text[at] != 0x7f;
+        memcpy(clean + at, text + at, step > 0 ? step : 1);
+        if (!plain)
+            clean[at] = '?';
+        at += step > 0 ? step : 1;
+    }
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_string(&trace->json, clean, length);
+}
+
+static void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
+{
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_u64(&trace->json, value);
+}
+
+/* A value that may be missing. */
+static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
+{
+    dtrain__trace_key(trace, key);
+    if (is)
+        dtrain__json_write_u64(&trace->json, value);
+    else
+        dtrain__json_write_null(&trace->json);
+}
+
+/* Nanoseconds as microseconds, exactly. */
+static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+    dtrain__trace_key(trace, key);
+    dtrain__json_write_word(&trace->json, text);
+}
+
+/* What every event has; the caller goes on with its args. */
+static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
+{
+    dtrain__trace_begin(trace);
+    dtrain__trace_text(trace, "name", name);
+    dtrain__trace_text(trace, "ph", phase);
+    dtrain__trace_u64(trace, "pid", (uint64_t)trace->comm->rank);
+    dtrain__trace_u64(trace, "tid", trace->comm->group);
+}
+
+static void dtrain__trace_args(dtrain__trace *trace)
+{
+    dtrain__trace_key(trace, "args");
+    dtrain__json_begin(&trace->json, 1);
+}
+
+static void dtrain__trace_title(dtrain__trace *trace, const char *what, const char *title)
+{
+    dtrain__trace_event(trace, what, "M");
+    dtrain__trace_args(trace);
+    dtrain__trace_text(trace, "name", title);
+    dtrain__json_end(&trace->json);
+    dtrain__trace_end(trace, ",\n");
+}
+
+/* Whose file it is, and by which clocks. */
+static void dtrain__trace_head(dtrain__trace *trace)
+{
+    static const char open[] = "{\"displayTimeUnit\":\"ms\",\"otherData\":", events[] = ",\n\"traceEvents\":[\n";
+    dtrain_comm *comm = trace->comm;
+    dtrain__recorder *recorder = comm->recorder;
+    char host[64] = "?", title[128];
+    gethostname(host, sizeof host - 1);
+    dtrain__trace_put(trace, open, sizeof open - 1);
+    dtrain__trace_begin(trace);
+    dtrain__trace_u64(trace, "dtrain_trace", DTRAIN__TRACE_FORMAT);
+    dtrain__trace_u64(trace, "rank", (uint64_t)comm->rank);
+    dtrain__trace_u64(trace, "world_size", (uint64_t)comm->size);
+    dtrain__trace_u64(trace, "group", comm->group);
+    dtrain__trace_text(trace, "host", host);
+    dtrain__trace_u64(trace, "process", (uint64_t)comm->process);
+    dtrain__trace_u64(trace, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
+    dtrain__trace_u64(trace, "realtime_ns", (uint64_t)recorder->realtime_ns);
+    dtrain__trace_u64(trace, "written_ns", (uint64_t)trace->now);
+    dtrain__trace_u64(trace, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
+    dtrain__trace_u64(trace, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
+    dtrain__trace_end(trace, events);
+    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, (long)comm->process, host);
+    dtrain__trace_title(trace, "process_name", title);
+    snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
+    dtrain__trace_title(trace, "thread_name", title);
+}
+
+/* The call of an operation, and how it went. */
+static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
+{
+    const dtrain__call *call = &record->call;
+    int message = dtrain__call_is_message(call), typed = call->kind != DTRAIN__BARRIER;
+    unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
+    dtrain__trace_args(trace);
+    dtrain__trace_text(trace, "call", dtrain__kind_name(call->kind));
+    dtrain__trace_u64(trace, "number", call->number);
+    dtrain__trace_text(trace, "text", dtrain__call_text(call).text);
+    dtrain__trace_text(trace, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
+    dtrain__trace_u64(trace, "count", call->count);
+    dtrain__trace_u64(trace, "bytes", call->count * (bits / 8));
+    dtrain__trace_text(trace, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
+    dtrain__trace_maybe(trace, "root", !message, call->root);
+    dtrain__trace_maybe(trace, "peer", message, call->root);
+    dtrain__trace_text(trace, "algorithm", dtrain__algorithm_name(call->algorithm));
+    dtrain__trace_key(trace, "async");
+    dtrain__json_write_bool(&trace->json, record->async != 0);
+    dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
+    dtrain__trace_u64(trace, "serial", serial);
+    dtrain__trace_u64(trace, "called_ns", record->called_ns);
+    dtrain__trace_u64(trace, "started_ns", record->started_ns);
+    dtrain__trace_maybe(trace, "moved_ns", record->moved_ns != 0, record->moved_ns);
+    dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
+    dtrain__trace_text(trace, "status",
+                       record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
+    if (serial == trace->comm->recorder->failed)
+        dtrain__trace_text(trace, "error", trace->comm->recorder->error.text);
+    dtrain__json_end(&trace->json);
+}
+
+static void dtrain__trace_operations(dtrain__trace *trace)
+{
+    dtrain__recorder *recorder = trace->comm->recorder;
+    uint64_t last = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    uint64_t serial = last > DTRAIN__RECORDS ? last - DTRAIN__RECORDS + 1 : 1;
+    for (; serial <= last; serial++) {
+        dtrain__record record;
+        char name[64];
+        if (!dtrain__record_read(recorder, serial, &record))
+            continue;
+        if (record.ended_ns == 0 && serial == last)
+            record.awaited = __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+        uint64_t ended = record.ended_ns != 0 ? record.ended_ns : (uint64_t)trace->now;
+        snprintf(name, sizeof name, "%s #%llu", dtrain__kind_name(record.call.kind),
+                 (unsigned long long)record.call.number);
+        dtrain__trace_event(trace, name, "X");
+        dtrain__trace_text(trace, "cat", dtrain__call_is_message(&record.call) ? "message" : "collective");
+        dtrain__trace_us(trace, "ts", record.started_ns);
+        dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
+        dtrain__trace_call(trace, serial, &record);
+        dtrain__trace_end(trace, ",\n");
+    }
+    dtrain__trace_event(trace, "written", "i");
+    dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+    dtrain__trace_end(trace, "\n]}\n");
+}
+
+/* Writes the file; the caller holds the recorder's mutex, and the path is not too long. */
+static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    dtrain__trace trace;
+    memset(&trace, 0, sizeof trace);
+    trace.comm = comm;
+    trace.now = dtrain__os_now_ns();
+    snprintf(recorder->beside, sizeof recorder->beside, "%s.%ld-%llu-%d.part", path, (long)getpid(),
+             (unsigned long long)comm->group, comm->rank);
+    unlink(recorder->beside); /* of a process that had this number before */
+    trace.fd = open(recorder->beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (trace.fd < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
+                            strerror(errno));
+    dtrain__trace_head(&trace);
+    dtrain__trace_operations(&trace);
+    if (trace.error == 0 && fsync(trace.fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
+        trace.error = errno;
+    if (close(trace.fd) != 0 && trace.error == 0)
+        trace.error = errno;
+    if (trace.error == 0 && rename(recorder->beside, path) != 0)
+        trace.error = errno;
+    if (trace.error == 0)
+        return DTRAIN_OK;
+    unlink(recorder->beside);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s; what was there is still",
+                        comm->rank, path, strerror(trace.error));
+}
+
+DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
+{
+    size_t bytes = path != NULL ? strlen(path) : 0;
+    dtrain_status status;
+    if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
+                            DTRAIN__TRACE_PATH_BYTES - 1, bytes);
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_trace: process %ld made this group, and this is its forked child %ld; call it there",
+                            (long)comm->process, (long)getpid());
+    pthread_mutex_lock(&comm->recorder->mutex);
+    status = dtrain__trace_write(comm, path);
+    pthread_mutex_unlock(&comm->recorder->mutex);
+    return status;
+}
+
+/* Keeps the prefix of the failure file, the desc's or the environment's. */
+static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
+{
+    const char *from = prefix != NULL ? "desc.trace_on_failure" : "DTRAIN_TRACE";
+    if (prefix == NULL)
+        prefix = getenv("DTRAIN_TRACE");
+    if (prefix == NULL)
+        prefix = "";
+    if (strlen(prefix) >= sizeof comm->recorder->prefix)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "rank %d: %s has %zu bytes; at most %d are possible", comm->rank,
+                            from, strlen(prefix), DTRAIN__TRACE_PATH_BYTES - 1);
+    snprintf(comm->recorder->prefix, sizeof comm->recorder->prefix, "%s", prefix);
+    comm->desc.trace_on_failure = comm->recorder->prefix;
+    return DTRAIN_OK;
+}
+
+/* Writes the failure file when the operation's error is more than a deadline after which it can be called again. */
+static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__recorder *recorder = comm->recorder;
+    dtrain__error kept = dtrain__thread_error;
+    if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched))
+        return;
+    pthread_mutex_lock(&recorder->mutex);
+    if (!recorder->written) {
+        char group[40] = "";
+        recorder->written = 1;
+        if (comm->group != 0)
+            snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
+        snprintf(recorder->path, sizeof recorder->path, "%s%s.rank-%d.json", recorder->prefix, group, comm->rank);
+        if (dtrain__trace_write(comm, recorder->path) != DTRAIN_OK)
+            dtrain__log(DTRAIN_LOG_WARN, "%s", dtrain__thread_error.text);
+        else
+            dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, recorder->path);
+    }
+    pthread_mutex_unlock(&recorder->mutex);
+    dtrain__thread_error = kept;
+}
+
+#endif
