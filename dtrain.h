@@ -690,6 +690,79 @@ DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
+/* Makes a group of the ranks that give the same color, in order of key, then of their rank in comm.
+ *
+ * Groups are used like the one they come of: several at once, also from several threads of a rank; none waits for
+ * another. An error or a lost rank ends the groups that contain it, and no other. A group takes over timeout_ms,
+ * algorithm, progress and allocator. It may be destroyed before or after comm.
+ *
+ *   color    0 or more; negative: this rank is in none of the groups
+ *   group    out: this rank's end; NULL for a negative color and on an error
+ *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; DTRAIN_ERR_MEMORY and
+ * DTRAIN_ERR_IO, the text says on which rank; DTRAIN_ERR_UNSUPPORTED  a transport of your own, unless each group has
+ * one rank
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
+
+/* Makes a group of the same ranks, whose operations do not mix with those of comm; otherwise as dtrain_comm_split.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group);
+
+/* Makes a group of the ranks listed, of which ranks[i] gets rank i; otherwise as dtrain_comm_split.
+ *
+ *   ranks    count ranks of comm, the same list on every rank of comm, listed or not
+ *   group    out: NULL for a rank that is not listed
+ *   errors   DTRAIN_ERR_INVALID   a rank outside comm or listed twice; the text says who gave it
+ *            DTRAIN_ERR_MISMATCH  the lists differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group);
+
+/* Ranks laid out in named dimensions: a world of 8 as "data" x "tensor" of 4 x 2. */
+typedef struct dtrain_mesh dtrain_mesh;
+
+#define DTRAIN_MESH_NAME_BYTES 32
+
+typedef struct dtrain_mesh_dim {
+    const char *name; /* 1 to 31 characters, copied */
+    int size;         /* 0, in one dimension: what is left of the world */
+} dtrain_mesh_dim;
+
+/* Lays the ranks of world out in `count` dimensions, the last varying fastest, and makes the group along each: the
+ * ranks that differ in that coordinate alone, in its order (see dtrain_comm_split).
+ *
+ *   mesh     out; NULL on an error. Independent of world, which may be destroyed before or after it
+ *   dims     the same on every rank; the sizes multiply to the size of world
+ *   errors   DTRAIN_ERR_INVALID   a name or size cannot be; the text names the dimension, or the rank that gave it
+ *            DTRAIN_ERR_MISMATCH  ranks gave different dimensions
+ *            others as dtrain_comm_split
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **mesh, dtrain_comm *world, const dtrain_mesh_dim *dims,
+                                            int count);
+
+/* Returns the group along a dimension, which the mesh owns; NULL and an error text where there is no such name.
+ *
+ * any thread */
+DTRAIN_API dtrain_comm *dtrain_mesh_group(const dtrain_mesh *mesh, const char *name);
+
+/* Returns this rank's coordinate in a dimension, its rank in the group along it; -1 for an unknown name.
+ *
+ * any thread */
+DTRAIN_API int dtrain_mesh_index(const dtrain_mesh *mesh, const char *name);
+
+/* Returns a dimension's size; 0 for an unknown name.
+ *
+ * any thread */
+DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name);
+
+/* Destroys the mesh and its groups; NULL is legal. Never waits for a peer.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh);
+
 /* Returns this end's rank; 0 for NULL.
  *
  * any thread */
@@ -1838,15 +1911,17 @@ static void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t byte
 typedef struct dtrain__bell {
     uint32_t rings; /* counts while somebody sleeps */
     uint32_t sleepers;
-    uint32_t spins; /* busy looks before yielding: none where threads outnumber processors */
+    uint32_t spins;            /* busy looks before yielding: none where threads outnumber processors */
+    struct dtrain__bell *also; /* rung with it: of one who listens to many; NULL: none */
 } dtrain__bell;
 
 static void dtrain__bell_ring(dtrain__bell *bell)
 {
-    if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
-        __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
-        dtrain__os_wake_word(&bell->rings);
-    }
+    for (; bell != NULL; bell = bell->also)
+        if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
+            __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
+            dtrain__os_wake_word(&bell->rings);
+        }
 }
 
 /* One turn of waiting, the turn'th since something last moved; sleeps for at most a tenth of a second. */
@@ -4302,7 +4377,9 @@ static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator
 /* ---- >>threads ----
  * Ranks of one address space. A board holds one slot a rank, on which the rank posts what it is about
  * to do, and lazily one ring of bytes for each ordered pair that exchanges messages. All waiting is on
- * the board's one bell: whoever changes something that a peer may wait for rings it.
+ * the board's one bell: whoever changes something that a peer may wait for rings it. The boards of a world
+ * and of the groups that come of it are a family, which owns their allocator, their store and their service
+ * thread, and lives as long as one of them.
  *
  * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside`
  * flag, which it raises before it looks at `broken`; a rank that fails raises `broken` before it looks at
@@ -4327,8 +4404,9 @@ typedef struct dtrain__slot {
     uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
     uint64_t finished; /* turn of the last operation whose buffers this rank has left */
     uint32_t inside;
-    uint32_t left; /* set when the rank's end is destroyed */
-    char pad[DTRAIN__CACHE_LINE - 24];
+    uint32_t left; /* set when the rank's end is destroyed, or its thread has given up */
+    int origin;    /* the rank in the family's first board */
+    char pad[DTRAIN__CACHE_LINE - 28];
     dtrain__error why;     /* it left; readable once left is set */
     void *recorder;        /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes; /* 0: none */
@@ -4349,21 +4427,31 @@ typedef struct dtrain__board_end {
     int rank;
 } dtrain__board_end;
 
+typedef struct dtrain__family {
+    pthread_mutex_t mutex; /* guards boards, their ends, serial, service and store */
+    dtrain__board *boards;
+    uint64_t serial;   /* counts the groups that were begun */
+    dtrain__bell bell; /* the service thread's; rung with that of every board */
+    dtrain_allocator own;
+    dtrain_allocator *allocator;
+    void *service;
+    void (*last_gone)(void *service); /* stops the service before the family is freed */
+    dtrain__store store;
+} dtrain__family;
+
 struct dtrain__board {
     dtrain__bell bell;
     uint32_t broken; /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
-    uint32_t ends;   /* ranks that have not left */
+    int ends;        /* ranks that have come and not left */
     int size;
+    uint64_t id; /* its name in the family; the first one's is 0 */
     dtrain__error cause;
-    dtrain_allocator own;
-    dtrain_allocator *allocator;
+    dtrain__family *family;
+    dtrain__board *next;
+    dtrain_allocator *allocator; /* the family's */
     dtrain__slot *slots;
     dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender */
     dtrain__board_end *board_ends;
-    void (*last_gone)(dtrain__board *board); /* stops the service before the board is freed */
-    void *service;
-    pthread_mutex_t mutex; /* guards the service's list of ranks, and the store */
-    dtrain__store store;
 };
 
 static int dtrain__board_broken(dtrain__board *board)
@@ -4535,57 +4623,152 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
 static void dtrain__board_free(dtrain__board *board)
 {
     size_t size = (size_t)board->size;
-    dtrain_allocator *allocator = board->allocator, own;
+    dtrain_allocator *allocator = board->allocator;
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
     for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
         dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
-    dtrain__store_free(&board->store, allocator);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));
-    pthread_mutex_destroy(&board->mutex);
-    own = board->own;
-    dtrain__free(allocator == &board->own ? &own : allocator, board, sizeof *board);
+    dtrain__free(allocator, board, sizeof *board);
+}
+
+static void dtrain__family_free(dtrain__family *family)
+{
+    dtrain_allocator own;
+    if (family->last_gone != NULL)
+        family->last_gone(family->service);
+    dtrain__store_free(&family->store, family->allocator);
+    pthread_mutex_destroy(&family->mutex);
+    own = family->own;
+    dtrain__free(family->allocator == &family->own ? &own : family->allocator, family, sizeof *family);
+}
+
+/* Says why a rank's end is about to leave, or that the thread behind it has given up. */
+static void dtrain__board_mark(dtrain__board *board, int rank, const dtrain__error *why)
+{
+    dtrain__slot *slot = &board->slots[rank];
+    if (!__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) {
+        if (why != NULL)
+            slot->why = *why;
+        __atomic_store_n(&slot->left, 1, __ATOMIC_SEQ_CST);
+    }
+    dtrain__bell_ring(&board->bell);
+}
+
+/* The rank's thread ends with an error: nobody shall wait for it in any group. */
+static void dtrain__family_give_up(dtrain__board *of, int rank, const dtrain__error *why)
+{
+    dtrain__family *family = of->family;
+    int origin = of->slots[rank].origin;
+    pthread_mutex_lock(&family->mutex);
+    for (dtrain__board *board = family->boards; board != NULL; board = board->next)
+        for (int other = 0; board != of && other < board->size; other++)
+            if (board->slots[other].origin == origin)
+                dtrain__board_mark(board, other, why);
+    pthread_mutex_unlock(&family->mutex);
+}
+
+/* The rank's end leaves; the last of a board frees it, the last of a family the family. */
+static void dtrain__board_detach(dtrain__board *board, int rank)
+{
+    dtrain__family *family = board->family;
+    dtrain__board **at = &family->boards;
+    int ends, last;
+    pthread_mutex_lock(&family->mutex);
+    dtrain__board_mark(board, rank, NULL);
+    ends = --board->ends;
+    while (ends == 0 && *at != board)
+        at = &(*at)->next;
+    if (ends == 0)
+        *at = board->next;
+    last = family->boards == NULL;
+    pthread_mutex_unlock(&family->mutex);
+    if (ends == 0)
+        dtrain__board_free(board);
+    if (last)
+        dtrain__family_free(family);
 }
 
 static void dtrain__threads_destroy(void *self)
 {
     dtrain__board_end *end = (dtrain__board_end *)self;
-    dtrain__board *board = end->board;
-    __atomic_store_n(&board->slots[end->rank].left, 1, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(&board->bell);
-    if (__atomic_sub_fetch(&board->ends, 1, __ATOMIC_ACQ_REL) > 0)
-        return;
-    if (board->last_gone != NULL)
-        board->last_gone(board);
-    dtrain__board_free(board);
+    dtrain__board_detach(end->board, end->rank);
 }
 
-/* Makes a board for `size` ranks; the transport of each is had from dtrain__threads_transport. */
-static dtrain_status dtrain__board_create(dtrain__board **out, int size, dtrain_allocator *allocator)
+/* A family without boards, for dtrain__board_attach. */
+static dtrain__family *dtrain__family_create(dtrain_allocator *allocator)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain__family *family = (dtrain__family *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *family);
+    if (family == NULL)
+        return NULL;
+    family->own = first;
+    family->allocator = allocator != NULL ? allocator : &family->own;
+    pthread_mutex_init(&family->mutex, NULL);
+    return family;
+}
+
+/* Adds a board to the family; the caller holds its mutex. NULL when there is no memory. */
+static dtrain__board *dtrain__board_make(dtrain__family *family, uint64_t id, const int *origins, int size)
 {
     size_t ranks = (size_t)size;
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__board *board = (dtrain__board *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *board);
+    dtrain__board *board = (dtrain__board *)dtrain__alloc(family->allocator, sizeof *board);
     if (board == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
-    board->own = first;
-    board->allocator = allocator != NULL ? allocator : &board->own;
+        return NULL;
+    board->family = family;
+    board->allocator = family->allocator;
+    board->id = id;
     board->size = size;
-    board->ends = (uint32_t)size;
     board->bell.spins = size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
-    pthread_mutex_init(&board->mutex, NULL);
+    board->bell.also = &family->bell;
     board->slots = (dtrain__slot *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__slot));
     board->rings = (dtrain__ring **)dtrain__alloc(board->allocator, ranks * ranks * sizeof(dtrain__ring *));
     board->board_ends = (dtrain__board_end *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__board_end));
     if (board->slots == NULL || board->rings == NULL || board->board_ends == NULL) {
         dtrain__board_free(board);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+        return NULL;
     }
+    for (int rank = 0; rank < size; rank++)
+        board->slots[rank].origin = origins != NULL ? origins[rank] : rank;
+    board->next = family->boards;
+    family->boards = board;
+    return board;
+}
+
+/* Comes to the board of that name, which the first to come makes; undone by dtrain__board_detach. */
+static dtrain_status dtrain__board_attach(dtrain__board **out, dtrain__family *family, uint64_t id, const int *origins,
+                                          int size)
+{
+    pthread_mutex_lock(&family->mutex);
+    dtrain__board *board = family->boards;
+    while (board != NULL && board->id != id)
+        board = board->next;
+    if (board == NULL)
+        board = dtrain__board_make(family, id, origins, size);
+    if (board != NULL)
+        board->ends++;
+    pthread_mutex_unlock(&family->mutex);
     *out = board;
-    return DTRAIN_OK;
+    return board != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+}
+
+/* Makes a board to which `size` ranks have come, the first of its family. The transport of each is had from
+ * dtrain__threads_transport. */
+static dtrain_status dtrain__board_create(dtrain__board **out, int size, dtrain_allocator *allocator)
+{
+    dtrain__family *family = dtrain__family_create(allocator);
+    dtrain_status status = DTRAIN_ERR_MEMORY;
+    if (family == NULL)
+        return dtrain__fail(NULL, status, "no memory for a group of %d ranks", size);
+    status = dtrain__board_attach(out, family, 0, NULL, size);
+    if (status == DTRAIN_OK)
+        (*out)->ends = size;
+    else
+        dtrain__family_free(family);
+    return status;
 }
 
 static void dtrain__threads_transport(dtrain_transport *transport, dtrain__board *board, int rank)
@@ -5061,8 +5244,9 @@ typedef enum dtrain__door_state {
 typedef struct dtrain__door {
     struct dtrain__door *next;
     int fd, initiator, purpose, lane;
-    int peer;       /* rank: whom an initiator wants, who an acceptor's hello says it is */
-    int peer_world; /* the world size that an acceptor's peer believes in */
+    uint64_t channel; /* the group that a connection for data belongs to */
+    int peer;         /* rank: whom an initiator wants, who an acceptor's hello says it is */
+    int peer_world;   /* the world size that an acceptor's peer believes in */
     dtrain__door_state state;
     int64_t expires_ns;
     uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
@@ -5141,7 +5325,7 @@ static size_t dtrain__door_wants(const dtrain__door *door)
     }
 }
 
-/* Opens the initiator's side; purpose, lane, peer and received are set. Returns 0 or an errno. */
+/* Opens the initiator's side; purpose, channel, lane, peer and received are set. Returns 0 or an errno. */
 static int dtrain__door_knock(dtrain__door *door, const dtrain__keys *keys)
 {
     unsigned char *hello = door->hello;
@@ -5154,6 +5338,7 @@ static int dtrain__door_knock(dtrain__door *door, const dtrain__keys *keys)
     dtrain__put_le(hello + 16, (uint64_t)door->peer, 4);
     dtrain__put_le(hello + 20, (uint64_t)keys->world_size, 4);
     dtrain__put_le(hello + 24, (uint64_t)door->lane, 4);
+    dtrain__put_le(hello + 80, door->channel, 8);
     dtrain__put_le(hello + 112, door->links, 8);
     memcpy(hello + 32, keys->run, DTRAIN__RUN_BYTES);
     door->initiator = 1;
@@ -5204,6 +5389,7 @@ static void dtrain__door_take_hello(dtrain__door *door, const dtrain__keys *keys
     }
     uint64_t peer = dtrain__get_le(door->hello + 12, 4), world = dtrain__get_le(door->hello + 20, 4);
     uint64_t lane = dtrain__get_le(door->hello + 24, 4);
+    door->channel = dtrain__get_le(door->hello + 80, 8);
     door->peer_links = dtrain__get_le(door->hello + 112, 8);
     door->purpose = door->hello[11];
     door->peer = peer < INT_MAX ? (int)peer : -1;
@@ -5487,12 +5673,16 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 #endif
 
 /* ---- >>hub ----
- * The control plane of a group of processes. Every rank keeps one connection to rank 0, over which the group
- * forms, hears that its members live, and learns who is lost and why; connections for data are accepted and
- * made here and handed to the lanes of their peer. Rank 0 relays: the first cause it hears is the group's.
+ * The control plane of one process, shared by the groups that come of one world. Every rank keeps one connection
+ * to the leader, rank 0, over which the world forms, hears that its members live, and learns who is lost and why;
+ * connections for data are accepted and made here and handed to the lanes of their channel. A channel is one
+ * group's share: its members, its lanes to them, and its own end. The leader relays what concerns a channel to the
+ * channel's members: the first cause they hear is its own. A lost member ends every channel that has it, no other.
  *
- * Whoever holds step_mutex may run the hub: the group's service thread, or a caller that waits for data and
- * adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
+ * Ranks are the world's, except where a channel counts its own: `about` in frames, the index of its peers.
+ *
+ * Whoever holds step_mutex may run the hub: the service thread, or where there is none a caller that waits for data
+ * and adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
  * waits. `news` counts what a waiting caller should look at. */
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
@@ -5500,6 +5690,7 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 #define DTRAIN__DOORS 64 /* unproved peers at once; the oldest is shut out for the next */
 #define DTRAIN__DOOR_NS 5000000000
 #define DTRAIN__MAX_LANES 8
+#define DTRAIN__STRIPE ((size_t)1 << 18) /* of a stream that goes over several lanes, in turn */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
@@ -5516,6 +5707,41 @@ typedef struct dtrain__lane {
     int64_t retry_ns, down_ns;
 } dtrain__lane;
 
+/* One rank of a channel, as this rank sees it. */
+typedef struct dtrain__peer {
+    int world;               /* its rank there */
+    int left;                /* its end of the group is gone */
+    char *why;               /* it left; NULL: nothing was said */
+    uint64_t sent, received; /* bytes of data to and from it, over all lanes */
+    dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
+} dtrain__peer;
+
+typedef struct dtrain__hub dtrain__hub;
+
+typedef struct dtrain__channel {
+    struct dtrain__channel *next;
+    dtrain__hub *hub;
+    uint64_t id; /* the same on all members; 0: the world */
+    int rank, size;
+    dtrain__peer *peers;
+    dtrain__lane *lanes; /* of all peers */
+    int attend;          /* some lane has work for whoever steps */
+    uint32_t broken;
+    dtrain__error cause;
+    int wake[2]; /* a pipe to the caller that waits */
+    uint32_t waiting;
+    int awaits[2]; /* peers that the service thread could send nothing to, receive nothing from; -1: none */
+    int forked;    /* the end of a child's copy: touches nothing that the parent still uses */
+    uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
+    dtrain_status store_status;
+    int store_found;
+    dtrain__bytes store_value;
+    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    void *last_user;
+} dtrain__channel;
+
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
+
 /* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
 typedef struct dtrain__last_heard {
     unsigned char data[DTRAIN__LAST_BYTES];
@@ -5525,14 +5751,14 @@ typedef struct dtrain__last_heard {
 } dtrain__last_heard;
 
 typedef struct dtrain__member {
-    dtrain__lane *lanes;                     /* hub->connections of them */
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
-    char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    char why[DTRAIN__WHY_BYTES];             /* it left or is lost; may be empty */
     char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
-    int joined, left, expected;              /* expected: the control connection may come back */
-    dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
+    int joined, expected;                    /* expected: the control connection may come back */
+    int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
+    dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
@@ -5543,6 +5769,7 @@ typedef struct dtrain__member {
 typedef struct dtrain__asker {
     struct dtrain__asker *next;
     int rank;
+    uint64_t channel;
     uint32_t id;
     size_t key_bytes;
     char key[DTRAIN__STORE_KEY_BYTES];
@@ -5556,10 +5783,18 @@ typedef struct dtrain__hub_desc {
     void *on_address_user;
 } dtrain__hub_desc;
 
-typedef struct dtrain__hub {
-    dtrain_allocator *allocator;
+struct dtrain__hub {
+    dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
+    int crowded;                       /* more ranks on this host than processors */
+    int leader;                        /* whom this rank keeps its control connection to; itself: it leads */
+    uint64_t serial;                   /* counts the groups that were begun */
+    dtrain__channel *channels, *world; /* world is NULL once its end has left */
+    int leaving;                       /* this process has said goodbye */
+    void *service;
+    void (*last_gone)(void *service); /* stops the service thread before the hub is freed */
+    uint32_t serviced;                /* a service thread steps */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
@@ -5568,28 +5803,22 @@ typedef struct dtrain__hub {
     int64_t root_retry_ns, root_wait_ns;
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
-    int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
-    uint32_t stepping, waiting, kicked;
+    int kick[2]; /* a pipe to whoever steps */
+    uint32_t stepping, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
     dtrain__member *members;
-    uint32_t broken;
-    dtrain__error cause;
     struct pollfd *fds;
+    int fds_room;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
     int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
     int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
-    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
-    void *last_user;
     dtrain__store store;
     dtrain__asker *askers;
-    uint32_t store_id, store_answered; /* of this rank's last request, and the last one answered */
-    dtrain_status store_status;
-    int store_found;
-    dtrain__bytes store_value;
-} dtrain__hub;
+    uint32_t asked; /* requests to the store */
+};
 
 enum {
     DTRAIN__FRAME_JOIN = 1,
@@ -5599,15 +5828,18 @@ enum {
     DTRAIN__FRAME_END,
     DTRAIN__FRAME_BYE,
     DTRAIN__FRAME_ASK,
-    DTRAIN__FRAME_ANSWER
+    DTRAIN__FRAME_ANSWER,
+    DTRAIN__FRAME_LOST,
+    DTRAIN__FRAME_GONE
 };
 
-/* Something happened that a caller may wait for. */
+/* Something happened that a caller may wait for; the caller of this holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
     __atomic_add_fetch(&hub->news, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->waiting, __ATOMIC_SEQ_CST))
-        dtrain__net_poke(hub->wake[1]);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+            dtrain__net_poke(channel->wake[1]);
 }
 
 /* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
@@ -5692,59 +5924,181 @@ static int dtrain__frame_close(dtrain__member *to, size_t begin)
     return 1;
 }
 
-static void dtrain__frame_reason(dtrain__hub *hub, dtrain__member *to, int type, int rank, dtrain_status status,
-                                 const char *text)
+/* What happened to a rank, and to which channel. `about` counts as the channel does; as the world in frames LOST
+ * and GONE, which have no channel. */
+typedef struct dtrain__reason {
+    int type;
+    uint64_t channel;
+    int about;
+    dtrain_status status;
+    const char *text;
+} dtrain__reason;
+
+static int dtrain__hub_leads(const dtrain__hub *hub)
 {
-    size_t begin = dtrain__frame_open(hub, to, type);
-    dtrain__give(hub, &to->out, (uint64_t)rank, 4);
-    dtrain__give(hub, &to->out, (uint64_t)status, 2);
-    dtrain__give_text(hub, &to->out, 2, text);
-    dtrain__frame_close(to, begin);
+    return hub->rank == hub->leader;
 }
 
-/* The other ends of this rank's control connections: all ranks for rank 0, rank 0 for the others. */
-static int dtrain__hub_links(const dtrain__hub *hub)
+/* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
+static int dtrain__hub_linked(const dtrain__hub *hub, int rank)
 {
-    return hub->rank == 0 ? hub->size : 1;
+    return rank != hub->rank && (dtrain__hub_leads(hub) || rank == hub->leader);
 }
 
-static void dtrain__hub_relay(dtrain__hub *hub, int except, int type, int rank, dtrain_status status, const char *text)
+/* Sends a reason to `to`; with the channel's members, where `to` is to relay it. */
+static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason *reason, const dtrain__channel *channel)
 {
-    for (int peer = 0; peer < dtrain__hub_links(hub); peer++) {
-        dtrain__member *member = &hub->members[peer];
-        if (peer != hub->rank && peer != except && member->joined && !member->left)
-            dtrain__frame_reason(hub, member, type, rank, status, text);
-    }
-}
-
-/* Ends the group for the first cause; `from` is the rank that said so, or this one. */
-static void dtrain__hub_end(dtrain__hub *hub, int from, int rank, dtrain_status status, const char *text)
-{
-    if (hub->broken)
+    dtrain__member *member = &hub->members[to];
+    int count = channel != NULL && channel->id != 0 ? channel->size : 0;
+    if (!dtrain__hub_linked(hub, to) || !member->joined || member->gone != DTRAIN__PRESENT)
         return;
-    hub->cause.status = status;
-    snprintf(hub->cause.text, sizeof hub->cause.text, "%s", text);
-    __atomic_store_n(&hub->broken, 1, __ATOMIC_SEQ_CST);
-    dtrain__hub_relay(hub, from, DTRAIN__FRAME_END, rank, status, text);
+    size_t begin = dtrain__frame_open(hub, member, reason->type);
+    dtrain__give(hub, &member->out, reason->channel, 8);
+    dtrain__give(hub, &member->out, (uint64_t)reason->about, 4);
+    dtrain__give(hub, &member->out, (uint64_t)reason->status, 2);
+    dtrain__give_text(hub, &member->out, 2, reason->text);
+    dtrain__give(hub, &member->out, (uint64_t)count, 4);
+    for (int i = 0; i < count; i++)
+        dtrain__give(hub, &member->out, (uint64_t)channel->peers[i].world, 4);
+    dtrain__frame_close(member, begin);
+}
+
+/* Tells all ranks, by way of the leader. */
+static void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
+{
+    for (int peer = 0; peer < hub->size; peer++)
+        if (peer != except)
+            dtrain__frame_reason(hub, peer, reason, NULL);
+}
+
+/* Tells the channel's members, by way of the leader. */
+static void dtrain__channel_relay(const dtrain__channel *channel, int except, const dtrain__reason *reason)
+{
+    dtrain__hub *hub = channel->hub;
+    if (!dtrain__hub_leads(hub) && hub->leader != except)
+        dtrain__frame_reason(hub, hub->leader, reason, channel);
+    for (int i = 0; dtrain__hub_leads(hub) && i < channel->size; i++)
+        if (channel->peers[i].world != except)
+            dtrain__frame_reason(hub, channel->peers[i].world, reason, NULL);
+}
+
+static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
+{
+    dtrain__channel *channel = hub->channels;
+    while (channel != NULL && channel->id != id)
+        channel = channel->next;
+    return channel;
+}
+
+/* The lane that the next bytes to or from a peer take, and how many of them. */
+static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, int sending, size_t *room)
+{
+    dtrain__peer *peer = &channel->peers[rank];
+    uint64_t at = sending ? peer->sent : peer->received;
+    int lanes = channel->hub->connections;
+    *room = lanes == 1 ? SIZE_MAX : DTRAIN__STRIPE - (size_t)(at % DTRAIN__STRIPE);
+    return &peer->lanes[at / DTRAIN__STRIPE % (uint64_t)lanes];
+}
+
+/* The channel's rank of the world's `world`; -1: not a member. */
+static int dtrain__channel_rank(const dtrain__channel *channel, int world)
+{
+    if (channel->id == 0)
+        return world;
+    for (int i = 0; i < channel->size; i++)
+        if (channel->peers[i].world == world)
+            return i;
+    return -1;
+}
+
+/* Ends the channel here; the first cause stays. Returns 0 when it had ended before. */
+static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status, const char *text)
+{
+    if (channel->broken)
+        return 0;
+    channel->cause.status = status;
+    snprintf(channel->cause.text, sizeof channel->cause.text, "%s", text);
+    __atomic_store_n(&channel->broken, 1, __ATOMIC_SEQ_CST);
+    dtrain__hub_tell(channel->hub);
+    dtrain__hub_kick(channel->hub);
+    return 1;
+}
+
+/* Ends the channel on all its members. */
+static void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
+{
+    dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text};
+    if (dtrain__channel_break(channel, status, text))
+        dtrain__channel_relay(channel, -1, &reason);
+}
+
+/* A member's end of the channel is gone; operations that need it will fail, others need not. */
+static void dtrain__channel_left(dtrain__channel *channel, int rank, const char *why)
+{
+    dtrain__peer *peer = &channel->peers[rank];
+    size_t bytes = strlen(why) + 1;
+    if (peer->left)
+        return;
+    peer->left = 1;
+    if (bytes > 1)
+        peer->why = (char *)dtrain__alloc(channel->hub->allocator, bytes);
+    if (peer->why != NULL)
+        memcpy(peer->why, why, bytes);
+    dtrain__hub_tell(channel->hub);
+}
+
+/* The channel ends because a member of it is lost. */
+static void dtrain__channel_lost(dtrain__channel *channel, int rank)
+{
+    dtrain__peer *peer = &channel->peers[rank];
+    dtrain__member *member = &channel->hub->members[peer->world];
+    dtrain__error lost, kept = dtrain__thread_error;
+    const char *name = member->name[0] != 0 ? member->name : "unknown process";
+    peer->left = 1;
+    if (channel->id == 0)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank, name, member->why);
+    else
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world, %s) is lost: %s", rank, peer->world,
+                     name, member->why);
+    dtrain__thread_error = kept;
+    dtrain__channel_break(channel, lost.status, lost.text);
+}
+
+/* A member is gone, of its own will or not: every channel that has it hears of it. */
+static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
+{
+    dtrain__member *member = &hub->members[rank];
+    if (member->gone != DTRAIN__PRESENT)
+        return;
+    member->gone = gone;
+    member->expected = 0;
+    snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, why);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next) {
+        int at = dtrain__channel_rank(channel, rank);
+        if (at >= 0 && gone == DTRAIN__LOST)
+            dtrain__channel_lost(channel, at);
+        else if (at >= 0)
+            dtrain__channel_left(channel, at, why);
+    }
     dtrain__hub_tell(hub);
-    dtrain__hub_kick(hub);
 }
 
 /* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
-    dtrain__error lost;
-    dtrain__error kept = dtrain__thread_error;
+    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, DTRAIN_ERR_PEER_LOST, how};
     dtrain__member *member = &hub->members[rank];
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank,
-                 member->name[0] != 0 ? member->name : "unknown process", how);
-    dtrain__thread_error = kept;
-    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
+    if (hub->leaving) { /* who heard of that says nothing when it goes itself */
+        dtrain__stream_cut(&member->control);
+        return;
+    }
+    dtrain__frame_reason(hub, rank, &reason, NULL);
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_relay(hub, rank, &reason);
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
-    member->left = 1;
-    member->expected = 0;
+    dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */
@@ -5753,7 +6107,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__member *member = &hub->members[rank];
     char how[160];
     dtrain__stream_cut(&member->control);
-    if (member->left)
+    if (member->gone != DTRAIN__PRESENT)
         return;
     member->down_ns = dtrain__os_now_ns();
     member->expected = hub->reconnect_ns > 0 && hub->formed;
@@ -5765,41 +6119,45 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
         member->in.bytes = member->out.bytes = 0;
         return;
     }
-    snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off",
-             hub->rank == 0 ? 0 : hub->rank, dtrain__net_why(error));
+    snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
+             dtrain__net_why(error));
     dtrain__hub_lost(hub, rank, how);
 }
 
-/* Keeps the answer to this rank's own request. */
-static void dtrain__store_keep(dtrain__hub *hub, uint32_t id, dtrain_status status, int found, const void *data,
+/* Keeps the answer to a group's own request. */
+static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
                                size_t bytes)
 {
-    hub->store_value.bytes = 0;
-    hub->store_value.short_of = 0;
-    dtrain__give_bytes(hub, &hub->store_value, data, bytes);
-    hub->store_status = hub->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
-    hub->store_found = found;
-    hub->store_answered = id;
-    dtrain__hub_tell(hub);
+    channel->store_value.bytes = 0;
+    channel->store_value.short_of = 0;
+    dtrain__give_bytes(channel->hub, &channel->store_value, data, bytes);
+    channel->store_status = channel->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
+    channel->store_found = found;
+    channel->store_answered = channel->store_id;
+    dtrain__hub_tell(channel->hub);
 }
 
 /* Answers a store request: rank 0's own at once, another's by a frame. */
-static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
+static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, dtrain_status status, int found,
                                  const void *data, size_t bytes)
 {
-    dtrain__member *member = &hub->members[rank];
+    dtrain__member *member = &hub->members[asker->rank];
+    dtrain__channel *channel;
     size_t begin;
-    if (rank == hub->rank) {
-        dtrain__store_keep(hub, id, status, found, data, bytes);
+    if (asker->rank == hub->rank) {
+        channel = dtrain__hub_channel(hub, asker->channel);
+        if (channel != NULL && channel->store_id == asker->id)
+            dtrain__store_keep(channel, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
-    dtrain__give(hub, &member->out, id, 4);
+    dtrain__give(hub, &member->out, asker->channel, 8);
+    dtrain__give(hub, &member->out, asker->id, 4);
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
     if (!dtrain__frame_close(member, begin) && bytes > 0)
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+        dtrain__store_answer(hub, asker, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -5812,16 +6170,18 @@ static void dtrain__store_wake(dtrain__hub *hub, const char *key, size_t key_byt
             continue;
         }
         *at = asker->next;
-        dtrain__store_answer(hub, asker->rank, asker->id, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
+        dtrain__store_answer(hub, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
         dtrain__free(hub->allocator, asker, sizeof *asker);
     }
 }
 
-/* Forgets what a rank waits for: it asks anew, or has left. */
-static void dtrain__store_forget(dtrain__hub *hub, int rank)
+#define DTRAIN__EVERY_CHANNEL UINT64_MAX
+
+/* Forgets what a group of a rank waits for: it asks anew, or has left. */
+static void dtrain__store_forget(dtrain__hub *hub, int rank, uint64_t channel)
 {
     for (dtrain__asker **at = &hub->askers, *asker; (asker = *at) != NULL;) {
-        if (asker->rank != rank) {
+        if (asker->rank != rank || (channel != DTRAIN__EVERY_CHANNEL && asker->channel != channel)) {
             at = &asker->next;
             continue;
         }
@@ -5832,36 +6192,31 @@ static void dtrain__store_forget(dtrain__hub *hub, int rank)
 
 enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
 
-/* Rank 0: one request of `rank`. */
-static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int what, const char *key, const void *value,
-                                size_t bytes)
+/* Rank 0: one request. */
+static void dtrain__store_serve(dtrain__hub *hub, const dtrain__asker *from, int what, const void *value, size_t bytes)
 {
-    size_t key_bytes = strlen(key);
     dtrain__entry *entry;
     dtrain__asker *asker;
+    dtrain__store_forget(hub, from->rank, from->channel);
     if (what == DTRAIN__STORE_SET) {
-        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, key, key_bytes, value, bytes);
+        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, from->key, from->key_bytes, value, bytes);
         const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
-        dtrain__store_answer(hub, rank, id, status, 0, text, strlen(text));
-        dtrain__store_wake(hub, key, key_bytes);
+        dtrain__store_answer(hub, from, status, 0, text, strlen(text));
+        dtrain__store_wake(hub, from->key, from->key_bytes);
         return;
     }
-    entry = *dtrain__store_place(&hub->store, key, key_bytes);
+    entry = *dtrain__store_place(&hub->store, from->key, from->key_bytes);
     if (entry != NULL || what == DTRAIN__STORE_GET) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
+        dtrain__store_answer(hub, from, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
                              entry != NULL ? entry->bytes : 0);
         return;
     }
-    dtrain__store_forget(hub, rank);
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
-    asker->rank = rank;
-    asker->id = id;
-    asker->key_bytes = key_bytes;
-    memcpy(asker->key, key, key_bytes);
+    *asker = *from;
     asker->next = hub->askers;
     hub->askers = asker;
 }
@@ -5869,24 +6224,28 @@ static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int wha
 static int dtrain__take_ask(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     uint64_t id, what;
-    char key[DTRAIN__STORE_KEY_BYTES];
-    if (hub->rank != 0 || !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &what, 1) ||
-        what > DTRAIN__STORE_WAIT || !dtrain__take_text(reader, 2, key, sizeof key) ||
-        reader->left > DTRAIN__STORE_VALUE_BYTES)
+    dtrain__asker asker;
+    if (hub->rank != 0 || !dtrain__take(reader, &asker.channel, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
+        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || reader->left > DTRAIN__STORE_VALUE_BYTES)
         return 0;
-    dtrain__store_serve(hub, rank, (uint32_t)id, (int)what, key, reader->at, reader->left);
+    asker.rank = rank;
+    asker.id = (uint32_t)id;
+    asker.key_bytes = strlen(asker.key);
+    dtrain__store_serve(hub, &asker, (int)what, reader->at, reader->left);
     return 1;
 }
 
 static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
 {
-    uint64_t id, status, found;
-    if (hub->rank == 0 || !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &status, 2) ||
-        !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED)
+    uint64_t group, id, status, found;
+    dtrain__channel *channel;
+    if (hub->rank == 0 || !dtrain__take(reader, &group, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED)
         return 0;
-    if (id != hub->store_id)
-        return 1; /* of a request that was given up */
-    dtrain__store_keep(hub, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
+    channel = dtrain__hub_channel(hub, group);
+    if (channel != NULL && id == channel->store_id) /* else of a request that was given up */
+        dtrain__store_keep(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -5895,6 +6254,7 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     dtrain__member *member = &hub->members[rank];
     char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
+    dtrain__reason refusal = {DTRAIN__FRAME_REFUSE, 0, rank, DTRAIN_ERR_MISMATCH, text};
     if (hub->rank != 0 || hub->formed || member->joined ||
         !dtrain__take_text(reader, 1, member->address, sizeof member->address) ||
         !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
@@ -5906,13 +6266,42 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
                  "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
                  "program and model on every rank",
                  rank, member->name, fingerprint, hub->fingerprint);
-        dtrain__frame_reason(hub, member, DTRAIN__FRAME_REFUSE, rank, DTRAIN_ERR_MISMATCH, text);
+        member->joined = 1; /* until it has been told */
+        dtrain__frame_reason(hub, rank, &refusal, NULL);
+        member->joined = 0;
         snprintf(hub->refused, sizeof hub->refused, "%s", text);
         dtrain__log(DTRAIN_LOG_WARN, "rank 0 sent away %s", text);
         return 1;
     }
     member->joined = 1;
     return 1;
+}
+
+/* Gives the channel its lanes, as many as the world has connections. Returns 0 when there is no memory. */
+static int dtrain__channel_lay(dtrain__channel *channel)
+{
+    size_t each = (size_t)channel->hub->connections, count = (size_t)channel->size * each;
+    channel->lanes = (dtrain__lane *)dtrain__alloc(channel->hub->allocator, count * sizeof(dtrain__lane));
+    if (channel->lanes == NULL)
+        return 0;
+    for (size_t i = 0; i < count; i++)
+        channel->lanes[i].stream.fd = -1;
+    for (int rank = 0; rank < channel->size; rank++)
+        channel->peers[rank].lanes = channel->lanes + (size_t)rank * each;
+    return 1;
+}
+
+/* All have joined, and this rank knows where they are. */
+static void dtrain__hub_formed(dtrain__hub *hub)
+{
+    int neighbours = 0;
+    hub->formed = 1;
+    for (int rank = 0; rank < hub->size; rank++)
+        neighbours += hub->members[rank].host == hub->members[hub->rank].host;
+    hub->crowded = neighbours > dtrain__os_processors();
+    if (hub->world != NULL && !dtrain__channel_lay(hub->world))
+        dtrain__channel_end(hub->world, hub->rank, DTRAIN_ERR_MEMORY, "no memory for connections");
+    dtrain__hub_tell(hub);
 }
 
 static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
@@ -5928,57 +6317,123 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
             !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name))
             return 0;
     }
-    hub->formed = 1;
-    dtrain__hub_tell(hub);
+    dtrain__hub_formed(hub);
     return 1;
 }
 
-/* A rank that broke the group, that left, or that was refused, and why. */
+/* The leader: sends on what concerns a channel to those whom the sender lists, to all where it lists none. */
+static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
+{
+    uint64_t rank;
+    if (!dtrain__hub_leads(hub))
+        return;
+    if (reason->channel == 0)
+        dtrain__hub_relay(hub, from, reason);
+    while (dtrain__take(&list, &rank, 4))
+        if (rank < (uint64_t)hub->size && (int)rank != from)
+            dtrain__frame_reason(hub, (int)rank, reason, NULL);
+}
+
+/* While the world forms: rank 0 does not want this rank, or fares badly itself. */
+static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
+{
+    if (hub->formed || hub->world == NULL)
+        return 0;
+    dtrain__fail(&hub->root_error, reason->status, "%s", reason->text);
+    dtrain__channel_break(hub->world, reason->status, hub->root_error.text);
+    return 1;
+}
+
+/* A channel that has ended, or whose member has left. */
+static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain__reason *reason,
+                                       const dtrain__reader *list)
+{
+    dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    if (channel != NULL &&
+        (reason->about >= channel->size ||
+         (reason->type == DTRAIN__FRAME_BYE && dtrain__hub_leads(hub) && channel->peers[reason->about].world != from)))
+        return 0;
+    if (reason->type == DTRAIN__FRAME_BYE) {
+        if (channel != NULL && reason->about != channel->rank)
+            dtrain__channel_left(channel, reason->about, reason->text);
+        dtrain__store_forget(hub, from, reason->channel);
+        dtrain__hub_forward(hub, from, reason, *list);
+    } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
+        dtrain__hub_forward(hub, from, reason, *list);
+    }
+    return 1;
+}
+
+/* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
+static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
+{
+    snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_lost(channel, channel->rank);
+    return 1;
+}
+
+/* A member that has left with all its groups, or that is lost. */
+static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
+{
+    int leads = dtrain__hub_leads(hub);
+    if (reason->about == hub->rank && reason->type == DTRAIN__FRAME_LOST)
+        return dtrain__hub_given_up(hub, reason->text);
+    if (reason->about >= hub->size || reason->about == hub->rank ||
+        (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
+        return 0;
+    if (leads && !hub->formed) {
+        hub->members[from].joined =
+            0; /* it gave up waiting for others, and may start again; its connection ends next */
+        return 1;
+    }
+    dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
+    dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
+                     reason->text);
+    dtrain__hub_forward(hub, from, reason, *list);
+    return 1;
+}
+
+/* Something that happened to a rank, and why. */
 static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__reader *reader)
 {
-    uint64_t about, status;
+    uint64_t about, status, count;
     char text[DTRAIN__ERROR_BYTES];
-    if (!dtrain__take(reader, &about, 4) || about >= (uint64_t)hub->size || !dtrain__take(reader, &status, 2) ||
-        status > DTRAIN_ERR_ABORTED || !dtrain__take_text(reader, 2, text, sizeof text))
+    dtrain__reason reason;
+    if (!dtrain__take(reader, &reason.channel, 8) || !dtrain__take(reader, &about, 4) || about > INT_MAX ||
+        !dtrain__take(reader, &status, 2) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take_text(reader, 2, text, sizeof text) || !dtrain__take(reader, &count, 4) ||
+        count > (uint64_t)hub->size || reader->left != 4 * (size_t)count)
         return 0;
-    dtrain__member *member = &hub->members[about];
-    if (type == DTRAIN__FRAME_BYE) {
-        if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
-            return 0;
-        if (!hub->formed && hub->rank == 0) {
-            member->joined = 0; /* it gave up waiting for others, and may start again; its connection ends next */
-            return 1;
-        }
-        member->left = 1;
-        snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
-        dtrain__store_forget(hub, (int)about);
-        dtrain__hub_tell(hub);
-        if (hub->rank == 0)
-            dtrain__hub_relay(hub, from, type, (int)about, (dtrain_status)status, member->why);
-        return 1;
+    reason.type = type;
+    reason.about = (int)about;
+    reason.status = (dtrain_status)status;
+    reason.text = text;
+    if (reason.status == DTRAIN_OK && (type == DTRAIN__FRAME_END || type == DTRAIN__FRAME_REFUSE))
+        return 0;
+    switch (type) {
+    case DTRAIN__FRAME_REFUSE: return dtrain__take_refusal(hub, &reason);
+    case DTRAIN__FRAME_BYE:
+    case DTRAIN__FRAME_END: return dtrain__take_channel_reason(hub, from, &reason, reader);
+    case DTRAIN__FRAME_LOST:
+    case DTRAIN__FRAME_GONE: return dtrain__take_gone(hub, from, &reason, reader);
+    default: return 0;
     }
-    if (status == DTRAIN_OK)
-        return 0;
-    if (type == DTRAIN__FRAME_REFUSE && !hub->formed) {
-        dtrain__fail(&hub->root_error, (dtrain_status)status, "%s", text);
-        hub->cause = hub->root_error;
-        hub->broken = 1;
-        dtrain__hub_tell(hub);
-        return 1;
-    }
-    if (type != DTRAIN__FRAME_END)
-        return 0;
-    dtrain__hub_end(hub, from, (int)about, (dtrain_status)status, text);
-    return 1;
 }
 
-/* Asks this rank's owner what it does now. */
+/* Asks what this rank does now: in the first group that waits for a peer, else in the oldest. */
 static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
 {
     dtrain__last_heard *own = &hub->members[hub->rank].last;
     own->awaits = -1;
-    own->bytes = hub->last != NULL ? hub->last(hub->last_user, own->data, sizeof own->data, &own->awaits) : 0;
+    own->bytes = 0;
     own->heard_ns = now;
+    for (dtrain__channel *channel = hub->channels; channel != NULL && own->awaits < 0; channel = channel->next) {
+        if (channel->last != NULL)
+            own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
+        if (own->awaits >= 0)
+            own->awaits = channel->peers[own->awaits].world;
+    }
 }
 
 /* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
@@ -6070,7 +6525,8 @@ static void dtrain__hub_short_of_memory(dtrain__hub *hub)
     dtrain__error kept = dtrain__thread_error;
     dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
     dtrain__thread_error = kept;
-    dtrain__hub_end(hub, hub->rank, hub->rank, cause.status, cause.text);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_end(channel, channel->rank, cause.status, cause.text);
 }
 
 /* Reads what a member's control connection holds. */
@@ -6114,6 +6570,17 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
     }
 }
 
+/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
+ * no lasting reason. */
+static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
+                           (turn == 0 || hub->members[rank].out.bytes > 0);
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 #endif
 
 /* ---- >>rendezvous ----
@@ -6142,8 +6609,7 @@ static dtrain__door *dtrain__hub_new_door(dtrain__hub *hub, const dtrain__addres
 }
 
 /* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
-static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, int lane,
-                                         const dtrain__address *address)
+static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
     dtrain__door *door = dtrain__hub_new_door(hub, address);
     int error = ENOMEM;
@@ -6158,7 +6624,6 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
     door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
-    door->lane = lane;
     return door;
 }
 
@@ -6198,23 +6663,28 @@ static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
     return hub->members[peer].host == hub->members[hub->rank].host;
 }
 
-/* Takes a connection that was just admitted for data. Returns 0 when the lane cannot go on with it. */
-static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
+/* Takes a connection that was just admitted for data. */
+static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__door *door)
 {
-    dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
+    dtrain__hub *hub = channel->hub;
+    dtrain__lane *lane = &channel->peers[rank].lanes[door->lane];
+    char text[DTRAIN__WHY_BYTES];
     if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
-        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
-        return 0;
+        snprintf(text, sizeof text,
+                 "rank %d (%s) is lost: its connection came back, but more was lost than can be sent again", rank,
+                 hub->members[door->peer].name);
+        dtrain__channel_end(channel, rank, DTRAIN_ERR_PEER_LOST, text);
+        return;
     }
     dtrain__net_tune(door->fd, dtrain__hub_same_host(hub, door->peer), dtrain__hub_buffer(hub));
     door->fd = -1;
+    channel->attend |= lane->stream.again > 0;
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
     hub->members[door->peer].trouble[0] = 0;
-    return 1;
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
@@ -6318,8 +6788,7 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             return;
         }
     }
-    hub->formed = 1;
-    dtrain__hub_tell(hub);
+    dtrain__hub_formed(hub);
 }
 
 static void dtrain__hub_refuse(dtrain__hub *hub, dtrain__door *door, dtrain_status status, const char *text)
@@ -6338,7 +6807,7 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
     dtrain__member *member = &hub->members[door->peer];
     int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
     int again = ours && member->expected;
-    if (ours && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+    if (ours && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
@@ -6370,13 +6839,15 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 /* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
 {
+    dtrain__channel *channel = dtrain__hub_channel(hub, door->channel);
+    int rank = dtrain__channel_rank(channel, door->peer);
     dtrain__lane *lane;
-    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || !hub->formed || door->lane < 0 ||
-        door->lane >= hub->connections) {
+    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || door->lane < 0 ||
+        door->lane >= hub->connections || rank < 0 || channel->lanes == NULL) {
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "this is another run's group");
         return;
     }
-    lane = &hub->members[door->peer].lanes[door->lane];
+    lane = &channel->peers[rank].lanes[door->lane];
     if ((lane->door != NULL && hub->rank < door->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
         door->peer_links < lane->links) { /* it was on its way when another one was made; its count may be behind */
         door->received = lane->links;
@@ -6389,6 +6860,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
     if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
         lane->down_ns = dtrain__os_now_ns();
     lane->wanted |= lane->links > 0;
+    channel->attend = 1;
     dtrain__stream_cut(&lane->stream);
     door->received = lane->stream.received;
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
@@ -6418,20 +6890,34 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
     }
 }
 
+/* The inbound connection is open: takes it, unless its channel has left meanwhile. */
+static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__channel *channel = dtrain__hub_channel(hub, door->channel);
+    int rank = channel != NULL ? dtrain__channel_rank(channel, door->peer) : -1;
+    if (door->purpose == DTRAIN__PURPOSE_CONTROL)
+        dtrain__hub_adopt_control(hub, door);
+    else if (rank >= 0)
+        dtrain__hub_adopt_data(channel, rank, door);
+}
+
 /* Advances one inbound connection; returns 0 when it is done with. */
 static int dtrain__hub_step_door(dtrain__hub *hub, dtrain__door *door, int64_t now)
 {
+    unsigned char last;
     dtrain__door_step(door, &hub->keys);
-    if (door->state == DTRAIN__DOOR_PROVED && (hub->formed || door->purpose != DTRAIN__PURPOSE_DATA)) {
-        /* a peer that has the table already may come before this rank has it: its door waits */
+    if (door->state == DTRAIN__DOOR_PROVED && door->purpose == DTRAIN__PURPOSE_DATA &&
+        (!hub->formed || dtrain__hub_channel(hub, door->channel) == NULL))
+        /* a peer that has the table, or the group, already may come before this rank has it: its door waits until
+         * the peer gives up; it says nothing before that */
+        return now < door->expires_ns && dtrain__net_recv(door->fd, &last, 1) == 0;
+    if (door->state == DTRAIN__DOOR_PROVED) {
         dtrain__hub_admit(hub, door);
         dtrain__door_step(door, &hub->keys);
     }
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes) {
-        if (door->error.status == DTRAIN_OK && door->purpose == DTRAIN__PURPOSE_CONTROL)
-            dtrain__hub_adopt_control(hub, door);
-        else if (door->error.status == DTRAIN_OK)
-            dtrain__hub_adopt_data(hub, door);
+        if (door->error.status == DTRAIN_OK)
+            dtrain__hub_adopt(hub, door);
         else if (door->error.status == DTRAIN_ERR_DENIED && now - hub->told_ns > 1000000000) {
             hub->told_ns = now; /* a flood of strangers writes one line a second */
             snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
@@ -6500,13 +6986,14 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
     dtrain__door *door = hub->root_door;
-    if (hub->rank == 0 || root->control.fd >= 0 || root->left || hub->broken)
+    if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
+        (!hub->formed && (hub->world == NULL || hub->world->broken)))
         return;
     if (door == NULL && now >= hub->root_retry_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
         hub->root_retry_ns = now + hub->root_wait_ns;
-        door = hub->root_door = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, 0, address);
+        door = hub->root_door = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (door == NULL)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          strerror(errno));
@@ -6521,36 +7008,39 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
             memcpy(hub->keys.run, door->challenge + 16, DTRAIN__RUN_BYTES);
         dtrain__hub_adopt_control(hub, door);
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
-            dtrain__hub_end(hub, 0, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
+            dtrain__channel_end(hub->world, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
     } else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns) {
         return;
     } else {
         if (door->state != DTRAIN__DOOR_CLOSED)
             dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
         hub->root_error = door->error;
-        if (hub->formed ? door->error.status != DTRAIN_ERR_PEER_LOST
-                        : door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED) {
-            hub->cause = door->error;
-            hub->broken = 1;
-        }
+        if (hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST)
+            dtrain__hub_lost(hub, 0, door->error.text);
+        else if (!hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED)
+            dtrain__channel_break(hub->world, door->error.status, door->error.text);
     }
     dtrain__hub_free_door(hub, door);
     hub->root_door = NULL;
     dtrain__hub_tell(hub);
 }
 
-static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
+static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index, int64_t now)
 {
-    dtrain__member *member = &hub->members[peer];
-    dtrain__lane *lane = &member->lanes[index];
+    dtrain__hub *hub = channel->hub;
+    dtrain__peer *peer = &channel->peers[rank];
+    dtrain__member *member = &hub->members[peer->world];
+    dtrain__lane *lane = &peer->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !member->left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !peer->left) {
         lane->retry_ns = now + 50000000;
-        if (!dtrain__hub_peer_address(hub, peer, &address))
+        if (!dtrain__hub_peer_address(hub, peer->world, &address))
             return;
-        door = lane->door = dtrain__hub_connect(hub, peer, DTRAIN__PURPOSE_DATA, index, &address);
+        door = lane->door = dtrain__hub_connect(hub, peer->world, DTRAIN__PURPOSE_DATA, &address);
         if (door != NULL) {
+            door->channel = channel->id;
+            door->lane = index;
             door->received = lane->stream.received;
             door->links = lane->links;
         } else
@@ -6561,7 +7051,7 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         return;
     dtrain__door_step(door, &hub->keys);
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
-        dtrain__hub_adopt_data(hub, door);
+        dtrain__hub_adopt_data(channel, rank, door);
     else if (door->error.status == DTRAIN_ERR_ABORTED && door->peer_received > lane->links)
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
@@ -6573,6 +7063,12 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
+}
+
+static int dtrain__lane_busy(const dtrain__lane *lane)
+{
+    return lane->door != NULL || (lane->wanted && lane->stream.fd < 0) ||
+           (lane->stream.fd >= 0 && lane->stream.again > 0);
 }
 
 /* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
@@ -6607,13 +7103,13 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
     int64_t longest = 1200000000;
-    int suspect = -1, links = dtrain__hub_links(hub);
+    int suspect = -1;
     int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
-    for (int rank = 0; rank < links; rank++) {
+    for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int64_t silent = now - member->heard_ns;
         char how[96];
-        if (rank == hub->rank || member->left || member->heard_ns == 0)
+        if (!dtrain__hub_linked(hub, rank) || member->gone != DTRAIN__PRESENT || member->heard_ns == 0)
             continue;
         if (slept) /* this process was stopped, and cannot tell */
             member->heard_ns = now;
@@ -6637,42 +7133,76 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         return;
     hub->beat_ns = now + hub->period_ns;
     dtrain__hub_look(hub, now);
-    for (int rank = 0; rank < links; rank++) {
+    for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if (rank != hub->rank && member->joined && !member->left && member->out.bytes <= DTRAIN__FRAME_BYTES)
+        if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
+            member->out.bytes <= DTRAIN__FRAME_BYTES)
             dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
+}
+
+/* Makes the connections that the channel wants. */
+static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
+{
+    int busy = 0;
+    for (int rank = 0; rank < channel->size; rank++)
+        for (int i = 0; i < channel->hub->connections; i++) {
+            dtrain__lane *lane = &channel->peers[rank].lanes[i];
+            dtrain__hub_step_lane(channel, rank, i, now);
+            dtrain__hub_step_again(lane, now);
+            busy |= dtrain__lane_busy(lane);
+        }
+    channel->attend = busy;
 }
 
 /* Everything that can be done without waiting; the caller holds both mutexes. */
 static void dtrain__hub_work(dtrain__hub *hub)
 {
     int64_t now = dtrain__os_now_ns();
-    int links = dtrain__hub_links(hub);
     dtrain__hub_accept(hub, now);
     dtrain__hub_step_doors(hub, now);
     dtrain__hub_step_root(hub, now);
-    for (int rank = 0; rank < links; rank++)
+    for (int rank = 0; rank < hub->size; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed && !hub->broken)
+    if (hub->rank == 0 && !hub->formed && hub->world != NULL && !hub->world->broken)
         dtrain__hub_complete(hub);
-    for (int peer = 0; hub->formed && peer < hub->size; peer++)
-        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
-            dtrain__hub_step_lane(hub, peer, lane, now);
-            dtrain__hub_step_again(&hub->members[peer].lanes[lane], now);
-        }
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (channel->attend)
+            dtrain__hub_step_channel(channel, now);
     dtrain__hub_step_hearts(hub, now);
-    for (int rank = 0; rank < links; rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__hub_flush_all(hub, 1);
 }
 
+/* Adds to the poll list; what finds no memory there is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
+    size_t bytes = (size_t)hub->fds_room * sizeof(struct pollfd);
+    if (*count == hub->fds_room) {
+        void *larger = dtrain__resize(hub->allocator, hub->fds, bytes, bytes > 0 ? 2 * bytes : 4096);
+        if (larger == NULL)
+            return;
+        hub->fds = (struct pollfd *)larger;
+        hub->fds_room = bytes > 0 ? 2 * hub->fds_room : (int)(4096 / sizeof(struct pollfd));
+    }
     hub->fds[*count].fd = fd;
     hub->fds[*count].events = (short)events;
     hub->fds[(*count)++].revents = 0;
+}
+
+/* Adds the channel's connections that are being made or made good. */
+static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
+{
+    for (int i = 0; i < channel->size * channel->hub->connections; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        if (lane->door != NULL)
+            dtrain__hub_watch(channel->hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
+        else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
+            due = lane->retry_ns;
+        if (lane->stream.fd >= 0 && lane->stream.again > 0)
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, POLLOUT);
+    }
+    return due;
 }
 
 /* Fills the poll list; returns when something is due without any event. */
@@ -6689,9 +7219,10 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     }
     if (hub->root_door != NULL)
         dtrain__hub_watch(hub, count, hub->root_door->fd, dtrain__door_writes(hub->root_door) ? POLLOUT : POLLIN);
-    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && !hub->members[0].left && hub->root_retry_ns < due)
+    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && hub->members[0].gone == DTRAIN__PRESENT &&
+             hub->root_retry_ns < due)
         due = hub->root_retry_ns;
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++) {
+    for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
         if (rank == hub->rank || member->control.fd < 0)
@@ -6699,18 +7230,25 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         member->poll_index = *count;
         dtrain__hub_watch(hub, count, member->control.fd,
                           POLLIN | (member->out.bytes > 0 || member->control.again > 0 ? POLLOUT : 0));
+        if (member->poll_index == *count)
+            member->poll_index = 0;
     }
-    for (int peer = 0; hub->formed && peer < hub->size; peer++)
-        for (int i = 0; peer != hub->rank && i < hub->connections; i++) {
-            dtrain__lane *lane = &hub->members[peer].lanes[i];
-            if (lane->door != NULL)
-                dtrain__hub_watch(hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
-            else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
-                due = lane->retry_ns;
-            if (lane->stream.fd >= 0 && lane->stream.again > 0)
-                dtrain__hub_watch(hub, count, lane->stream.fd, POLLOUT);
-        }
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (channel->attend)
+            due = dtrain__hub_watch_channel(channel, count, due);
     return due;
+}
+
+/* Adds what the service thread could not move in the channel. */
+static void dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
+{
+    for (int sending = 0; sending < 2; sending++) {
+        size_t room;
+        int peer = channel->awaits[sending];
+        dtrain__lane *lane = peer >= 0 ? dtrain__channel_lane(channel, peer, sending, &room) : NULL;
+        if (lane != NULL && lane->stream.fd >= 0)
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
+    }
 }
 
 /* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
@@ -6729,7 +7267,10 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     pthread_mutex_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
-        hub->fds[count++] = extra[i];
+        dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
+    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    for (dtrain__channel *channel = hub->channels; serviced && channel != NULL; channel = channel->next)
+        dtrain__hub_watch_awaited(channel, &count);
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
     if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
@@ -6745,94 +7286,239 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
 }
 
 /* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
- * hub->news was before the caller last looked. */
-static void dtrain__hub_wait(dtrain__hub *hub, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
+ * hub->news was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
+static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
-    if (pthread_mutex_trylock(&hub->step_mutex) == 0) {
+    dtrain__hub *hub = channel->hub;
+    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
+    if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
         if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         pthread_mutex_unlock(&hub->step_mutex);
         return;
     }
-    __atomic_store_n(&hub->waiting, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
-        fds[count].fd = hub->wake[0];
+        fds[count].fd = channel->wake[0];
         fds[count].events = POLLIN;
         fds[count].revents = 0;
-        dtrain__hub_poll(fds, count + 1, until_ns);
+        dtrain__hub_poll(fds, count + 1, until_ns < soon ? until_ns : soon);
         if (fds[count].revents != 0)
-            dtrain__net_drain(hub->wake[0]);
+            dtrain__net_drain(channel->wake[0]);
     }
-    __atomic_store_n(&hub->waiting, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
+}
+
+#endif
+
+/* ---- >>channel ----
+ * Channels and hubs come and go. A channel is made by every member for itself, under a name that they have agreed
+ * on; connections that a peer makes for it before that wait at the door. The hub goes with its last channel, and
+ * that tells the others that this process has left for good. */
+#ifndef DTRAIN__CHANNEL
+#define DTRAIN__CHANNEL
+
+/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
+static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
+{
+    unsigned char waste[4096];
+    if (stream->fd < 0 || forked) {
+        dtrain__stream_cut(stream);
+        return;
+    }
+    shutdown(stream->fd, SHUT_WR);
+    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+        continue;
+    dtrain__stream_cut(stream);
+}
+
+static void dtrain__channel_free(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    int count = channel->lanes != NULL ? channel->size * hub->connections : 0;
+    for (int i = 0; i < count; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        dtrain__channel_hang_up(&lane->stream, channel->forked);
+        if (lane->door != NULL)
+            dtrain__hub_free_door(hub, lane->door);
+        if (lane->stream.replay != NULL)
+            dtrain__free(hub->allocator, lane->stream.replay, DTRAIN__REPLAY_BYTES);
+    }
+    dtrain__free(hub->allocator, channel->lanes, (size_t)count * sizeof(dtrain__lane));
+    for (int rank = 0; channel->peers != NULL && rank < channel->size; rank++)
+        if (channel->peers[rank].why != NULL)
+            dtrain__free(hub->allocator, channel->peers[rank].why, strlen(channel->peers[rank].why) + 1);
+    dtrain__free(hub->allocator, channel->peers, (size_t)channel->size * sizeof(dtrain__peer));
+    for (int i = 0; i < 2; i++)
+        if (channel->wake[i] >= 0)
+            close(channel->wake[i]);
+    dtrain__bytes_free(hub->allocator, &channel->store_value);
+    dtrain__free(hub->allocator, channel, sizeof *channel);
+}
+
+/* Adds a channel of `size` members, of which worlds[i] is the rank in the world (NULL: i itself); the caller holds the
+ * mutex. What is known of its members already counts. */
+static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *hub, uint64_t id, const int *worlds,
+                                            int size, int rank)
+{
+    dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
+    int error = ENOMEM;
+    if (channel != NULL) {
+        channel->hub = hub;
+        channel->id = id;
+        channel->rank = rank;
+        channel->size = size;
+        channel->wake[0] = channel->wake[1] = channel->awaits[0] = channel->awaits[1] = -1;
+        channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
+        if (channel->peers != NULL && (!hub->formed || dtrain__channel_lay(channel)))
+            error = dtrain__net_pipe(channel->wake);
+    }
+    if (error != 0) {
+        if (channel != NULL)
+            dtrain__channel_free(channel);
+        return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
+                            "rank %d cannot make its end of a group of %d ranks: %s", rank, size, strerror(error));
+    }
+    channel->next = hub->channels;
+    hub->channels = channel;
+    for (int i = 0; i < size; i++) {
+        dtrain__peer *peer = &channel->peers[i];
+        peer->world = worlds != NULL ? worlds[i] : i;
+        if (hub->members[peer->world].gone == DTRAIN__LOST)
+            dtrain__channel_lost(channel, i);
+        else if (hub->members[peer->world].gone == DTRAIN__LEFT)
+            dtrain__channel_left(channel, i, hub->members[peer->world].why);
+    }
+    dtrain__hub_kick(hub); /* connections may wait for it */
+    *out = channel;
+    return DTRAIN_OK;
+}
+
+static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
+{
+    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        dtrain__channel_hang_up(&member->control, forked);
+        if (member->control.replay != NULL)
+            dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
+        dtrain__bytes_free(hub->allocator, &member->in);
+        dtrain__bytes_free(hub->allocator, &member->out);
+    }
+    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
+}
+
+/* Frees a hub that has no channel any more. */
+static void dtrain__hub_free(dtrain__hub *hub, int forked)
+{
+    dtrain_allocator *allocator = hub->allocator, own;
+    if (hub->listener >= 0) {
+        close(hub->listener);
+        if (dtrain__net_is_unix(&hub->listening) && !forked)
+            unlink(hub->listening.at.local.sun_path);
+    }
+    while (hub->doors != NULL) {
+        dtrain__door *door = hub->doors;
+        hub->doors = door->next;
+        dtrain__hub_free_door(hub, door);
+    }
+    if (hub->root_door != NULL)
+        dtrain__hub_free_door(hub, hub->root_door);
+    dtrain__hub_free_members(hub, forked);
+    for (int i = 0; i < 2; i++)
+        if (hub->kick[i] >= 0)
+            close(hub->kick[i]);
+    for (int rank = 0; rank < hub->size; rank++)
+        dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
+    dtrain__store_free(&hub->store, allocator);
+    dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
+    memset(&hub->keys, 0, sizeof hub->keys);
+    pthread_mutex_destroy(&hub->mutex);
+    pthread_mutex_destroy(&hub->step_mutex);
+    own = hub->own;
+    dtrain__free(allocator == &hub->own ? &own : allocator, hub, sizeof *hub);
+}
+
+/* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
+ * parent's threads may have held them. */
+static void dtrain__channel_destroy(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__channel **at = &hub->channels;
+    int forked = channel->forked, last;
+    if (!forked)
+        pthread_mutex_lock(&hub->mutex);
+    while (*at != channel)
+        at = &(*at)->next;
+    *at = channel->next;
+    for (dtrain__door *door = hub->doors; door != NULL; door = door->next)
+        if (door->purpose == DTRAIN__PURPOSE_DATA && door->channel == channel->id)
+            dtrain__door_close(door);
+    hub->world = hub->world == channel ? NULL : hub->world;
+    last = hub->channels == NULL;
+    if (!last)
+        dtrain__channel_free(channel);
+    if (!forked)
+        pthread_mutex_unlock(&hub->mutex);
+    if (!last)
+        return;
+    if (!forked && hub->last_gone != NULL)
+        hub->last_gone(hub->service);
+    dtrain__channel_free(channel);
+    dtrain__hub_free(hub, forked);
 }
 
 #endif
 
 /* ---- >>socket ----
- * The transport over TCP and unix sockets: data lanes on top of the hub. A lane is made when its peer is first
- * needed; with several to a peer the stream goes over them in turn, DTRAIN__STRIPE bytes each. A caller tries,
- * looks again for a while, then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
+ * The transport over TCP and unix sockets: one end of it is a channel of the hub. A lane is made when its peer is
+ * first needed; with several to a peer the stream goes over them in turn. A caller tries, looks again for a while,
+ * then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
 #ifndef DTRAIN__SOCKET
 #define DTRAIN__SOCKET
 
-#define DTRAIN__STRIPE ((size_t)1 << 18)
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
-typedef struct dtrain__socket {
-    dtrain__hub hub;
-    uint64_t *sent, *received; /* bytes of data to and from each rank, over all lanes */
-    int crowded;               /* more ranks on this host than processors */
-    pthread_t service;         /* the thread that must not look again and again, as others compute */
-    int has_service;
-    int forked; /* the end of a child's copy: touches nothing that the parent still uses */
-} dtrain__socket;
-
-static dtrain__lane *dtrain__socket_lane(dtrain__socket *s, int peer, int sending, size_t *room)
-{
-    uint64_t at = sending ? s->sent[peer] : s->received[peer];
-    *room = s->hub.connections == 1 ? SIZE_MAX : DTRAIN__STRIPE - (size_t)(at % DTRAIN__STRIPE);
-    return &s->hub.members[peer].lanes[at / DTRAIN__STRIPE % (uint64_t)s->hub.connections];
-}
-
 /* The lane has no connection: asks for one, or finds that there will be none. */
-static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lane, int peer)
+static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__lane *lane, int rank)
 {
-    dtrain__hub *hub = &s->hub;
-    dtrain__member *member = &hub->members[peer];
+    dtrain__hub *hub = channel->hub;
+    dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
-    if (member->left)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", peer,
-                     member->why[0] != 0 ? ": " : "", member->why);
+    if (peer->left)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank,
+                     peer->why != NULL ? ": " : "", peer->why != NULL ? peer->why : "");
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
-                     member->name, hub->rank,
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", rank,
+                     hub->members[peer->world].name, channel->rank,
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
         if (!lane->wanted && (lane->links == 0 || hub->reconnect_ns > 0)) {
-            lane->wanted = 1;
+            lane->wanted = channel->attend = 1;
             dtrain__hub_kick(hub);
         }
         return DTRAIN_OK;
     }
-    dtrain__hub_end(hub, hub->rank, peer, lost.status, lost.text);
+    dtrain__channel_end(channel, rank, lost.status, lost.text);
     return lost.status;
 }
 
 /* Moves what goes at once, about `most` bytes; sets *moved when something did. */
-static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, size_t most,
+static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfer *transfer, int sending, size_t most,
                                         int *moved)
 {
-    uint64_t *total = sending ? &s->sent[transfer->peer] : &s->received[transfer->peer];
+    dtrain__peer *peer = &channel->peers[transfer->peer];
+    uint64_t *total = sending ? &peer->sent : &peer->received;
     while (transfer->moved < transfer->bytes) {
         size_t room, bytes = transfer->bytes - transfer->moved;
-        dtrain__lane *lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+        dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
         unsigned char *data = transfer->data + transfer->moved;
         ssize_t n;
         if (lane->stream.fd < 0)
-            return dtrain__socket_missing(s, lane, transfer->peer);
+            return dtrain__socket_missing(channel, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
         /* a header may wait for its payload only where both go the same way */
@@ -6856,29 +7542,32 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
  * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
-static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
-                                         int *moved)
+static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in,
+                                         size_t most, int *moved)
 {
     dtrain_status status = DTRAIN_OK;
-    pthread_mutex_lock(&s->hub.mutex);
+    int asked = most < SIZE_MAX; /* by a caller that will not wait here */
+    pthread_mutex_lock(&channel->hub->mutex);
     if (in != NULL)
-        status = dtrain__socket_try(s, in, 0, most, moved);
+        status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
-        status = dtrain__socket_try(s, out, 1, most, moved);
-    if (s->hub.broken && (status != DTRAIN_OK || !*moved || s->hub.cause.status == DTRAIN_ERR_ABORTED))
-        status = dtrain__report(&s->hub.cause);
-    pthread_mutex_unlock(&s->hub.mutex);
+        status = dtrain__socket_try(channel, out, 1, most, moved);
+    if (channel->broken && (status != DTRAIN_OK || !*moved || channel->cause.status == DTRAIN_ERR_ABORTED))
+        status = dtrain__report(&channel->cause);
+    channel->awaits[0] = asked && in != NULL ? in->peer : -1;
+    channel->awaits[1] = asked && out != NULL ? out->peer : -1;
+    pthread_mutex_unlock(&channel->hub->mutex);
     return status;
 }
 
-static void dtrain__socket_watch(dtrain__socket *s, dtrain_transfer *transfer, int sending, struct pollfd *fds,
+static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *transfer, int sending, struct pollfd *fds,
                                  int *count)
 {
     size_t room;
     dtrain__lane *lane;
     if (transfer == NULL)
         return;
-    lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+    lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
     if (lane->stream.fd < 0)
         return;
     fds[*count].fd = lane->stream.fd;
@@ -6887,33 +7576,32 @@ static void dtrain__socket_watch(dtrain__socket *s, dtrain_transfer *transfer, i
 }
 
 /* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
-static void dtrain__socket_sleep(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
+static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                                  uint64_t seen)
 {
     struct pollfd fds[3];
     int count = 0, missing;
-    pthread_mutex_lock(&s->hub.mutex);
-    dtrain__socket_watch(s, out, 1, fds, &count);
-    dtrain__socket_watch(s, in, 0, fds, &count);
+    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__socket_watch(channel, out, 1, fds, &count);
+    dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
-    pthread_mutex_unlock(&s->hub.mutex);
+    pthread_mutex_unlock(&channel->hub->mutex);
     if (missing) { /* a lost peer is judged by the clock as well */
         int64_t soon = dtrain__os_now_ns() + 50000000;
         until_ns = soon < until_ns ? soon : until_ns;
     }
-    dtrain__hub_wait(&s->hub, fds, count, until_ns, seen);
+    dtrain__hub_wait(channel, fds, count, until_ns, seen);
 }
 
 static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
-    dtrain__socket *s = (dtrain__socket *)self;
+    dtrain__channel *channel = (dtrain__channel *)self;
     int64_t sleep_ns = 0, now;
-    int patient = !__atomic_load_n(&s->has_service, __ATOMIC_ACQUIRE) || !pthread_equal(s->service, pthread_self());
     for (;;) {
-        uint64_t seen = __atomic_load_n(&s->hub.news, __ATOMIC_SEQ_CST);
+        uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
         int moved = 0;
         dtrain_status status =
-            dtrain__socket_turn(s, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
+            dtrain__socket_turn(channel, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return status;
         if (moved && deadline_ns != 0) {
@@ -6923,13 +7611,13 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
         if (deadline_ns == 0 || (now = dtrain__os_now_ns()) >= deadline_ns)
             return DTRAIN_ERR_TIMEOUT;
         if (sleep_ns == 0)
-            sleep_ns = now + (patient ? DTRAIN__PATIENCE_NS : 0);
+            sleep_ns = now + DTRAIN__PATIENCE_NS;
         if (now < sleep_ns) {
-            if (s->crowded)
+            if (channel->hub->crowded)
                 sched_yield();
             continue;
         }
-        dtrain__socket_sleep(s, out, in, deadline_ns, seen);
+        dtrain__socket_sleep(channel, out, in, deadline_ns, seen);
     }
 }
 
@@ -6956,176 +7644,115 @@ static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_
     return status;
 }
 
+/* A turn of the hub on its service thread; from the first on nobody else steps. */
+static void dtrain__socket_step(dtrain__hub *hub, int64_t deadline_ns)
+{
+    __atomic_store_n(&hub->serviced, 1, __ATOMIC_RELEASE);
+    if (pthread_mutex_trylock(&hub->step_mutex) != 0) {
+        dtrain__hub_kick(hub);
+        pthread_mutex_lock(&hub->step_mutex);
+    }
+    dtrain__hub_step(hub, NULL, 0, deadline_ns);
+    pthread_mutex_unlock(&hub->step_mutex);
+}
+
+/* A turn of the hub on a thread that will not wait. */
 static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
-    dtrain__socket *s = (dtrain__socket *)self;
-    if (deadline_ns != 0 && !s->has_service) { /* only the service thread waits here */
-        s->service = pthread_self();
-        __atomic_store_n(&s->has_service, 1, __ATOMIC_RELEASE);
-    }
-    if (deadline_ns != 0)
-        pthread_mutex_lock(&s->hub.step_mutex);
-    else if (pthread_mutex_trylock(&s->hub.step_mutex) != 0)
+    dtrain__hub *hub = ((dtrain__channel *)self)->hub;
+    (void)deadline_ns;
+    if (pthread_mutex_trylock(&hub->step_mutex) != 0)
         return;
-    dtrain__hub_step(&s->hub, NULL, 0, deadline_ns);
-    pthread_mutex_unlock(&s->hub.step_mutex);
+    dtrain__hub_step(hub, NULL, 0, 0);
+    pthread_mutex_unlock(&hub->step_mutex);
+}
+
+/* The service thread is about to look at this channel's work: what it could not move before is not awaited now. */
+static void dtrain__socket_rest(dtrain__channel *channel)
+{
+    pthread_mutex_lock(&channel->hub->mutex);
+    channel->awaits[0] = channel->awaits[1] = -1;
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 static void dtrain__socket_wake(void *self)
 {
-    dtrain__hub_kick(&((dtrain__socket *)self)->hub);
-}
-
-/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
- * asks again after this. */
-static void dtrain__socket_flush(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        for (int turn = 0; turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 &&
-                           hub->members[rank].control.fd >= 0;
-             turn++)
-            dtrain__hub_flush(hub, rank);
+    dtrain__hub_kick(((dtrain__channel *)self)->hub);
 }
 
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
-    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
-    pthread_mutex_lock(&hub->mutex);
-    dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
-    dtrain__socket_flush(hub);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__channel *channel = (dtrain__channel *)self;
+    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__channel_end(channel, channel->rank, why, text);
+    dtrain__hub_flush_all(channel->hub, 100);
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 static void dtrain__socket_leave(void *self, const char *why)
 {
-    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
-    if (((dtrain__socket *)self)->forked)
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->id, channel->rank, DTRAIN_OK, why};
+    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why};
+    if (channel->forked)
         return;
     pthread_mutex_lock(&hub->mutex);
-    dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
-    dtrain__socket_flush(hub);
+    hub->leaving = hub->channels == channel && channel->next == NULL;
+    if (hub->leaving)
+        dtrain__hub_relay(hub, -1, &gone);
+    else
+        dtrain__channel_relay(channel, -1, &bye);
+    dtrain__hub_flush_all(hub, 100);
     pthread_mutex_unlock(&hub->mutex);
-}
-
-/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
-static void dtrain__socket_hang_up(const dtrain__socket *s, dtrain__stream *stream)
-{
-    unsigned char waste[4096];
-    if (stream->fd < 0 || s->forked) {
-        dtrain__stream_cut(stream);
-        return;
-    }
-    shutdown(stream->fd, SHUT_WR);
-    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
-        continue;
-    dtrain__stream_cut(stream);
-}
-
-static void dtrain__socket_free_members(dtrain__socket *s)
-{
-    dtrain__hub *hub = &s->hub;
-    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
-        dtrain__member *member = &hub->members[rank];
-        for (int i = 0; member->lanes != NULL && i < DTRAIN__MAX_LANES; i++) {
-            dtrain__lane *lane = &member->lanes[i];
-            dtrain__socket_hang_up(s, &lane->stream);
-            if (lane->door != NULL)
-                dtrain__hub_free_door(hub, lane->door);
-            if (lane->stream.replay != NULL)
-                dtrain__free(hub->allocator, lane->stream.replay, DTRAIN__REPLAY_BYTES);
-        }
-        dtrain__socket_hang_up(s, &member->control);
-        if (member->control.replay != NULL)
-            dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
-        dtrain__free(hub->allocator, member->lanes, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
-        dtrain__bytes_free(hub->allocator, &member->in);
-        dtrain__bytes_free(hub->allocator, &member->out);
-    }
-    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
-}
-
-static size_t dtrain__socket_fds(int size)
-{
-    return (size_t)(DTRAIN__DOORS + 16) + (size_t)size * (1 + DTRAIN__MAX_LANES);
 }
 
 static void dtrain__socket_destroy(void *self)
 {
-    dtrain__socket *s = (dtrain__socket *)self;
-    dtrain__hub *hub = &s->hub;
-    dtrain_allocator *allocator = hub->allocator;
-    size_t words = (size_t)hub->size * sizeof(uint64_t);
-    if (hub->listener >= 0) {
-        close(hub->listener);
-        if (dtrain__net_is_unix(&hub->listening) && !s->forked)
-            unlink(hub->listening.at.local.sun_path);
-    }
-    while (hub->doors != NULL) {
-        dtrain__door *door = hub->doors;
-        hub->doors = door->next;
-        dtrain__hub_free_door(hub, door);
-    }
-    if (hub->root_door != NULL)
-        dtrain__hub_free_door(hub, hub->root_door);
-    dtrain__socket_free_members(s);
-    for (int i = 0; i < 2; i++) {
-        if (hub->kick[i] >= 0)
-            close(hub->kick[i]);
-        if (hub->wake[i] >= 0)
-            close(hub->wake[i]);
-    }
-    for (int rank = 0; rank < hub->size; rank++)
-        dtrain__store_forget(hub, rank);
-    dtrain__store_free(&hub->store, allocator);
-    dtrain__bytes_free(allocator, &hub->store_value);
-    dtrain__free(allocator, hub->fds, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
-    dtrain__free(allocator, s->sent, words);
-    dtrain__free(allocator, s->received, words);
-    memset(&hub->keys, 0, sizeof hub->keys);
-    pthread_mutex_destroy(&hub->mutex);
-    pthread_mutex_destroy(&hub->step_mutex);
-    dtrain__free(allocator, s, sizeof *s);
+    dtrain__channel_destroy((dtrain__channel *)self);
 }
 
 /* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
  * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
+static void dtrain__socket_suspect(dtrain__channel *channel, int awaited, char *text, size_t capacity)
 {
-    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
-    pthread_mutex_lock(&s->hub.mutex);
+    dtrain__hub *hub = channel->hub;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->peers[awaited].world] : NULL;
+    pthread_mutex_lock(&hub->mutex);
+    int silent = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
     if (member != NULL && member->trouble[0] != 0)
         snprintf(text, capacity, "; no connection to it: %s", member->trouble);
-    else if (s->hub.suspect >= 0)
-        snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
-                 (double)s->hub.suspect_ns * 1e-9);
-    pthread_mutex_unlock(&s->hub.mutex);
+    else if (silent >= 0)
+        snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
+    pthread_mutex_unlock(&hub->mutex);
 }
 
 /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
-static size_t dtrain__socket_last(dtrain__socket *s, int rank, int64_t after_ns, void *out, size_t capacity,
+static size_t dtrain__socket_last(dtrain__channel *channel, int rank, int64_t after_ns, void *out, size_t capacity,
                                   int64_t *age_ns)
 {
-    const dtrain__last_heard *last = &s->hub.members[rank].last;
+    const dtrain__last_heard *last = &channel->hub->members[channel->peers[rank].world].last;
     size_t bytes = 0;
-    pthread_mutex_lock(&s->hub.mutex);
+    pthread_mutex_lock(&channel->hub->mutex);
     if (last->bytes <= capacity && last->heard_ns > after_ns) {
         bytes = last->bytes;
         memcpy(out, last->data, bytes);
         *age_ns = dtrain__os_now_ns() - last->heard_ns;
     }
-    pthread_mutex_unlock(&s->hub.mutex);
+    pthread_mutex_unlock(&channel->hub->mutex);
     return bytes;
 }
 
-/* Has heartbeats tell what this rank does: `last` writes it, and is called with hub->mutex held. */
-static void dtrain__socket_tell_last(dtrain__socket *s,
+/* Has heartbeats tell what this rank does in the group: `last` writes it, and is called with hub->mutex held. NULL: no
+ * more. */
+static void dtrain__socket_tell_last(dtrain__channel *channel,
                                      size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
                                      void *user)
 {
-    pthread_mutex_lock(&s->hub.mutex);
-    s->hub.last_user = user;
-    s->hub.last = last;
-    pthread_mutex_unlock(&s->hub.mutex);
+    pthread_mutex_lock(&channel->hub->mutex);
+    channel->last_user = user;
+    channel->last = last;
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 /* Whether this address may be used: beyond this host only with a token, or where that is waived. */
@@ -7215,21 +7842,6 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     return kept > 0 ? DTRAIN_OK : dtrain__socket_closed(hub);
 }
 
-static int dtrain__socket_make_members(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
-    for (int rank = 0; rank < hub->size; rank++) {
-        dtrain__lane *lanes = (dtrain__lane *)dtrain__alloc(hub->allocator, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
-        if (lanes == NULL)
-            return 0;
-        for (int i = 0; i < DTRAIN__MAX_LANES; i++)
-            lanes[i].stream.fd = -1;
-        hub->members[rank].lanes = lanes;
-    }
-    return 1;
-}
-
 /* Copies what the desc says, with its defaults. */
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
@@ -7242,7 +7854,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
         desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
     hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
-    hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
+    hub->listener = hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
     hub->root_wait_ns = 2000000;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);
@@ -7270,8 +7882,6 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
 {
     dtrain_status status;
     int error = dtrain__net_pipe(hub->kick);
-    if (error == 0)
-        error = dtrain__net_pipe(hub->wake);
     if (error == 0 && hub->rank == 0)
         error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
     if (error != 0)
@@ -7284,44 +7894,53 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     return status;
 }
 
-/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
-static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
-                                           dtrain_allocator *allocator)
+/* Fills a new hub and makes the world's channel. */
+static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **out, const dtrain__keys *keys,
+                                          const dtrain__hub_desc *desc)
 {
-    size_t size = (size_t)keys->world_size;
-    dtrain_status status = DTRAIN_OK;
-    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
-    if (s == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
-    dtrain__hub *hub = &s->hub;
-    hub->allocator = allocator;
     dtrain__socket_describe(hub, keys, desc);
+    size_t size = (size_t)hub->size;
+    hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
+    hub->fds_room = hub->fds != NULL ? 64 : 0;
+    hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
+    if (hub->members == NULL || hub->fds == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
+    for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
+    dtrain__socket_introduce(hub);
+    dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
+    hub->world = *out;
+    return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
+}
+
+/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__keys *keys,
+                                           const dtrain__hub_desc *desc, dtrain_allocator *allocator)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain__hub *hub = (dtrain__hub *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *hub);
+    *out = NULL;
+    if (hub == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
+    hub->own = first;
+    hub->allocator = allocator != NULL ? allocator : &hub->own;
     pthread_mutex_init(&hub->mutex, NULL);
     pthread_mutex_init(&hub->step_mutex, NULL);
-    s->sent = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
-    s->received = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
-    hub->members = (dtrain__member *)dtrain__alloc(allocator, size * sizeof(dtrain__member));
-    hub->fds = (struct pollfd *)dtrain__alloc(allocator, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
-    if (hub->members == NULL || !dtrain__socket_make_members(hub) || s->sent == NULL || s->received == NULL ||
-        hub->fds == NULL) {
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", keys->rank, size);
-    } else {
-        dtrain__socket_introduce(hub);
-        status = dtrain__socket_open(hub, desc);
-    }
-    if (status != DTRAIN_OK) {
-        dtrain__error kept = dtrain__thread_error;
-        dtrain__socket_destroy(s);
-        return dtrain__report(&kept);
-    }
-    *out = s;
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__socket_start(hub, out, keys, desc);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    dtrain__error kept = dtrain__thread_error;
+    if (*out != NULL)
+        dtrain__channel_destroy(*out);
+    else
+        dtrain__hub_free(hub, 0);
+    *out = NULL;
+    return dtrain__report(&kept);
 }
 
 /* Says why a group has not formed: who came, who did not, who was sent away. */
-static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
+static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
 {
-    dtrain__hub *hub = &s->hub;
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
@@ -7348,48 +7967,45 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
 }
 
 /* Looks whether the group has formed, or never will. */
-static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64_t started_ns, int64_t deadline_ns)
+static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, int64_t started_ns, int64_t deadline_ns)
 {
-    dtrain__hub *hub = &s->hub;
+    dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
-    int neighbours = 0;
     pthread_mutex_lock(&hub->mutex);
-    *formed = hub->formed && !hub->broken;
-    if (hub->broken)
-        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s",
-                              hub->rank, hub->size, hub->cause.text, hub->believed);
-    else if (!hub->formed && hub->rank != 0 && hub->members[0].left)
+    *formed = hub->formed && !world->broken;
+    if (world->broken)
+        status = dtrain__fail(NULL, world->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s",
+                              hub->rank, hub->size, world->cause.text, hub->believed);
+    else if (!hub->formed && hub->rank != 0 && hub->members[0].gone != DTRAIN__PRESENT)
         status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s",
                               hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
     else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
-        status = dtrain__socket_unformed(s, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
-    for (int rank = 0; *formed && rank < hub->size; rank++)
-        neighbours += dtrain__hub_same_host(hub, rank);
-    s->crowded = neighbours > dtrain__os_processors();
+        status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
     pthread_mutex_unlock(&hub->mutex);
     return status;
 }
 
 /* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
-static int dtrain__socket_node_ranks(dtrain__socket *s)
+static int dtrain__socket_node_ranks(dtrain__channel *channel)
 {
-    const dtrain__member *members = s->hub.members;
+    const dtrain__member *members = channel->hub->members;
+    const dtrain__peer *peers = channel->peers;
     int n = 1;
-    while (n < s->hub.size && members[n].host == members[0].host)
+    while (n < channel->size && members[peers[n].world].host == members[peers[0].world].host)
         n++;
-    for (int rank = 0; rank < s->hub.size; rank++)
-        if (members[rank].host != members[rank - rank % n].host ||
-            (rank >= n && rank % n == 0 && members[rank].host == members[rank - 1].host))
+    for (int rank = 0; rank < channel->size; rank++)
+        if (members[peers[rank].world].host != members[peers[rank - rank % n].world].host ||
+            (rank >= n && rank % n == 0 && members[peers[rank].world].host == members[peers[rank - 1].world].host))
             return 0;
     return n;
 }
 
-static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
+static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channel *channel)
 {
     memset(transport, 0, sizeof *transport);
-    transport->self = s;
-    transport->rank = s->hub.rank;
-    transport->size = s->hub.size;
+    transport->self = channel;
+    transport->rank = channel->rank;
+    transport->size = channel->size;
     transport->send = dtrain__socket_send;
     transport->recv = dtrain__socket_recv;
     transport->exchange = dtrain__socket_exchange;
@@ -7525,7 +8141,7 @@ typedef struct dtrain__recorder dtrain__recorder;
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
-    dtrain__socket *socket; /* of a group of processes; NULL: another transport */
+    dtrain__channel *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
     int checks;             /* messages carry a checksum of their data */
     int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
@@ -7563,6 +8179,7 @@ struct dtrain_comm {
     unsigned char *packed; /* buffers of fused calls, one after another */
     size_t packed_bytes;
     dtrain__service *service;
+    dtrain_comm *next_served; /* by the same service */
 };
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
@@ -7748,7 +8365,7 @@ static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
     if (comm->transport.board != NULL)
         cause = dtrain__board_broken(comm->transport.board) ? dtrain__board_cause(comm->transport.board) : NULL;
     else if (comm->socket != NULL)
-        cause = __atomic_load_n(&comm->socket->hub.broken, __ATOMIC_SEQ_CST) ? &comm->socket->hub.cause : NULL;
+        cause = __atomic_load_n(&comm->socket->broken, __ATOMIC_SEQ_CST) ? &comm->socket->cause : NULL;
     else
         cause = __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) == 2 ? &comm->abort_cause : NULL;
     return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;
@@ -10769,18 +11386,21 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
  * Making and leaving groups, the queue of asynchronous work, and the threads that drive it. A call runs on
  * its own thread when nothing is queued; otherwise it queues and waits, so that operations of one group run
  * one after another in the order of their calls. Whoever drives a queue holds the group's drive_mutex.
- * One service thread serves all ranks of a board; a group over messages has one of its own. */
+ * One service thread serves all groups of a world that this process has: those of its family of boards, those of
+ * its hub; a transport of the user's own has one of its own. */
 #ifndef DTRAIN__COMM
 #define DTRAIN__COMM
 
+#define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
+
 struct dtrain__service {
     dtrain__os_thread thread;
-    dtrain_transport *transport; /* one that wants to be polled; else NULL */
-    dtrain__bell *bell;
+    dtrain__hub *hub;            /* of groups of processes; else NULL */
+    dtrain_transport *transport; /* of the user's own that wants to be polled; else NULL */
+    dtrain__bell *bell;          /* of whatever has no hub */
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
-    dtrain_comm **comms;
-    int size;
+    dtrain_comm *comms;
     uint32_t stop;
 };
 
@@ -10822,7 +11442,9 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (wait_ns != 0) {
+    if (comm->transport.board != NULL && wait_ns != INT64_MAX) {
+        wait_ns = 0; /* other ranks' queues are driven on this thread as well */
+    } else if (wait_ns != 0) {
         /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
         int64_t slice = dtrain__os_now_ns() + 100000000;
         slice = slice < op->deadline_ns ? slice : op->deadline_ns;
@@ -11015,16 +11637,27 @@ static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
     return moved;
 }
 
+/* Advances queued work until until_ns without waiting for a peer; the caller holds drive_mutex. */
+static int dtrain__comm_drive_within(dtrain_comm *comm, int64_t until_ns)
+{
+    int moved = 0;
+    comm->poll_until_ns = until_ns;
+    while (dtrain__comm_drive(comm, comm->transport.board != NULL ? until_ns : 0)) {
+        moved = 1;
+        if (dtrain__os_now_ns() >= until_ns)
+            break;
+    }
+    return moved;
+}
+
 /* One round over the groups that nobody else is driving. */
 static int dtrain__service_round(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     int moved = __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0;
     pthread_mutex_lock(&service->mutex);
-    for (int i = 0; i < service->size; i++) {
-        dtrain_comm *comm = service->comms[i];
-        if (comm == NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 ||
-            pthread_mutex_trylock(&comm->drive_mutex) != 0)
+    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
+        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&comm->drive_mutex) != 0)
             continue;
         int messages = comm->transport.board == NULL;
         moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
@@ -11035,12 +11668,36 @@ static int dtrain__service_round(void *pointer)
     return moved;
 }
 
-/* Looks after the connections of a group of processes, and drives its queue. */
+/* Advances all groups of the hub without waiting for a peer. Returns for how long there is nothing to do unless
+ * something comes. */
+static int64_t dtrain__service_drive(dtrain__service *service)
+{
+    int64_t span = 1000000000;
+    pthread_mutex_lock(&service->mutex);
+    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
+        int64_t most = 50000000; /* deadlines are looked at */
+        dtrain__socket_rest(comm->socket);
+        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
+            continue;
+        if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
+            most = 1000000; /* whoever drives it may leave work behind */
+        } else {
+            if (dtrain__comm_drive_within(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS))
+                most = 0;
+            pthread_mutex_unlock(&comm->drive_mutex);
+        }
+        span = most < span ? most : span;
+    }
+    pthread_mutex_unlock(&service->mutex);
+    return span;
+}
+
+/* Looks after the connections of a group over a transport of the user's own, and drives its queue. */
 static void dtrain__service_tend(dtrain__service *service)
 {
     dtrain_transport *transport = service->transport;
     while (!__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
-        dtrain_comm *comm = __atomic_load_n(&service->comms[0], __ATOMIC_SEQ_CST);
+        dtrain_comm *comm = __atomic_load_n(&service->comms, __ATOMIC_SEQ_CST);
         int pending = comm != NULL && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
         int driven = pending && pthread_mutex_trylock(&comm->drive_mutex) == 0;
         if (driven) {
@@ -11054,6 +11711,12 @@ static void dtrain__service_tend(dtrain__service *service)
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
+    while (service->hub != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+        int64_t span = dtrain__service_drive(service);
+        dtrain__socket_step(service->hub, span > 0 ? dtrain__os_now_ns() + span : 0);
+    }
+    if (service->hub != NULL)
+        return;
     if (service->transport != NULL) {
         dtrain__service_tend(service);
         return;
@@ -11066,44 +11729,38 @@ static void dtrain__service_main(void *pointer)
     }
 }
 
-static void dtrain__service_stop(dtrain__service *service)
+static void dtrain__service_stop(void *pointer)
 {
+    dtrain__service *service = (dtrain__service *)pointer;
     __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(service->bell);
+    if (service->hub != NULL)
+        dtrain__hub_kick(service->hub);
     if (service->transport != NULL && service->transport->wake != NULL)
         service->transport->wake(service->transport->self);
     dtrain__os_thread_join(&service->thread);
     pthread_mutex_destroy(&service->mutex);
-    dtrain__free(service->allocator, service->comms, (size_t)service->size * sizeof(dtrain_comm *));
     dtrain__free(service->allocator, service, sizeof *service);
 }
 
-static void dtrain__service_stop_board(dtrain__board *board)
+static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out)
 {
-    dtrain__service_stop((dtrain__service *)board->service);
-}
-
-static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out, int size)
-{
-    dtrain_allocator *allocator = comm->transport.board != NULL ? comm->transport.board->allocator : comm->allocator;
+    dtrain_allocator *allocator = comm->allocator;
+    dtrain__board *board = comm->transport.board;
     dtrain__service *service = (dtrain__service *)dtrain__alloc(allocator, sizeof *service);
     if (service == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a service thread", comm->rank);
     service->allocator = allocator;
-    service->bell = comm->bell;
-    service->transport = comm->transport.poll != NULL ? &comm->transport : NULL;
-    service->size = size;
+    service->hub = comm->socket != NULL ? comm->socket->hub : NULL;
+    service->bell = board != NULL ? &board->family->bell : service->hub == NULL ? comm->bell : NULL;
+    service->transport = service->hub == NULL && comm->transport.poll != NULL ? &comm->transport : NULL;
     pthread_mutex_init(&service->mutex, NULL);
-    service->comms = (dtrain_comm **)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain_comm *));
-    int error = service->comms == NULL
-                    ? ENOMEM
-                    : dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
+    int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
     if (error == 0) {
         *out = service;
         return DTRAIN_OK;
     }
     pthread_mutex_destroy(&service->mutex);
-    dtrain__free(allocator, service->comms, (size_t)size * sizeof(dtrain_comm *));
     dtrain__free(allocator, service, sizeof *service);
     return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
                         "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
@@ -11111,27 +11768,41 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
                         comm->rank, strerror(error));
 }
 
+/* The service thread of the group's origin, started where there is none yet. */
+static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **out)
+{
+    dtrain__family *family = comm->transport.board != NULL ? comm->transport.board->family : NULL;
+    dtrain__hub *hub = comm->socket != NULL ? comm->socket->hub : NULL;
+    pthread_mutex_t *mutex;
+    void **place;
+    dtrain_status status = DTRAIN_OK;
+    if (family == NULL && hub == NULL)
+        return dtrain__service_start(comm, out);
+    mutex = family != NULL ? &family->mutex : &hub->mutex;
+    place = family != NULL ? &family->service : &hub->service;
+    pthread_mutex_lock(mutex);
+    if (*place == NULL)
+        status = dtrain__service_start(comm, out);
+    else
+        *out = (dtrain__service *)*place;
+    if (status == DTRAIN_OK) {
+        *place = *out;
+        *(family != NULL ? &family->last_gone : &hub->last_gone) = dtrain__service_stop;
+    }
+    pthread_mutex_unlock(mutex);
+    return status;
+}
+
 /* Puts the group under a service thread, at the first asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
-    dtrain__board *board = comm->transport.board;
-    dtrain_status status = DTRAIN_OK;
-    dtrain__service *service = NULL;
-    if (board == NULL) {
-        status = dtrain__service_start(comm, &service, 1);
-    } else {
-        pthread_mutex_lock(&board->mutex);
-        if (board->service == NULL && (status = dtrain__service_start(comm, &service, board->size)) == DTRAIN_OK) {
-            board->service = service;
-            board->last_gone = dtrain__service_stop_board;
-        }
-        service = (dtrain__service *)board->service;
-        pthread_mutex_unlock(&board->mutex);
-    }
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_find(comm, &service);
     if (status != DTRAIN_OK)
         return status;
     pthread_mutex_lock(&service->mutex);
-    __atomic_store_n(&service->comms[board != NULL ? comm->rank : 0], comm, __ATOMIC_SEQ_CST);
+    comm->next_served = service->comms;
+    __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
     comm->service = service;
     return DTRAIN_OK;
@@ -11140,13 +11811,15 @@ static dtrain_status dtrain__service_join(dtrain_comm *comm)
 static void dtrain__service_leave(dtrain_comm *comm)
 {
     dtrain__service *service = comm->service;
+    dtrain_comm **at;
     if (service == NULL)
         return;
     pthread_mutex_lock(&service->mutex);
-    __atomic_store_n(&service->comms[comm->transport.board != NULL ? comm->rank : 0], (dtrain_comm *)NULL,
-                     __ATOMIC_SEQ_CST);
+    for (at = &service->comms; *at != comm;)
+        at = &(*at)->next_served;
+    __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
-    if (comm->transport.board == NULL)
+    if (comm->transport.board == NULL && comm->socket == NULL)
         dtrain__service_stop(service);
 }
 
@@ -11326,11 +11999,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
-    comm->poll_until_ns = until;
-    do
-        if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))
-            break;
-    while (dtrain__os_now_ns() < until);
+    dtrain__comm_drive_within(comm, until);
     pthread_mutex_unlock(&comm->drive_mutex);
     return DTRAIN_OK;
 }
@@ -11459,14 +12128,13 @@ static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
     return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
-/* Makes one rank's end; on an error the transport stays the caller's. */
+/* Makes one rank's end; on an error the transport stays the caller's. allocator: NULL, one of its own. */
 static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport *transport,
-                                      const dtrain_comm_desc *desc)
+                                      const dtrain_comm_desc *desc, dtrain_allocator *allocator)
 {
     size_t size = (size_t)transport->size;
     dtrain_status status = DTRAIN_OK;
     dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain_allocator *allocator = transport->board != NULL ? transport->board->allocator : desc->allocator;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
@@ -11526,12 +12194,23 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
     return DTRAIN_OK;
 }
 
+/* One rank's end of a board to which it has come; on an error it leaves. */
+static dtrain_status dtrain__comm_on_board(dtrain_comm **out, dtrain__board *board, int rank,
+                                           const dtrain_comm_desc *desc)
+{
+    dtrain_transport transport;
+    dtrain__threads_transport(&transport, board, rank);
+    dtrain_status status = dtrain__comm_new(out, &transport, desc, board->allocator);
+    if (status != DTRAIN_OK)
+        dtrain__board_detach(board, rank);
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain_comm_desc defaults;
     dtrain__board *board = NULL;
     dtrain_status status;
-    int made = 0;
     memset(&defaults, 0, sizeof defaults);
     if (desc == NULL)
         desc = &defaults;
@@ -11543,29 +12222,26 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     status = dtrain__comm_check_desc(desc);
     if (status == DTRAIN_OK)
         status = dtrain__board_create(&board, ranks, desc->allocator);
-    for (; status == DTRAIN_OK && made < ranks; made++) {
-        dtrain_transport transport;
-        dtrain__threads_transport(&transport, board, made);
-        status = dtrain__comm_new(&comms[made], &transport, desc);
-        if (status != DTRAIN_OK)
-            break;
-    }
-    if (status == DTRAIN_OK || board == NULL)
+    if (status != DTRAIN_OK)
         return status;
-    for (int rank = 0; rank < made; rank++) {
-        dtrain__comm_free(comms[rank]);
+    for (int rank = 0; rank < ranks; rank++) {
+        if (status == DTRAIN_OK)
+            status = dtrain__comm_on_board(&comms[rank], board, rank, desc);
+        else
+            dtrain__board_detach(board, rank);
+    }
+    for (int rank = 0; status != DTRAIN_OK && rank < ranks; rank++) {
+        dtrain_comm_destroy(comms[rank]);
         comms[rank] = NULL;
     }
-    dtrain__board_free(board);
     return status;
 }
 
 /* Makes the transport of a group of processes. */
-static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *place, const dtrain_comm_desc *desc)
+static dtrain_status dtrain__comm_open(dtrain__channel **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
     dtrain__keys keys;
     dtrain__hub_desc hub;
-    dtrain__socket *s = NULL;
     dtrain_status status;
     memset(&keys, 0, sizeof keys);
     keys.rank = place->rank;
@@ -11583,44 +12259,54 @@ static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *p
     hub.reconnect_ms = desc->reconnect_ms;
     hub.on_address = desc->on_address;
     hub.on_address_user = desc->on_address_user;
-    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
+    status = dtrain__socket_create(out, &keys, &hub, desc->allocator);
     memset(&keys, 0, sizeof keys);
+    return status;
+}
+
+/* One rank's end of a group of processes; the channel stays the caller's on an error. */
+static dtrain_status dtrain__comm_on_channel(dtrain_comm **out, dtrain__channel *channel, const dtrain_comm_desc *desc)
+{
+    dtrain_transport transport;
+    dtrain_comm *comm;
+    dtrain__socket_transport(&transport, channel);
+    dtrain_status status = dtrain__comm_new(&comm, &transport, desc, channel->hub->allocator);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__socket_transport(&comm->transport, s);
-    dtrain__socket_tell_last(s, dtrain__recorder_tell, comm);
-    comm->socket = s;
+    comm->socket = channel;
+    if (desc->progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK) {
+        dtrain__comm_free(comm);
+        return status;
+    }
+    dtrain__socket_tell_last(channel, dtrain__recorder_tell, comm);
+    *out = comm;
     return DTRAIN_OK;
 }
 
 /* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
 static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
-    dtrain_transport transport;
+    dtrain_comm_desc placed = *desc;
+    dtrain__channel *channel;
     dtrain_comm *comm;
-    dtrain_status status;
-    memset(&transport, 0, sizeof transport);
-    transport.rank = place->rank;
-    transport.size = place->world_size;
-    status = dtrain__comm_new(&comm, &transport, desc);
+    int64_t now = dtrain__os_now_ns();
+    dtrain_status status = dtrain__comm_open(&channel, place, desc);
     if (status != DTRAIN_OK)
         return status;
-    comm->desc.timeout_ms = place->timeout_ms;
-    comm->forming = 1;
-    comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns =
-        place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
-    status = dtrain__comm_open(comm, place, desc);
-    if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
-        status = dtrain__service_join(comm);
-    if (status == DTRAIN_OK) {
-        *out = comm;
-        return DTRAIN_OK;
+    placed.timeout_ms = place->timeout_ms;
+    status = dtrain__comm_on_channel(&comm, channel, &placed);
+    if (status != DTRAIN_OK) {
+        dtrain__error kept = dtrain__thread_error;
+        dtrain__channel_destroy(channel);
+        return dtrain__report(&kept);
     }
-    if (comm->socket != NULL)
-        dtrain__socket_destroy(comm->socket);
-    dtrain__comm_free(comm);
-    return status;
+    comm->forming = 1;
+    comm->started_ns = now;
+    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(place->timeout_ms);
+    *out = comm;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
@@ -11676,13 +12362,13 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     dtrain_status status = dtrain_comm_create_async(comm, desc);
     int ready = 0;
     while (status == DTRAIN_OK) {
-        dtrain__hub *hub = (*comm)->socket != NULL ? &(*comm)->socket->hub : NULL;
-        uint64_t seen = hub != NULL ? __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) : 0;
+        dtrain__channel *channel = (*comm)->socket;
+        uint64_t seen = channel != NULL ? __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST) : 0;
         struct pollfd none[1];
         status = dtrain_comm_ready(*comm, &ready);
         if (ready || status != DTRAIN_OK)
             break;
-        dtrain__hub_wait(hub, none, 0, (*comm)->form_deadline_ns, seen);
+        dtrain__hub_wait(channel, none, 0, (*comm)->form_deadline_ns, seen);
     }
     if (status != DTRAIN_OK && comm != NULL && *comm != NULL) {
         dtrain__error kept = dtrain__thread_error;
@@ -11713,7 +12399,8 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                             "leave board NULL and choose another algorithm than FUSED");
     status = dtrain__comm_check_desc(desc != NULL ? desc : &defaults);
     if (status == DTRAIN_OK)
-        status = dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+        status =
+            dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults, desc != NULL ? desc->allocator : NULL);
     if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
         status = dtrain__service_join(*comm);
         if (status != DTRAIN_OK) {
@@ -11748,17 +12435,20 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
         comm->socket->forked = forked;
     if (!forked) { /* a child has neither the service thread nor a right to its locks */
         dtrain__service_leave(comm);
+        if (comm->socket != NULL)
+            dtrain__socket_tell_last(comm->socket, NULL, NULL);
         dtrain__comm_cancel(comm);
     }
     if (why != NULL && transport.board != NULL)
         transport.board->slots[comm->rank].why = *why;
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
-    if (transport.board != NULL) /* it owns the allocator of its ranks; else the rank does */
+    int shared = transport.board != NULL || comm->socket != NULL; /* the transport owns the allocator of its ranks */
+    if (shared)
         dtrain__comm_free(comm);
     if (transport.destroy != NULL)
         transport.destroy(transport.self);
-    if (transport.board == NULL)
+    if (!shared)
         dtrain__comm_free(comm);
 }
 
@@ -11815,6 +12505,8 @@ static void dtrain__runner_main(void *pointer)
                      last.text[0] != 0 ? last.text : dtrain_status_name(status));
         runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
     }
+    if (status != DTRAIN_OK)
+        dtrain__family_give_up(runner->comm->transport.board, rank, &runner->error);
     dtrain__comm_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 
@@ -12719,7 +13411,7 @@ DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const voi
 
 /* ---- >>store_calls ----
  * The store's public calls. Rank 0 serves itself; the others ask it over their control connection and wait for
- * the answer. Ranks of one address space share a store on their board. */
+ * the answer. Ranks of one address space share the store of their family of boards. */
 #ifndef DTRAIN__STORE_CALLS
 #define DTRAIN__STORE_CALLS
 
@@ -12743,11 +13435,11 @@ static int dtrain__store_look(void *pointer)
 {
     dtrain__store_wait *wait = (dtrain__store_wait *)pointer;
     dtrain__board *board = wait->comm->transport.board;
-    pthread_mutex_lock(&board->mutex);
-    dtrain__entry *entry = *dtrain__store_place(&board->store, wait->key, strlen(wait->key));
+    pthread_mutex_lock(&board->family->mutex);
+    dtrain__entry *entry = *dtrain__store_place(&board->family->store, wait->key, strlen(wait->key));
     if (entry != NULL)
         dtrain__store_copy(wait->value, wait->capacity, wait->bytes, dtrain__entry_value(entry), entry->bytes);
-    pthread_mutex_unlock(&board->mutex);
+    pthread_mutex_unlock(&board->family->mutex);
     return entry != NULL || dtrain__board_broken(board);
 }
 
@@ -12758,10 +13450,11 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
     dtrain__store_wait wait = {comm, key, value, capacity, bytes};
     dtrain_status status;
     if (what == DTRAIN__STORE_SET) {
-        pthread_mutex_lock(&board->mutex);
-        status = dtrain__store_put(&board->store, board->allocator, key, strlen(key), value, capacity);
-        pthread_mutex_unlock(&board->mutex);
-        dtrain__bell_ring(&board->bell);
+        pthread_mutex_lock(&board->family->mutex);
+        status = dtrain__store_put(&board->family->store, board->allocator, key, strlen(key), value, capacity);
+        for (dtrain__board *other = board->family->boards; other != NULL; other = other->next)
+            dtrain__bell_ring(&other->bell);
+        pthread_mutex_unlock(&board->family->mutex);
         return status;
     }
     *bytes = DTRAIN_STORE_ABSENT;
@@ -12777,15 +13470,24 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
 }
 
 /* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
-static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, const void *value, size_t bytes)
+static uint32_t dtrain__store_ask(dtrain__channel *channel, int what, const char *key, const void *value, size_t bytes)
 {
+    dtrain__hub *hub = channel->hub;
     dtrain__member *root = &hub->members[0];
-    uint32_t id = ++hub->store_id != 0 ? hub->store_id : ++hub->store_id;
+    uint32_t id = channel->store_id = ++hub->asked != 0 ? hub->asked : ++hub->asked;
+    dtrain__asker asker;
     if (hub->rank == 0) {
-        dtrain__store_serve(hub, 0, id, what, key, value, bytes);
+        asker.next = NULL;
+        asker.rank = 0;
+        asker.channel = channel->id;
+        asker.id = id;
+        asker.key_bytes = strlen(key);
+        snprintf(asker.key, sizeof asker.key, "%s", key);
+        dtrain__store_serve(hub, &asker, what, value, bytes);
         return id;
     }
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_ASK);
+    dtrain__give(hub, &root->out, channel->id, 8);
     dtrain__give(hub, &root->out, id, 4);
     dtrain__give(hub, &root->out, (uint64_t)what, 1);
     dtrain__give_text(hub, &root->out, 2, key);
@@ -12800,27 +13502,28 @@ static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, c
 static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void *value, size_t capacity, size_t *bytes,
                                   dtrain_status *status)
 {
-    dtrain__hub *hub = &comm->socket->hub;
+    dtrain__channel *channel = comm->socket;
+    dtrain__hub *hub = channel->hub;
     int done = 1;
     pthread_mutex_lock(&hub->mutex);
-    if (hub->store_answered == id) {
-        *status = hub->store_status;
-        if (*status != DTRAIN_OK && hub->store_value.bytes == 0)
+    if (channel->store_answered == id) {
+        *status = channel->store_status;
+        if (*status != DTRAIN_OK && channel->store_value.bytes == 0)
             dtrain__fail(&comm->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0",
                          dtrain__store_names[what], comm->rank);
         else if (*status != DTRAIN_OK)
             dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
-                         comm->rank, (int)(hub->store_value.bytes < 300 ? hub->store_value.bytes : 300),
-                         (const char *)hub->store_value.data);
+                         comm->rank, (int)(channel->store_value.bytes < 300 ? channel->store_value.bytes : 300),
+                         (const char *)channel->store_value.data);
         else if (what != DTRAIN__STORE_SET)
-            dtrain__store_copy(value, capacity, bytes, hub->store_value.data, hub->store_value.bytes);
-        if (*status == DTRAIN_OK && what == DTRAIN__STORE_GET && !hub->store_found)
+            dtrain__store_copy(value, capacity, bytes, channel->store_value.data, channel->store_value.bytes);
+        if (*status == DTRAIN_OK && what == DTRAIN__STORE_GET && !channel->store_found)
             *bytes = DTRAIN_STORE_ABSENT;
-    } else if (hub->broken) {
-        dtrain__error cause = hub->cause;
+    } else if (channel->broken) {
+        dtrain__error cause = channel->cause;
         *status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.480s", dtrain__store_names[what],
                                comm->rank, cause.text);
-    } else if (hub->rank != 0 && hub->members[0].left) {
+    } else if (hub->rank != 0 && hub->members[0].gone != DTRAIN__PRESENT) {
         *status = dtrain__fail(&comm->error, DTRAIN_ERR_PEER_LOST,
                                "%s on rank %d: rank 0, which keeps the store, has left the group",
                                dtrain__store_names[what], comm->rank);
@@ -12833,13 +13536,13 @@ static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void
 static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, const char *key, void *value,
                                                 size_t capacity, size_t *bytes, int64_t deadline_ns)
 {
-    dtrain__hub *hub = &comm->socket->hub;
+    dtrain__hub *hub = comm->socket->hub;
     struct pollfd none[1];
     dtrain_status status = dtrain__comm_usable(comm, dtrain__store_names[what]);
     if (status != DTRAIN_OK)
         return status;
     pthread_mutex_lock(&hub->mutex);
-    uint32_t id = dtrain__store_ask(hub, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
+    uint32_t id = dtrain__store_ask(comm->socket, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
     pthread_mutex_unlock(&hub->mutex);
     if (id == 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d (\"%s\"): no memory for the request",
@@ -12851,7 +13554,7 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
             return status;
         if (dtrain__os_now_ns() >= deadline_ns)
             break;
-        dtrain__hub_wait(hub, none, 0, deadline_ns, seen);
+        dtrain__hub_wait(comm->socket, none, 0, deadline_ns, seen);
     }
     return dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
                         what == DTRAIN__STORE_WAIT
@@ -12900,6 +13603,501 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
                                            size_t *bytes)
 {
     return dtrain__store_call(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
+}
+
+#endif
+
+/* ---- >>split ----
+ * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and a second
+ * exchange tells whether all could: either every rank has its group or every rank has the error. A group's name is
+ * the lowest member's rank in the world and a count that this member keeps, so that no two are ever the same. */
+#ifndef DTRAIN__SPLIT
+#define DTRAIN__SPLIT
+
+/* What a rank tells the others before a group is made. */
+typedef struct dtrain__seat {
+    uint64_t color;  /* ranks of one color make a group; DTRAIN__NO_SEAT: of none */
+    int64_t key;     /* their order in it */
+    uint64_t origin; /* the rank in the world */
+    uint64_t serial; /* for the name, if this is the lowest member */
+} dtrain__seat;
+
+#define DTRAIN__NO_SEAT UINT64_MAX
+#define DTRAIN__SEAT_WORDS (sizeof(dtrain__seat) / sizeof(uint64_t))
+
+/* A group that is being made. */
+typedef struct dtrain__draft {
+    const char *call;
+    dtrain_comm *parent;
+    dtrain__seat *seats; /* of all ranks of the parent */
+    uint64_t *states;    /* how each of them fared */
+    int *members;        /* ranks of the parent, in the new order */
+    int *origins;        /* the same in the world */
+    int size, rank;      /* of the new group; rank -1: this rank is none of it */
+    size_t bytes;        /* of the one block that all this is in, with seats at its start */
+} dtrain__draft;
+
+static dtrain_status dtrain__draft_begin(dtrain__draft *draft, dtrain_comm *parent, const char *call)
+{
+    size_t size = (size_t)parent->size;
+    memset(draft, 0, sizeof *draft);
+    draft->call = call;
+    draft->parent = parent;
+    draft->rank = -1;
+    draft->bytes = size * (sizeof(dtrain__seat) + sizeof(uint64_t) + 2 * sizeof(int));
+    draft->seats = (dtrain__seat *)dtrain__alloc(parent->allocator, draft->bytes);
+    if (draft->seats == NULL)
+        return dtrain__fail(&parent->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes", call,
+                            parent->rank, draft->bytes);
+    draft->states = (uint64_t *)(void *)(draft->seats + size);
+    draft->members = (int *)(void *)(draft->states + size);
+    draft->origins = draft->members + size;
+    return DTRAIN_OK;
+}
+
+static void dtrain__draft_end(dtrain__draft *draft)
+{
+    dtrain__free(draft->parent->allocator, draft->seats, draft->bytes);
+}
+
+/* A number that this rank gives to no other group; 0 over a transport of the user's own, which has no groups. */
+static uint64_t dtrain__draft_serial(dtrain_comm *parent)
+{
+    dtrain__board *board = parent->transport.board;
+    pthread_mutex_t *mutex;
+    uint64_t *count, serial;
+    if (board == NULL && parent->socket == NULL)
+        return 0;
+    mutex = board != NULL ? &board->family->mutex : &parent->socket->hub->mutex;
+    count = board != NULL ? &board->family->serial : &parent->socket->hub->serial;
+    pthread_mutex_lock(mutex);
+    serial = ++*count;
+    pthread_mutex_unlock(mutex);
+    return serial;
+}
+
+static int dtrain__comm_origin(const dtrain_comm *comm, int rank)
+{
+    if (comm->transport.board != NULL)
+        return comm->transport.board->slots[rank].origin;
+    return comm->socket != NULL ? comm->socket->peers[rank].world : rank;
+}
+
+/* Gathers what every rank of the parent says: `words` 64-bit words of each. */
+static dtrain_status dtrain__draft_gather(dtrain__draft *draft, const void *mine, void *all, size_t words)
+{
+    dtrain_comm *parent = draft->parent;
+    dtrain_status status = dtrain_all_gather(parent, mine, all, words * (size_t)parent->size, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    dtrain__error cause = parent->error;
+    return dtrain__fail(&parent->error, status, "%s: %.560s", draft->call, cause.text);
+}
+
+static dtrain_status dtrain__draft_meet(dtrain__draft *draft, uint64_t color, int64_t key)
+{
+    dtrain_comm *parent = draft->parent;
+    dtrain__seat mine = {color, key, (uint64_t)dtrain__comm_origin(parent, parent->rank), 0};
+    mine.serial = dtrain__draft_serial(parent);
+    return dtrain__draft_gather(draft, &mine, draft->seats, DTRAIN__SEAT_WORDS);
+}
+
+static void dtrain__draft_add(dtrain__draft *draft, int member)
+{
+    if (member == draft->parent->rank)
+        draft->rank = draft->size;
+    draft->origins[draft->size] = (int)draft->seats[member].origin;
+    draft->members[draft->size++] = member;
+}
+
+static uint64_t dtrain__draft_name(const dtrain__draft *draft)
+{
+    int lowest = 0;
+    for (int i = 1; i < draft->size; i++)
+        if (draft->origins[i] < draft->origins[lowest])
+            lowest = i;
+    return draft->seats[draft->members[lowest]].serial * DTRAIN__MAX_RANKS + (uint64_t)draft->origins[lowest];
+}
+
+/* As the parent has it, or the hosts of processes. */
+static int dtrain__draft_node_ranks(const dtrain__draft *draft, const dtrain_comm *group)
+{
+    const int *members = draft->members;
+    int each = draft->parent->node_ranks, n = 1;
+    if (each == 0)
+        return group->socket != NULL ? dtrain__socket_node_ranks(group->socket) : 0;
+    while (n < draft->size && members[n] / each == members[0] / each)
+        n++;
+    for (int i = 0; i < draft->size; i++)
+        if (members[i] / each != members[i - i % n] / each ||
+            (i >= n && i % n == 0 && members[i] / each == members[i - 1] / each))
+            return 0;
+    return n;
+}
+
+static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm **group)
+{
+    dtrain__hub *hub = draft->parent->socket->hub;
+    dtrain__channel *channel;
+    pthread_mutex_lock(&hub->mutex);
+    dtrain_status status =
+        dtrain__channel_create(&channel, hub, dtrain__draft_name(draft), draft->origins, draft->size, draft->rank);
+    pthread_mutex_unlock(&hub->mutex);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__comm_on_channel(group, channel, &draft->parent->desc);
+    if (status != DTRAIN_OK)
+        dtrain__channel_destroy(channel);
+    return status;
+}
+
+/* Makes this rank's end. */
+static dtrain_status dtrain__draft_make(dtrain__draft *draft, dtrain_comm **group)
+{
+    dtrain_comm *parent = draft->parent;
+    dtrain__board *board = parent->transport.board;
+    dtrain_status status = DTRAIN_OK;
+    if (draft->rank < 0)
+        return DTRAIN_OK;
+    if (parent->socket != NULL)
+        return dtrain__draft_on_channel(draft, group);
+    if (board == NULL && draft->size > 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "a transport of your own has no groups of its ranks, except of one; make one for each");
+    status = board != NULL
+                 ? dtrain__board_attach(&board, board->family, dtrain__draft_name(draft), draft->origins, draft->size)
+                 : dtrain__board_create(&board, 1, parent->desc.allocator);
+    return status == DTRAIN_OK ? dtrain__comm_on_board(group, board, draft->rank, &parent->desc) : status;
+}
+
+/* Makes this rank's end and hears how the others fared; one that could not undoes it for all. */
+static dtrain_status dtrain__draft_settle(dtrain__draft *draft, dtrain_comm **group)
+{
+    dtrain_comm *parent = draft->parent;
+    dtrain_status made = dtrain__draft_make(draft, group), status;
+    dtrain__error cause = dtrain__thread_error;
+    uint64_t mine = (uint64_t)made;
+    if (*group != NULL) {
+        (*group)->group = dtrain__draft_name(draft);
+        (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
+    }
+    status = dtrain__draft_gather(draft, &mine, draft->states, 1);
+    if (made != DTRAIN_OK)
+        status = dtrain__fail(&parent->error, made, "%s on rank %d: %.560s", draft->call, parent->rank, cause.text);
+    for (int rank = 0; status == DTRAIN_OK && rank < parent->size; rank++)
+        if (draft->states[rank] != DTRAIN_OK)
+            status = dtrain__fail(&parent->error, (dtrain_status)draft->states[rank],
+                                  "%s on rank %d: rank %d could not make its end of a group (%s)", draft->call,
+                                  parent->rank, rank, dtrain_status_name((dtrain_status)draft->states[rank]));
+    if (status == DTRAIN_OK || *group == NULL)
+        return status;
+    cause = dtrain__thread_error;
+    dtrain_comm_destroy(*group);
+    *group = NULL;
+    return dtrain__report(&cause);
+}
+
+/* Where the call can begin: there is a group and a place for the new one. */
+static dtrain_status dtrain__draft_check(dtrain_comm *comm, dtrain_comm **group, const char *call)
+{
+    if (group != NULL)
+        *group = NULL;
+    if (comm != NULL && group != NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                        "%s: needs a group and a place for the new one (%s is NULL)", call,
+                        comm == NULL ? "comm" : "group");
+}
+
+static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain_comm **group, const char *call)
+{
+    dtrain__draft draft;
+    dtrain_status status = dtrain__draft_check(comm, group, call);
+    uint64_t mine = color < 0 ? DTRAIN__NO_SEAT : (uint64_t)color;
+    if (status == DTRAIN_OK)
+        status = dtrain__draft_begin(&draft, comm, call);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__draft_meet(&draft, mine, key);
+    for (int taken = 0; status == DTRAIN_OK && mine != DTRAIN__NO_SEAT; taken++) {
+        /* the next in order of key and rank: the lowest key of those that are not in yet */
+        int next = -1;
+        for (int rank = 0; rank < comm->size; rank++)
+            if (draft.seats[rank].color == mine && draft.states[rank] == 0 &&
+                (next < 0 || draft.seats[rank].key < draft.seats[next].key))
+                next = rank;
+        if (next < 0)
+            break;
+        draft.states[next] = 1;
+        dtrain__draft_add(&draft, next);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__draft_settle(&draft, group);
+    dtrain__draft_end(&draft);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group)
+{
+    return dtrain__split(comm, color, key, group, "comm_split");
+}
+
+DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group)
+{
+    return dtrain__split(comm, 0, 0, group, "comm_duplicate");
+}
+
+enum { DTRAIN__LIST_GOOD = 0, DTRAIN__LIST_NULL, DTRAIN__LIST_BAD, DTRAIN__LIST_TWICE };
+
+/* What is wrong with a list of ranks, and with which of its entries. */
+static int dtrain__subgroup_flaw(const dtrain_comm *comm, const int *ranks, int count, int *which)
+{
+    *which = 0;
+    if (count < 0 || (ranks == NULL && count > 0))
+        return DTRAIN__LIST_NULL;
+    for (; *which < count; ++*which) {
+        if (ranks[*which] < 0 || ranks[*which] >= comm->size)
+            return DTRAIN__LIST_BAD;
+        for (int i = 0; i < *which; i++)
+            if (ranks[i] == ranks[*which])
+                return DTRAIN__LIST_TWICE;
+    }
+    return DTRAIN__LIST_GOOD;
+}
+
+/* Compares what all ranks gave: a seat's color is the list's digest, its key the flaw and the length. */
+static dtrain_status dtrain__subgroup_compare(dtrain__draft *draft)
+{
+    static const char *const flaws[] = {"", "no list", "a rank that is not in the group", "a rank twice"};
+    dtrain_comm *comm = draft->parent;
+    const dtrain__seat *first = &draft->seats[0];
+    for (int rank = 0; rank < comm->size; rank++) {
+        uint64_t flaw = (uint64_t)draft->seats[rank].key & 3;
+        if (flaw != DTRAIN__LIST_GOOD)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                                "%s on rank %d: rank %d gave %s; list each rank of 0 "
+                                "to %d at most once",
+                                draft->call, comm->rank, rank, flaws[flaw], comm->size - 1);
+    }
+    for (int rank = 1; rank < comm->size; rank++) {
+        const dtrain__seat *other = &draft->seats[rank];
+        if (other->color != first->color || other->key != first->key)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
+                                "%s on rank %d: rank %d gave a list of %lld ranks, rank 0 another one of %lld; every "
+                                "rank, listed or not, must give the same",
+                                draft->call, comm->rank, rank, (long long)(other->key >> 2),
+                                (long long)(first->key >> 2));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group)
+{
+    dtrain__draft draft;
+    unsigned char digest[32];
+    int which, flaw;
+    dtrain_status status = dtrain__draft_check(comm, group, "comm_subgroup");
+    if (status == DTRAIN_OK)
+        status = dtrain__draft_begin(&draft, comm, "comm_subgroup");
+    if (status != DTRAIN_OK)
+        return status;
+    flaw = dtrain__subgroup_flaw(comm, ranks, count, &which);
+    dtrain_sha256(ranks, flaw == DTRAIN__LIST_GOOD ? (size_t)count * sizeof *ranks : 0, digest);
+    status = dtrain__draft_meet(&draft, dtrain__get_le(digest, 8), (int64_t)count * 4 + flaw);
+    if (status == DTRAIN_OK)
+        status = dtrain__subgroup_compare(&draft);
+    if (status == DTRAIN_OK) {
+        for (int i = 0; i < count; i++)
+            dtrain__draft_add(&draft, ranks[i]);
+        status = dtrain__draft_settle(&draft, group);
+    }
+    dtrain__draft_end(&draft);
+    return status;
+}
+
+#endif
+
+/* ---- >>mesh ----
+ * The ranks of a world laid out in named dimensions, and the group along each: the ranks that differ in that
+ * coordinate alone. Arithmetic over dtrain_comm_split. */
+#ifndef DTRAIN__MESH
+#define DTRAIN__MESH
+
+typedef struct dtrain__axis {
+    char name[DTRAIN_MESH_NAME_BYTES];
+    int size, index; /* this rank's coordinate */
+    dtrain_comm *group;
+} dtrain__axis;
+
+struct dtrain_mesh {
+    dtrain_allocator *allocator, own;
+    int count;
+    dtrain__axis *axes;
+};
+
+static dtrain_status dtrain__mesh_flaw(dtrain_comm *world, const char *what, const dtrain_mesh_dim *dims, int i)
+{
+    return dtrain__fail(&world->error, DTRAIN_ERR_INVALID, "mesh_create on rank %d: dimension %d (%.60s, size %d) %s",
+                        world->rank, i, dims[i].name != NULL ? dims[i].name : "NULL", dims[i].size, what);
+}
+
+/* Checks the dimensions; *rest is the size of one that says 0. */
+static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int *rest)
+{
+    int product = 1, open = -1;
+    if (count < 1 || dims == NULL)
+        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
+                            "mesh_create on rank %d: %d dimensions; give at least one", world->rank, count);
+    for (int i = 0; i < count; i++) {
+        if (dims[i].name == NULL || dims[i].name[0] == 0 || strlen(dims[i].name) >= DTRAIN_MESH_NAME_BYTES)
+            return dtrain__mesh_flaw(world, "needs a name of 1 to 31 characters", dims, i);
+        for (int k = 0; k < i; k++)
+            if (strcmp(dims[k].name, dims[i].name) == 0)
+                return dtrain__mesh_flaw(world, "has a name that is taken", dims, i);
+        if (dims[i].size < 0 || (dims[i].size == 0 && open >= 0))
+            return dtrain__mesh_flaw(world, "needs a size of 1 or more; one dimension alone may have 0", dims, i);
+        open = dims[i].size == 0 ? i : open;
+        if (dims[i].size > 0 && product > world->size / dims[i].size)
+            return dtrain__mesh_flaw(world, "makes the mesh larger than the world", dims, i);
+        product *= dims[i].size > 0 ? dims[i].size : 1;
+    }
+    *rest = world->size / product;
+    if (world->size % product != 0 || (open < 0 && *rest != 1))
+        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
+                            "mesh_create on rank %d: the sizes multiply to %d, and the world has %d ranks%s",
+                            world->rank, product, world->size, open >= 0 ? ", which that does not divide" : "");
+    return DTRAIN_OK;
+}
+
+/* Says to all whether this rank's dimensions are good, and compares them. */
+static dtrain_status dtrain__mesh_agree(dtrain_comm *world, const dtrain_mesh *mesh, dtrain_status mine)
+{
+    dtrain__draft draft;
+    dtrain__error flaw = dtrain__thread_error;
+    dtrain__sha256 sha;
+    unsigned char digest[32];
+    dtrain_status status = dtrain__draft_begin(&draft, world, "mesh_create");
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__sha256_start(&sha);
+    for (int i = 0; mine == DTRAIN_OK && i < mesh->count; i++) {
+        dtrain__sha256_add(&sha, mesh->axes[i].name, sizeof mesh->axes[i].name);
+        dtrain__sha256_add(&sha, &mesh->axes[i].size, sizeof mesh->axes[i].size);
+    }
+    dtrain__sha256_finish(&sha, digest);
+    status = dtrain__draft_meet(&draft, dtrain__get_le(digest, 8), mine);
+    for (int rank = 0; status == DTRAIN_OK && mine == DTRAIN_OK && rank < world->size; rank++) {
+        if (draft.seats[rank].key != DTRAIN_OK)
+            status = dtrain__fail(&world->error, (dtrain_status)draft.seats[rank].key,
+                                  "mesh_create on rank %d: rank %d gave dimensions that cannot be (%s)", world->rank,
+                                  rank, dtrain_status_name((dtrain_status)draft.seats[rank].key));
+        else if (draft.seats[rank].color != draft.seats[0].color)
+            status = dtrain__fail(&world->error, DTRAIN_ERR_MISMATCH,
+                                  "mesh_create on rank %d: rank %d gave other dimensions than rank 0; every rank must "
+                                  "give the same names and sizes in the same order",
+                                  world->rank, rank);
+    }
+    dtrain__draft_end(&draft);
+    return mine != DTRAIN_OK ? dtrain__report(&flaw) : status;
+}
+
+/* Memory for the mesh, and this rank's place in it. */
+static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int rest)
+{
+    dtrain_allocator *allocator = world->desc.allocator, first = {NULL, NULL, 0, 0};
+    size_t bytes = sizeof(dtrain_mesh) + (size_t)count * sizeof(dtrain__axis);
+    dtrain_mesh *mesh = (dtrain_mesh *)dtrain__alloc(allocator != NULL ? allocator : &first, bytes);
+    int rank = world->rank;
+    if (mesh == NULL)
+        return NULL;
+    mesh->own = first;
+    mesh->allocator = allocator != NULL ? allocator : &mesh->own;
+    mesh->count = count;
+    mesh->axes = (dtrain__axis *)(void *)(mesh + 1);
+    for (int i = count; i-- > 0;) {
+        dtrain__axis *axis = &mesh->axes[i];
+        snprintf(axis->name, sizeof axis->name, "%s", dims[i].name);
+        axis->size = dims[i].size > 0 ? dims[i].size : rest;
+        axis->index = rank % axis->size;
+        rank /= axis->size;
+    }
+    return mesh;
+}
+
+DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *world, const dtrain_mesh_dim *dims,
+                                            int count)
+{
+    dtrain_mesh *mesh = NULL;
+    dtrain_status status;
+    int rest = 1, stride = 1;
+    if (out != NULL)
+        *out = NULL;
+    if (out == NULL || world == NULL)
+        return dtrain__fail(world != NULL ? &world->error : NULL, DTRAIN_ERR_INVALID,
+                            "mesh_create: needs a world and a place for the mesh (%s is NULL)",
+                            world == NULL ? "world" : "mesh");
+    status = dtrain__mesh_check(world, dims, count, &rest);
+    if (status == DTRAIN_OK && (mesh = dtrain__mesh_place(world, dims, count, rest)) == NULL)
+        status = dtrain__fail(&world->error, DTRAIN_ERR_MEMORY, "mesh_create on rank %d: no memory", world->rank);
+    status = dtrain__mesh_agree(world, mesh, status);
+    for (int i = count; status == DTRAIN_OK && i-- > 0;) {
+        dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
+        status = dtrain_comm_split(world, world->rank - axis->index * stride, axis->index, &axis->group);
+        stride *= axis->size;
+    }
+    if (status == DTRAIN_OK) {
+        *out = mesh;
+        return DTRAIN_OK;
+    }
+    dtrain__error kept = dtrain__thread_error;
+    dtrain_mesh_destroy(mesh);
+    return dtrain__report(&kept);
+}
+
+static dtrain__axis *dtrain__mesh_axis(const dtrain_mesh *mesh, const char *name, const char *call)
+{
+    char names[160] = "";
+    size_t used = 0;
+    for (int i = 0; mesh != NULL && name != NULL && i < mesh->count; i++) {
+        if (strcmp(mesh->axes[i].name, name) == 0)
+            return &mesh->axes[i];
+        if (used < sizeof names - 40)
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", i > 0 ? ", " : "", mesh->axes[i].name);
+    }
+    dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s has no dimension \"%.60s\"; it has %s", call,
+                 mesh != NULL ? "the mesh" : "no mesh (NULL)", name != NULL ? name : "NULL",
+                 names[0] != 0 ? names : "none");
+    return NULL;
+}
+
+DTRAIN_API dtrain_comm *dtrain_mesh_group(const dtrain_mesh *mesh, const char *name)
+{
+    dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_group");
+    return axis != NULL ? axis->group : NULL;
+}
+
+DTRAIN_API int dtrain_mesh_index(const dtrain_mesh *mesh, const char *name)
+{
+    dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_index");
+    return axis != NULL ? axis->index : -1;
+}
+
+DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name)
+{
+    dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_size");
+    return axis != NULL ? axis->size : 0;
+}
+
+DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
+{
+    dtrain_allocator own;
+    if (mesh == NULL)
+        return;
+    for (int i = 0; i < mesh->count; i++)
+        dtrain_comm_destroy(mesh->axes[i].group);
+    own = mesh->own;
+    dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh,
+                 sizeof *mesh + (size_t)mesh->count * sizeof(dtrain__axis));
 }
 
 #endif

@@ -45,10 +45,9 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
     static dtrain_allocator heap;
     dtrain__hub hub;
     dtrain__member members[3];
-    dtrain__lane lanes[3][DTRAIN__MAX_LANES];
+    dtrain__channel *world = NULL;
     memset(&hub, 0, sizeof hub);
     memset(members, 0, sizeof members);
-    memset(lanes, 0, sizeof lanes);
     hub.allocator = &heap;
     hub.rank = rank;
     hub.size = 3;
@@ -56,10 +55,12 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
     hub.members = members;
     hub.formed = bytes > 0 && data[0] % 2;
     for (int i = 0; i < 3; i++) {
-        members[i].lanes = lanes[i];
         members[i].control.fd = -1;
         members[i].joined = hub.formed;
     }
+    if (dtrain__channel_create(&world, &hub, 0, NULL, 3, rank) != DTRAIN_OK)
+        abort();
+    hub.world = world;
     dtrain__member *from = &members[rank == 0 ? 1 : 0];
     if (bytes > 1 && dtrain__bytes_room(&heap, &from->in, bytes - 1)) {
         memcpy(from->in.data, data + 1, bytes - 1);
@@ -67,12 +68,12 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
         dtrain__hub_frames(&hub, rank == 0 ? 1 : 0);
     }
     for (int i = 0; i < 3; i++) {
-        dtrain__store_forget(&hub, i);
+        dtrain__store_forget(&hub, i, DTRAIN__EVERY_CHANNEL);
         dtrain__bytes_free(&heap, &members[i].in);
         dtrain__bytes_free(&heap, &members[i].out);
     }
     dtrain__store_free(&hub.store, &heap);
-    dtrain__bytes_free(&heap, &hub.store_value);
+    dtrain__channel_free(world);
     if (heap.bytes != 0)
         abort();
 }

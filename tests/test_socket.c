@@ -451,7 +451,7 @@ static dtrain__address_text listens_at(const char *root, const char *secret)
     desc.token = secret;
     CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
     if (world != NULL)
-        text = dtrain__net_text(&world->socket->hub.listening);
+        text = dtrain__net_text(&world->socket->hub->listening);
     dtrain_comm_destroy(world);
     return text;
 }
@@ -614,7 +614,7 @@ static int behind_a_firewall(dtrain_comm *world, scene *s)
         usleep(2000000);
         return 0;
     }
-    shutdown(world->socket->hub.listener, SHUT_RDWR);
+    shutdown(world->socket->hub->listener, SHUT_RDWR);
     usleep(200000);
     CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 3 - dtrain_comm_rank(world)), DTRAIN_ERR_TIMEOUT);
     CHECK_CONTAINS(dtrain_comm_error(world), "no connection to it: connect: the connection to 127.0.0.1:");
@@ -787,11 +787,11 @@ static int cut_and_go_on(dtrain_comm *world, scene *s)
         for (int i = 0; i < COUNT; i++)
             x[i] = (float)(rank + turn + i % 5);
         if (turn % 6 == rank) {
-            dtrain__hub *hub = &world->socket->hub;
+            dtrain__hub *hub = world->socket->hub;
             pthread_mutex_lock(&hub->mutex);
             for (int peer = 0; peer < ranks; peer++)
-                if (hub->members[peer].lanes[0].stream.fd >= 0)
-                    shutdown(hub->members[peer].lanes[0].stream.fd, SHUT_RDWR);
+                if (world->socket->peers[peer].lanes[0].stream.fd >= 0)
+                    shutdown(world->socket->peers[peer].lanes[0].stream.fd, SHUT_RDWR);
             if (rank == ranks - 1)
                 shutdown(hub->members[0].control.fd, SHUT_RDWR);
             pthread_mutex_unlock(&hub->mutex);
@@ -830,13 +830,13 @@ static int lost_after_the_last_word(dtrain_comm *world, scene *s)
         CHECK_EQ(dtrain_send(world, x, COUNT, DTRAIN_F32, 0), DTRAIN_OK);
         usleep(1500000);
     } else {
-        dtrain__lane *lane = &world->socket->hub.members[1].lanes[0];
+        dtrain__lane *lane = &world->socket->peers[1].lanes[0];
         double begin;
         usleep(300000);
-        pthread_mutex_lock(&world->socket->hub.mutex);
+        pthread_mutex_lock(&world->socket->hub->mutex);
         dtrain__stream_cut(&lane->stream);
         lane->down_ns = dtrain__os_now_ns();
-        pthread_mutex_unlock(&world->socket->hub.mutex);
+        pthread_mutex_unlock(&world->socket->hub->mutex);
         begin = now_s();
         CHECK_EQ(dtrain_recv(world, x, COUNT, DTRAIN_F32, 1), DTRAIN_OK);
         CHECK(x[1] == 1 && x[COUNT - 1] == COUNT - 1);
@@ -865,7 +865,7 @@ static int undisturbed(dtrain_comm *world, scene *s)
         x[1] = now_s() < until;
         CHECK_EQ(dtrain_all_reduce(world, x, x, 2, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
     } while (x[0] == 2 && x[1] > 0);
-    CHECK(world->socket->hub.members[1 - dtrain_comm_rank(world)].down_ns == 0);
+    CHECK(world->socket->hub->members[1 - dtrain_comm_rank(world)].down_ns == 0);
     return 0;
 }
 
@@ -1082,7 +1082,7 @@ static int beyond_select(scene *s, int rank)
     if (world == NULL)
         return 1;
     CHECK_EQ(as_on_threads(world, s), 0);
-    CHECK(world->socket->hub.members[1 - rank].lanes[0].stream.fd > 1024);
+    CHECK(world->socket->peers[1 - rank].lanes[0].stream.fd > 1024);
     dtrain_comm_destroy(world);
     return test_failures != before;
 }

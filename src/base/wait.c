@@ -11,15 +11,17 @@
 typedef struct dtrain__bell {
     uint32_t rings; /* counts while somebody sleeps */
     uint32_t sleepers;
-    uint32_t spins; /* busy looks before yielding: none where threads outnumber processors */
+    uint32_t spins;            /* busy looks before yielding: none where threads outnumber processors */
+    struct dtrain__bell *also; /* rung with it: of one who listens to many; NULL: none */
 } dtrain__bell;
 
 static void dtrain__bell_ring(dtrain__bell *bell)
 {
-    if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
-        __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
-        dtrain__os_wake_word(&bell->rings);
-    }
+    for (; bell != NULL; bell = bell->also)
+        if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
+            __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
+            dtrain__os_wake_word(&bell->rings);
+        }
 }
 
 /* One turn of waiting, the turn'th since something last moved; sleeps for at most a tenth of a second. */

@@ -2,7 +2,8 @@
  * Making and leaving groups, the queue of asynchronous work, and the threads that drive it. A call runs on
  * its own thread when nothing is queued; otherwise it queues and waits, so that operations of one group run
  * one after another in the order of their calls. Whoever drives a queue holds the group's drive_mutex.
- * One service thread serves all ranks of a board; a group over messages has one of its own. */
+ * One service thread serves all groups of a world that this process has: those of its family of boards, those of
+ * its hub; a transport of the user's own has one of its own. */
 #ifndef DTRAIN__COMM
 #define DTRAIN__COMM
 #include "op.c"
@@ -11,14 +12,16 @@
 #include "recorder.c"
 #include "trace.c"
 
+#define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
+
 struct dtrain__service {
     dtrain__os_thread thread;
-    dtrain_transport *transport; /* one that wants to be polled; else NULL */
-    dtrain__bell *bell;
+    dtrain__hub *hub;            /* of groups of processes; else NULL */
+    dtrain_transport *transport; /* of the user's own that wants to be polled; else NULL */
+    dtrain__bell *bell;          /* of whatever has no hub */
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
-    dtrain_comm **comms;
-    int size;
+    dtrain_comm *comms;
     uint32_t stop;
 };
 
@@ -60,7 +63,9 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (wait_ns != 0) {
+    if (comm->transport.board != NULL && wait_ns != INT64_MAX) {
+        wait_ns = 0; /* other ranks' queues are driven on this thread as well */
+    } else if (wait_ns != 0) {
         /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
         int64_t slice = dtrain__os_now_ns() + 100000000;
         slice = slice < op->deadline_ns ? slice : op->deadline_ns;
@@ -253,16 +258,27 @@ static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
     return moved;
 }
 
+/* Advances queued work until until_ns without waiting for a peer; the caller holds drive_mutex. */
+static int dtrain__comm_drive_within(dtrain_comm *comm, int64_t until_ns)
+{
+    int moved = 0;
+    comm->poll_until_ns = until_ns;
+    while (dtrain__comm_drive(comm, comm->transport.board != NULL ? until_ns : 0)) {
+        moved = 1;
+        if (dtrain__os_now_ns() >= until_ns)
+            break;
+    }
+    return moved;
+}
+
 /* One round over the groups that nobody else is driving. */
 static int dtrain__service_round(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     int moved = __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0;
     pthread_mutex_lock(&service->mutex);
-    for (int i = 0; i < service->size; i++) {
-        dtrain_comm *comm = service->comms[i];
-        if (comm == NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 ||
-            pthread_mutex_trylock(&comm->drive_mutex) != 0)
+    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
+        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&comm->drive_mutex) != 0)
             continue;
         int messages = comm->transport.board == NULL;
         moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
@@ -273,12 +289,36 @@ static int dtrain__service_round(void *pointer)
     return moved;
 }
 
-/* Looks after the connections of a group of processes, and drives its queue. */
+/* Advances all groups of the hub without waiting for a peer. Returns for how long there is nothing to do unless
+ * something comes. */
+static int64_t dtrain__service_drive(dtrain__service *service)
+{
+    int64_t span = 1000000000;
+    pthread_mutex_lock(&service->mutex);
+    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
+        int64_t most = 50000000; /* deadlines are looked at */
+        dtrain__socket_rest(comm->socket);
+        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
+            continue;
+        if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
+            most = 1000000; /* whoever drives it may leave work behind */
+        } else {
+            if (dtrain__comm_drive_within(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS))
+                most = 0;
+            pthread_mutex_unlock(&comm->drive_mutex);
+        }
+        span = most < span ? most : span;
+    }
+    pthread_mutex_unlock(&service->mutex);
+    return span;
+}
+
+/* Looks after the connections of a group over a transport of the user's own, and drives its queue. */
 static void dtrain__service_tend(dtrain__service *service)
 {
     dtrain_transport *transport = service->transport;
     while (!__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
-        dtrain_comm *comm = __atomic_load_n(&service->comms[0], __ATOMIC_SEQ_CST);
+        dtrain_comm *comm = __atomic_load_n(&service->comms, __ATOMIC_SEQ_CST);
         int pending = comm != NULL && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
         int driven = pending && pthread_mutex_trylock(&comm->drive_mutex) == 0;
         if (driven) {
@@ -292,6 +332,12 @@ static void dtrain__service_tend(dtrain__service *service)
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
+    while (service->hub != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+        int64_t span = dtrain__service_drive(service);
+        dtrain__socket_step(service->hub, span > 0 ? dtrain__os_now_ns() + span : 0);
+    }
+    if (service->hub != NULL)
+        return;
     if (service->transport != NULL) {
         dtrain__service_tend(service);
         return;
@@ -304,44 +350,38 @@ static void dtrain__service_main(void *pointer)
     }
 }
 
-static void dtrain__service_stop(dtrain__service *service)
+static void dtrain__service_stop(void *pointer)
 {
+    dtrain__service *service = (dtrain__service *)pointer;
     __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(service->bell);
+    if (service->hub != NULL)
+        dtrain__hub_kick(service->hub);
     if (service->transport != NULL && service->transport->wake != NULL)
         service->transport->wake(service->transport->self);
     dtrain__os_thread_join(&service->thread);
     pthread_mutex_destroy(&service->mutex);
-    dtrain__free(service->allocator, service->comms, (size_t)service->size * sizeof(dtrain_comm *));
     dtrain__free(service->allocator, service, sizeof *service);
 }
 
-static void dtrain__service_stop_board(dtrain__board *board)
+static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out)
 {
-    dtrain__service_stop((dtrain__service *)board->service);
-}
-
-static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out, int size)
-{
-    dtrain_allocator *allocator = comm->transport.board != NULL ? comm->transport.board->allocator : comm->allocator;
+    dtrain_allocator *allocator = comm->allocator;
+    dtrain__board *board = comm->transport.board;
     dtrain__service *service = (dtrain__service *)dtrain__alloc(allocator, sizeof *service);
     if (service == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a service thread", comm->rank);
     service->allocator = allocator;
-    service->bell = comm->bell;
-    service->transport = comm->transport.poll != NULL ? &comm->transport : NULL;
-    service->size = size;
+    service->hub = comm->socket != NULL ? comm->socket->hub : NULL;
+    service->bell = board != NULL ? &board->family->bell : service->hub == NULL ? comm->bell : NULL;
+    service->transport = service->hub == NULL && comm->transport.poll != NULL ? &comm->transport : NULL;
     pthread_mutex_init(&service->mutex, NULL);
-    service->comms = (dtrain_comm **)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain_comm *));
-    int error = service->comms == NULL
-                    ? ENOMEM
-                    : dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
+    int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
     if (error == 0) {
         *out = service;
         return DTRAIN_OK;
     }
     pthread_mutex_destroy(&service->mutex);
-    dtrain__free(allocator, service->comms, (size_t)size * sizeof(dtrain_comm *));
     dtrain__free(allocator, service, sizeof *service);
     return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
                         "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
@@ -349,27 +389,41 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
                         comm->rank, strerror(error));
 }
 
+/* The service thread of the group's origin, started where there is none yet. */
+static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **out)
+{
+    dtrain__family *family = comm->transport.board != NULL ? comm->transport.board->family : NULL;
+    dtrain__hub *hub = comm->socket != NULL ? comm->socket->hub : NULL;
+    pthread_mutex_t *mutex;
+    void **place;
+    dtrain_status status = DTRAIN_OK;
+    if (family == NULL && hub == NULL)
+        return dtrain__service_start(comm, out);
+    mutex = family != NULL ? &family->mutex : &hub->mutex;
+    place = family != NULL ? &family->service : &hub->service;
+    pthread_mutex_lock(mutex);
+    if (*place == NULL)
+        status = dtrain__service_start(comm, out);
+    else
+        *out = (dtrain__service *)*place;
+    if (status == DTRAIN_OK) {
+        *place = *out;
+        *(family != NULL ? &family->last_gone : &hub->last_gone) = dtrain__service_stop;
+    }
+    pthread_mutex_unlock(mutex);
+    return status;
+}
+
 /* Puts the group under a service thread, at the first asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
-    dtrain__board *board = comm->transport.board;
-    dtrain_status status = DTRAIN_OK;
-    dtrain__service *service = NULL;
-    if (board == NULL) {
-        status = dtrain__service_start(comm, &service, 1);
-    } else {
-        pthread_mutex_lock(&board->mutex);
-        if (board->service == NULL && (status = dtrain__service_start(comm, &service, board->size)) == DTRAIN_OK) {
-            board->service = service;
-            board->last_gone = dtrain__service_stop_board;
-        }
-        service = (dtrain__service *)board->service;
-        pthread_mutex_unlock(&board->mutex);
-    }
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_find(comm, &service);
     if (status != DTRAIN_OK)
         return status;
     pthread_mutex_lock(&service->mutex);
-    __atomic_store_n(&service->comms[board != NULL ? comm->rank : 0], comm, __ATOMIC_SEQ_CST);
+    comm->next_served = service->comms;
+    __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
     comm->service = service;
     return DTRAIN_OK;
@@ -378,13 +432,15 @@ static dtrain_status dtrain__service_join(dtrain_comm *comm)
 static void dtrain__service_leave(dtrain_comm *comm)
 {
     dtrain__service *service = comm->service;
+    dtrain_comm **at;
     if (service == NULL)
         return;
     pthread_mutex_lock(&service->mutex);
-    __atomic_store_n(&service->comms[comm->transport.board != NULL ? comm->rank : 0], (dtrain_comm *)NULL,
-                     __ATOMIC_SEQ_CST);
+    for (at = &service->comms; *at != comm;)
+        at = &(*at)->next_served;
+    __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
-    if (comm->transport.board == NULL)
+    if (comm->transport.board == NULL && comm->socket == NULL)
         dtrain__service_stop(service);
 }
 
@@ -564,11 +620,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
-    comm->poll_until_ns = until;
-    do
-        if (!dtrain__comm_drive(comm, comm->transport.board != NULL ? until : 0))
-            break;
-    while (dtrain__os_now_ns() < until);
+    dtrain__comm_drive_within(comm, until);
     pthread_mutex_unlock(&comm->drive_mutex);
     return DTRAIN_OK;
 }

@@ -171,6 +171,79 @@ DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
+/* Makes a group of the ranks that give the same color, in order of key, then of their rank in comm.
+ *
+ * Groups are used like the one they come of: several at once, also from several threads of a rank; none waits for
+ * another. An error or a lost rank ends the groups that contain it, and no other. A group takes over timeout_ms,
+ * algorithm, progress and allocator. It may be destroyed before or after comm.
+ *
+ *   color    0 or more; negative: this rank is in none of the groups
+ *   group    out: this rank's end; NULL for a negative color and on an error
+ *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; DTRAIN_ERR_MEMORY and
+ * DTRAIN_ERR_IO, the text says on which rank; DTRAIN_ERR_UNSUPPORTED  a transport of your own, unless each group has
+ * one rank
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
+
+/* Makes a group of the same ranks, whose operations do not mix with those of comm; otherwise as dtrain_comm_split.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group);
+
+/* Makes a group of the ranks listed, of which ranks[i] gets rank i; otherwise as dtrain_comm_split.
+ *
+ *   ranks    count ranks of comm, the same list on every rank of comm, listed or not
+ *   group    out: NULL for a rank that is not listed
+ *   errors   DTRAIN_ERR_INVALID   a rank outside comm or listed twice; the text says who gave it
+ *            DTRAIN_ERR_MISMATCH  the lists differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group);
+
+/* Ranks laid out in named dimensions: a world of 8 as "data" x "tensor" of 4 x 2. */
+typedef struct dtrain_mesh dtrain_mesh;
+
+#define DTRAIN_MESH_NAME_BYTES 32
+
+typedef struct dtrain_mesh_dim {
+    const char *name; /* 1 to 31 characters, copied */
+    int size;         /* 0, in one dimension: what is left of the world */
+} dtrain_mesh_dim;
+
+/* Lays the ranks of world out in `count` dimensions, the last varying fastest, and makes the group along each: the
+ * ranks that differ in that coordinate alone, in its order (see dtrain_comm_split).
+ *
+ *   mesh     out; NULL on an error. Independent of world, which may be destroyed before or after it
+ *   dims     the same on every rank; the sizes multiply to the size of world
+ *   errors   DTRAIN_ERR_INVALID   a name or size cannot be; the text names the dimension, or the rank that gave it
+ *            DTRAIN_ERR_MISMATCH  ranks gave different dimensions
+ *            others as dtrain_comm_split
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **mesh, dtrain_comm *world, const dtrain_mesh_dim *dims,
+                                            int count);
+
+/* Returns the group along a dimension, which the mesh owns; NULL and an error text where there is no such name.
+ *
+ * any thread */
+DTRAIN_API dtrain_comm *dtrain_mesh_group(const dtrain_mesh *mesh, const char *name);
+
+/* Returns this rank's coordinate in a dimension, its rank in the group along it; -1 for an unknown name.
+ *
+ * any thread */
+DTRAIN_API int dtrain_mesh_index(const dtrain_mesh *mesh, const char *name);
+
+/* Returns a dimension's size; 0 for an unknown name.
+ *
+ * any thread */
+DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name);
+
+/* Destroys the mesh and its groups; NULL is legal. Never waits for a peer.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh);
+
 /* Returns this end's rank; 0 for NULL.
  *
  * any thread */

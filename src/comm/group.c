@@ -58,14 +58,13 @@ static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
     return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
-/* Makes one rank's end; on an error the transport stays the caller's. */
+/* Makes one rank's end; on an error the transport stays the caller's. allocator: NULL, one of its own. */
 static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport *transport,
-                                      const dtrain_comm_desc *desc)
+                                      const dtrain_comm_desc *desc, dtrain_allocator *allocator)
 {
     size_t size = (size_t)transport->size;
     dtrain_status status = DTRAIN_OK;
     dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain_allocator *allocator = transport->board != NULL ? transport->board->allocator : desc->allocator;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
@@ -125,12 +124,23 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
     return DTRAIN_OK;
 }
 
+/* One rank's end of a board to which it has come; on an error it leaves. */
+static dtrain_status dtrain__comm_on_board(dtrain_comm **out, dtrain__board *board, int rank,
+                                           const dtrain_comm_desc *desc)
+{
+    dtrain_transport transport;
+    dtrain__threads_transport(&transport, board, rank);
+    dtrain_status status = dtrain__comm_new(out, &transport, desc, board->allocator);
+    if (status != DTRAIN_OK)
+        dtrain__board_detach(board, rank);
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain_comm_desc defaults;
     dtrain__board *board = NULL;
     dtrain_status status;
-    int made = 0;
     memset(&defaults, 0, sizeof defaults);
     if (desc == NULL)
         desc = &defaults;
@@ -142,29 +152,26 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     status = dtrain__comm_check_desc(desc);
     if (status == DTRAIN_OK)
         status = dtrain__board_create(&board, ranks, desc->allocator);
-    for (; status == DTRAIN_OK && made < ranks; made++) {
-        dtrain_transport transport;
-        dtrain__threads_transport(&transport, board, made);
-        status = dtrain__comm_new(&comms[made], &transport, desc);
-        if (status != DTRAIN_OK)
-            break;
-    }
-    if (status == DTRAIN_OK || board == NULL)
+    if (status != DTRAIN_OK)
         return status;
-    for (int rank = 0; rank < made; rank++) {
-        dtrain__comm_free(comms[rank]);
+    for (int rank = 0; rank < ranks; rank++) {
+        if (status == DTRAIN_OK)
+            status = dtrain__comm_on_board(&comms[rank], board, rank, desc);
+        else
+            dtrain__board_detach(board, rank);
+    }
+    for (int rank = 0; status != DTRAIN_OK && rank < ranks; rank++) {
+        dtrain_comm_destroy(comms[rank]);
         comms[rank] = NULL;
     }
-    dtrain__board_free(board);
     return status;
 }
 
 /* Makes the transport of a group of processes. */
-static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *place, const dtrain_comm_desc *desc)
+static dtrain_status dtrain__comm_open(dtrain__channel **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
     dtrain__keys keys;
     dtrain__hub_desc hub;
-    dtrain__socket *s = NULL;
     dtrain_status status;
     memset(&keys, 0, sizeof keys);
     keys.rank = place->rank;
@@ -182,44 +189,54 @@ static dtrain_status dtrain__comm_open(dtrain_comm *comm, const dtrain__place *p
     hub.reconnect_ms = desc->reconnect_ms;
     hub.on_address = desc->on_address;
     hub.on_address_user = desc->on_address_user;
-    status = dtrain__socket_create(&s, &keys, &hub, comm->allocator);
+    status = dtrain__socket_create(out, &keys, &hub, desc->allocator);
     memset(&keys, 0, sizeof keys);
+    return status;
+}
+
+/* One rank's end of a group of processes; the channel stays the caller's on an error. */
+static dtrain_status dtrain__comm_on_channel(dtrain_comm **out, dtrain__channel *channel, const dtrain_comm_desc *desc)
+{
+    dtrain_transport transport;
+    dtrain_comm *comm;
+    dtrain__socket_transport(&transport, channel);
+    dtrain_status status = dtrain__comm_new(&comm, &transport, desc, channel->hub->allocator);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__socket_transport(&comm->transport, s);
-    dtrain__socket_tell_last(s, dtrain__recorder_tell, comm);
-    comm->socket = s;
+    comm->socket = channel;
+    if (desc->progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK) {
+        dtrain__comm_free(comm);
+        return status;
+    }
+    dtrain__socket_tell_last(channel, dtrain__recorder_tell, comm);
+    *out = comm;
     return DTRAIN_OK;
 }
 
 /* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
 static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
-    dtrain_transport transport;
+    dtrain_comm_desc placed = *desc;
+    dtrain__channel *channel;
     dtrain_comm *comm;
-    dtrain_status status;
-    memset(&transport, 0, sizeof transport);
-    transport.rank = place->rank;
-    transport.size = place->world_size;
-    status = dtrain__comm_new(&comm, &transport, desc);
+    int64_t now = dtrain__os_now_ns();
+    dtrain_status status = dtrain__comm_open(&channel, place, desc);
     if (status != DTRAIN_OK)
         return status;
-    comm->desc.timeout_ms = place->timeout_ms;
-    comm->forming = 1;
-    comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns =
-        place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
-    status = dtrain__comm_open(comm, place, desc);
-    if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
-        status = dtrain__service_join(comm);
-    if (status == DTRAIN_OK) {
-        *out = comm;
-        return DTRAIN_OK;
+    placed.timeout_ms = place->timeout_ms;
+    status = dtrain__comm_on_channel(&comm, channel, &placed);
+    if (status != DTRAIN_OK) {
+        dtrain__error kept = dtrain__thread_error;
+        dtrain__channel_destroy(channel);
+        return dtrain__report(&kept);
     }
-    if (comm->socket != NULL)
-        dtrain__socket_destroy(comm->socket);
-    dtrain__comm_free(comm);
-    return status;
+    comm->forming = 1;
+    comm->started_ns = now;
+    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(place->timeout_ms);
+    *out = comm;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
@@ -275,13 +292,13 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     dtrain_status status = dtrain_comm_create_async(comm, desc);
     int ready = 0;
     while (status == DTRAIN_OK) {
-        dtrain__hub *hub = (*comm)->socket != NULL ? &(*comm)->socket->hub : NULL;
-        uint64_t seen = hub != NULL ? __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) : 0;
+        dtrain__channel *channel = (*comm)->socket;
+        uint64_t seen = channel != NULL ? __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST) : 0;
         struct pollfd none[1];
         status = dtrain_comm_ready(*comm, &ready);
         if (ready || status != DTRAIN_OK)
             break;
-        dtrain__hub_wait(hub, none, 0, (*comm)->form_deadline_ns, seen);
+        dtrain__hub_wait(channel, none, 0, (*comm)->form_deadline_ns, seen);
     }
     if (status != DTRAIN_OK && comm != NULL && *comm != NULL) {
         dtrain__error kept = dtrain__thread_error;
@@ -312,7 +329,8 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                             "leave board NULL and choose another algorithm than FUSED");
     status = dtrain__comm_check_desc(desc != NULL ? desc : &defaults);
     if (status == DTRAIN_OK)
-        status = dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults);
+        status =
+            dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults, desc != NULL ? desc->allocator : NULL);
     if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
         status = dtrain__service_join(*comm);
         if (status != DTRAIN_OK) {
@@ -347,17 +365,20 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
         comm->socket->forked = forked;
     if (!forked) { /* a child has neither the service thread nor a right to its locks */
         dtrain__service_leave(comm);
+        if (comm->socket != NULL)
+            dtrain__socket_tell_last(comm->socket, NULL, NULL);
         dtrain__comm_cancel(comm);
     }
     if (why != NULL && transport.board != NULL)
         transport.board->slots[comm->rank].why = *why;
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
-    if (transport.board != NULL) /* it owns the allocator of its ranks; else the rank does */
+    int shared = transport.board != NULL || comm->socket != NULL; /* the transport owns the allocator of its ranks */
+    if (shared)
         dtrain__comm_free(comm);
     if (transport.destroy != NULL)
         transport.destroy(transport.self);
-    if (transport.board == NULL)
+    if (!shared)
         dtrain__comm_free(comm);
 }
 
@@ -414,6 +435,8 @@ static void dtrain__runner_main(void *pointer)
                      last.text[0] != 0 ? last.text : dtrain_status_name(status));
         runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
     }
+    if (status != DTRAIN_OK)
+        dtrain__family_give_up(runner->comm->transport.board, rank, &runner->error);
     dtrain__comm_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 

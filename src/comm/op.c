@@ -129,7 +129,7 @@ typedef struct dtrain__recorder dtrain__recorder;
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
-    dtrain__socket *socket; /* of a group of processes; NULL: another transport */
+    dtrain__channel *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
     int checks;             /* messages carry a checksum of their data */
     int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
@@ -167,6 +167,7 @@ struct dtrain_comm {
     unsigned char *packed; /* buffers of fused calls, one after another */
     size_t packed_bytes;
     dtrain__service *service;
+    dtrain_comm *next_served; /* by the same service */
 };
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
@@ -352,7 +353,7 @@ static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
     if (comm->transport.board != NULL)
         cause = dtrain__board_broken(comm->transport.board) ? dtrain__board_cause(comm->transport.board) : NULL;
     else if (comm->socket != NULL)
-        cause = __atomic_load_n(&comm->socket->hub.broken, __ATOMIC_SEQ_CST) ? &comm->socket->hub.cause : NULL;
+        cause = __atomic_load_n(&comm->socket->broken, __ATOMIC_SEQ_CST) ? &comm->socket->cause : NULL;
     else
         cause = __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) == 2 ? &comm->abort_cause : NULL;
     return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;

@@ -1,6 +1,6 @@
 /* ---- >>store_calls ----
  * The store's public calls. Rank 0 serves itself; the others ask it over their control connection and wait for
- * the answer. Ranks of one address space share a store on their board. */
+ * the answer. Ranks of one address space share the store of their family of boards. */
 #ifndef DTRAIN__STORE_CALLS
 #define DTRAIN__STORE_CALLS
 #include "op.c"
@@ -26,11 +26,11 @@ static int dtrain__store_look(void *pointer)
 {
     dtrain__store_wait *wait = (dtrain__store_wait *)pointer;
     dtrain__board *board = wait->comm->transport.board;
-    pthread_mutex_lock(&board->mutex);
-    dtrain__entry *entry = *dtrain__store_place(&board->store, wait->key, strlen(wait->key));
+    pthread_mutex_lock(&board->family->mutex);
+    dtrain__entry *entry = *dtrain__store_place(&board->family->store, wait->key, strlen(wait->key));
     if (entry != NULL)
         dtrain__store_copy(wait->value, wait->capacity, wait->bytes, dtrain__entry_value(entry), entry->bytes);
-    pthread_mutex_unlock(&board->mutex);
+    pthread_mutex_unlock(&board->family->mutex);
     return entry != NULL || dtrain__board_broken(board);
 }
 
@@ -41,10 +41,11 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
     dtrain__store_wait wait = {comm, key, value, capacity, bytes};
     dtrain_status status;
     if (what == DTRAIN__STORE_SET) {
-        pthread_mutex_lock(&board->mutex);
-        status = dtrain__store_put(&board->store, board->allocator, key, strlen(key), value, capacity);
-        pthread_mutex_unlock(&board->mutex);
-        dtrain__bell_ring(&board->bell);
+        pthread_mutex_lock(&board->family->mutex);
+        status = dtrain__store_put(&board->family->store, board->allocator, key, strlen(key), value, capacity);
+        for (dtrain__board *other = board->family->boards; other != NULL; other = other->next)
+            dtrain__bell_ring(&other->bell);
+        pthread_mutex_unlock(&board->family->mutex);
         return status;
     }
     *bytes = DTRAIN_STORE_ABSENT;
@@ -60,15 +61,24 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
 }
 
 /* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
-static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, const void *value, size_t bytes)
+static uint32_t dtrain__store_ask(dtrain__channel *channel, int what, const char *key, const void *value, size_t bytes)
 {
+    dtrain__hub *hub = channel->hub;
     dtrain__member *root = &hub->members[0];
-    uint32_t id = ++hub->store_id != 0 ? hub->store_id : ++hub->store_id;
+    uint32_t id = channel->store_id = ++hub->asked != 0 ? hub->asked : ++hub->asked;
+    dtrain__asker asker;
     if (hub->rank == 0) {
-        dtrain__store_serve(hub, 0, id, what, key, value, bytes);
+        asker.next = NULL;
+        asker.rank = 0;
+        asker.channel = channel->id;
+        asker.id = id;
+        asker.key_bytes = strlen(key);
+        snprintf(asker.key, sizeof asker.key, "%s", key);
+        dtrain__store_serve(hub, &asker, what, value, bytes);
         return id;
     }
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_ASK);
+    dtrain__give(hub, &root->out, channel->id, 8);
     dtrain__give(hub, &root->out, id, 4);
     dtrain__give(hub, &root->out, (uint64_t)what, 1);
     dtrain__give_text(hub, &root->out, 2, key);
@@ -83,27 +93,28 @@ static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, c
 static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void *value, size_t capacity, size_t *bytes,
                                   dtrain_status *status)
 {
-    dtrain__hub *hub = &comm->socket->hub;
+    dtrain__channel *channel = comm->socket;
+    dtrain__hub *hub = channel->hub;
     int done = 1;
     pthread_mutex_lock(&hub->mutex);
-    if (hub->store_answered == id) {
-        *status = hub->store_status;
-        if (*status != DTRAIN_OK && hub->store_value.bytes == 0)
+    if (channel->store_answered == id) {
+        *status = channel->store_status;
+        if (*status != DTRAIN_OK && channel->store_value.bytes == 0)
             dtrain__fail(&comm->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0",
                          dtrain__store_names[what], comm->rank);
         else if (*status != DTRAIN_OK)
             dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
-                         comm->rank, (int)(hub->store_value.bytes < 300 ? hub->store_value.bytes : 300),
-                         (const char *)hub->store_value.data);
+                         comm->rank, (int)(channel->store_value.bytes < 300 ? channel->store_value.bytes : 300),
+                         (const char *)channel->store_value.data);
         else if (what != DTRAIN__STORE_SET)
-            dtrain__store_copy(value, capacity, bytes, hub->store_value.data, hub->store_value.bytes);
-        if (*status == DTRAIN_OK && what == DTRAIN__STORE_GET && !hub->store_found)
+            dtrain__store_copy(value, capacity, bytes, channel->store_value.data, channel->store_value.bytes);
+        if (*status == DTRAIN_OK && what == DTRAIN__STORE_GET && !channel->store_found)
             *bytes = DTRAIN_STORE_ABSENT;
-    } else if (hub->broken) {
-        dtrain__error cause = hub->cause;
+    } else if (channel->broken) {
+        dtrain__error cause = channel->cause;
         *status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.480s", dtrain__store_names[what],
                                comm->rank, cause.text);
-    } else if (hub->rank != 0 && hub->members[0].left) {
+    } else if (hub->rank != 0 && hub->members[0].gone != DTRAIN__PRESENT) {
         *status = dtrain__fail(&comm->error, DTRAIN_ERR_PEER_LOST,
                                "%s on rank %d: rank 0, which keeps the store, has left the group",
                                dtrain__store_names[what], comm->rank);
@@ -116,13 +127,13 @@ static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void
 static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, const char *key, void *value,
                                                 size_t capacity, size_t *bytes, int64_t deadline_ns)
 {
-    dtrain__hub *hub = &comm->socket->hub;
+    dtrain__hub *hub = comm->socket->hub;
     struct pollfd none[1];
     dtrain_status status = dtrain__comm_usable(comm, dtrain__store_names[what]);
     if (status != DTRAIN_OK)
         return status;
     pthread_mutex_lock(&hub->mutex);
-    uint32_t id = dtrain__store_ask(hub, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
+    uint32_t id = dtrain__store_ask(comm->socket, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
     pthread_mutex_unlock(&hub->mutex);
     if (id == 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d (\"%s\"): no memory for the request",
@@ -134,7 +145,7 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
             return status;
         if (dtrain__os_now_ns() >= deadline_ns)
             break;
-        dtrain__hub_wait(hub, none, 0, deadline_ns, seen);
+        dtrain__hub_wait(comm->socket, none, 0, deadline_ns, seen);
     }
     return dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
                         what == DTRAIN__STORE_WAIT

@@ -52,8 +52,9 @@ typedef enum dtrain__door_state {
 typedef struct dtrain__door {
     struct dtrain__door *next;
     int fd, initiator, purpose, lane;
-    int peer;       /* rank: whom an initiator wants, who an acceptor's hello says it is */
-    int peer_world; /* the world size that an acceptor's peer believes in */
+    uint64_t channel; /* the group that a connection for data belongs to */
+    int peer;         /* rank: whom an initiator wants, who an acceptor's hello says it is */
+    int peer_world;   /* the world size that an acceptor's peer believes in */
     dtrain__door_state state;
     int64_t expires_ns;
     uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
@@ -132,7 +133,7 @@ static size_t dtrain__door_wants(const dtrain__door *door)
     }
 }
 
-/* Opens the initiator's side; purpose, lane, peer and received are set. Returns 0 or an errno. */
+/* Opens the initiator's side; purpose, channel, lane, peer and received are set. Returns 0 or an errno. */
 static int dtrain__door_knock(dtrain__door *door, const dtrain__keys *keys)
 {
     unsigned char *hello = door->hello;
@@ -145,6 +146,7 @@ static int dtrain__door_knock(dtrain__door *door, const dtrain__keys *keys)
     dtrain__put_le(hello + 16, (uint64_t)door->peer, 4);
     dtrain__put_le(hello + 20, (uint64_t)keys->world_size, 4);
     dtrain__put_le(hello + 24, (uint64_t)door->lane, 4);
+    dtrain__put_le(hello + 80, door->channel, 8);
     dtrain__put_le(hello + 112, door->links, 8);
     memcpy(hello + 32, keys->run, DTRAIN__RUN_BYTES);
     door->initiator = 1;
@@ -195,6 +197,7 @@ static void dtrain__door_take_hello(dtrain__door *door, const dtrain__keys *keys
     }
     uint64_t peer = dtrain__get_le(door->hello + 12, 4), world = dtrain__get_le(door->hello + 20, 4);
     uint64_t lane = dtrain__get_le(door->hello + 24, 4);
+    door->channel = dtrain__get_le(door->hello + 80, 8);
     door->peer_links = dtrain__get_le(door->hello + 112, 8);
     door->purpose = door->hello[11];
     door->peer = peer < INT_MAX ? (int)peer : -1;

@@ -1,10 +1,14 @@
 /* ---- >>hub ----
- * The control plane of a group of processes. Every rank keeps one connection to rank 0, over which the group
- * forms, hears that its members live, and learns who is lost and why; connections for data are accepted and
- * made here and handed to the lanes of their peer. Rank 0 relays: the first cause it hears is the group's.
+ * The control plane of one process, shared by the groups that come of one world. Every rank keeps one connection
+ * to the leader, rank 0, over which the world forms, hears that its members live, and learns who is lost and why;
+ * connections for data are accepted and made here and handed to the lanes of their channel. A channel is one
+ * group's share: its members, its lanes to them, and its own end. The leader relays what concerns a channel to the
+ * channel's members: the first cause they hear is its own. A lost member ends every channel that has it, no other.
  *
- * Whoever holds step_mutex may run the hub: the group's service thread, or a caller that waits for data and
- * adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
+ * Ranks are the world's, except where a channel counts its own: `about` in frames, the index of its peers.
+ *
+ * Whoever holds step_mutex may run the hub: the service thread, or where there is none a caller that waits for data
+ * and adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
  * waits. `news` counts what a waiting caller should look at. */
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
@@ -16,6 +20,7 @@
 #define DTRAIN__DOORS 64 /* unproved peers at once; the oldest is shut out for the next */
 #define DTRAIN__DOOR_NS 5000000000
 #define DTRAIN__MAX_LANES 8
+#define DTRAIN__STRIPE ((size_t)1 << 18) /* of a stream that goes over several lanes, in turn */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
@@ -32,6 +37,41 @@ typedef struct dtrain__lane {
     int64_t retry_ns, down_ns;
 } dtrain__lane;
 
+/* One rank of a channel, as this rank sees it. */
+typedef struct dtrain__peer {
+    int world;               /* its rank there */
+    int left;                /* its end of the group is gone */
+    char *why;               /* it left; NULL: nothing was said */
+    uint64_t sent, received; /* bytes of data to and from it, over all lanes */
+    dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
+} dtrain__peer;
+
+typedef struct dtrain__hub dtrain__hub;
+
+typedef struct dtrain__channel {
+    struct dtrain__channel *next;
+    dtrain__hub *hub;
+    uint64_t id; /* the same on all members; 0: the world */
+    int rank, size;
+    dtrain__peer *peers;
+    dtrain__lane *lanes; /* of all peers */
+    int attend;          /* some lane has work for whoever steps */
+    uint32_t broken;
+    dtrain__error cause;
+    int wake[2]; /* a pipe to the caller that waits */
+    uint32_t waiting;
+    int awaits[2]; /* peers that the service thread could send nothing to, receive nothing from; -1: none */
+    int forked;    /* the end of a child's copy: touches nothing that the parent still uses */
+    uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
+    dtrain_status store_status;
+    int store_found;
+    dtrain__bytes store_value;
+    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    void *last_user;
+} dtrain__channel;
+
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
+
 /* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
 typedef struct dtrain__last_heard {
     unsigned char data[DTRAIN__LAST_BYTES];
@@ -41,14 +81,14 @@ typedef struct dtrain__last_heard {
 } dtrain__last_heard;
 
 typedef struct dtrain__member {
-    dtrain__lane *lanes;                     /* hub->connections of them */
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
-    char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    char why[DTRAIN__WHY_BYTES];             /* it left or is lost; may be empty */
     char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
-    int joined, left, expected;              /* expected: the control connection may come back */
-    dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
+    int joined, expected;                    /* expected: the control connection may come back */
+    int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
+    dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     int poll_index;
@@ -59,6 +99,7 @@ typedef struct dtrain__member {
 typedef struct dtrain__asker {
     struct dtrain__asker *next;
     int rank;
+    uint64_t channel;
     uint32_t id;
     size_t key_bytes;
     char key[DTRAIN__STORE_KEY_BYTES];
@@ -72,10 +113,18 @@ typedef struct dtrain__hub_desc {
     void *on_address_user;
 } dtrain__hub_desc;
 
-typedef struct dtrain__hub {
-    dtrain_allocator *allocator;
+struct dtrain__hub {
+    dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
+    int crowded;                       /* more ranks on this host than processors */
+    int leader;                        /* whom this rank keeps its control connection to; itself: it leads */
+    uint64_t serial;                   /* counts the groups that were begun */
+    dtrain__channel *channels, *world; /* world is NULL once its end has left */
+    int leaving;                       /* this process has said goodbye */
+    void *service;
+    void (*last_gone)(void *service); /* stops the service thread before the hub is freed */
+    uint32_t serviced;                /* a service thread steps */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
@@ -84,28 +133,22 @@ typedef struct dtrain__hub {
     int64_t root_retry_ns, root_wait_ns;
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
-    int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
-    uint32_t stepping, waiting, kicked;
+    int kick[2]; /* a pipe to whoever steps */
+    uint32_t stepping, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
     dtrain__member *members;
-    uint32_t broken;
-    dtrain__error cause;
     struct pollfd *fds;
+    int fds_room;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
     int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
     int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
-    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
-    void *last_user;
     dtrain__store store;
     dtrain__asker *askers;
-    uint32_t store_id, store_answered; /* of this rank's last request, and the last one answered */
-    dtrain_status store_status;
-    int store_found;
-    dtrain__bytes store_value;
-} dtrain__hub;
+    uint32_t asked; /* requests to the store */
+};
 
 enum {
     DTRAIN__FRAME_JOIN = 1,
@@ -115,15 +158,18 @@ enum {
     DTRAIN__FRAME_END,
     DTRAIN__FRAME_BYE,
     DTRAIN__FRAME_ASK,
-    DTRAIN__FRAME_ANSWER
+    DTRAIN__FRAME_ANSWER,
+    DTRAIN__FRAME_LOST,
+    DTRAIN__FRAME_GONE
 };
 
-/* Something happened that a caller may wait for. */
+/* Something happened that a caller may wait for; the caller of this holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
     __atomic_add_fetch(&hub->news, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->waiting, __ATOMIC_SEQ_CST))
-        dtrain__net_poke(hub->wake[1]);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+            dtrain__net_poke(channel->wake[1]);
 }
 
 /* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
@@ -208,59 +254,181 @@ static int dtrain__frame_close(dtrain__member *to, size_t begin)
     return 1;
 }
 
-static void dtrain__frame_reason(dtrain__hub *hub, dtrain__member *to, int type, int rank, dtrain_status status,
-                                 const char *text)
+/* What happened to a rank, and to which channel. `about` counts as the channel does; as the world in frames LOST
+ * and GONE, which have no channel. */
+typedef struct dtrain__reason {
+    int type;
+    uint64_t channel;
+    int about;
+    dtrain_status status;
+    const char *text;
+} dtrain__reason;
+
+static int dtrain__hub_leads(const dtrain__hub *hub)
 {
-    size_t begin = dtrain__frame_open(hub, to, type);
-    dtrain__give(hub, &to->out, (uint64_t)rank, 4);
-    dtrain__give(hub, &to->out, (uint64_t)status, 2);
-    dtrain__give_text(hub, &to->out, 2, text);
-    dtrain__frame_close(to, begin);
+    return hub->rank == hub->leader;
 }
 
-/* The other ends of this rank's control connections: all ranks for rank 0, rank 0 for the others. */
-static int dtrain__hub_links(const dtrain__hub *hub)
+/* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
+static int dtrain__hub_linked(const dtrain__hub *hub, int rank)
 {
-    return hub->rank == 0 ? hub->size : 1;
+    return rank != hub->rank && (dtrain__hub_leads(hub) || rank == hub->leader);
 }
 
-static void dtrain__hub_relay(dtrain__hub *hub, int except, int type, int rank, dtrain_status status, const char *text)
+/* Sends a reason to `to`; with the channel's members, where `to` is to relay it. */
+static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason *reason, const dtrain__channel *channel)
 {
-    for (int peer = 0; peer < dtrain__hub_links(hub); peer++) {
-        dtrain__member *member = &hub->members[peer];
-        if (peer != hub->rank && peer != except && member->joined && !member->left)
-            dtrain__frame_reason(hub, member, type, rank, status, text);
-    }
-}
-
-/* Ends the group for the first cause; `from` is the rank that said so, or this one. */
-static void dtrain__hub_end(dtrain__hub *hub, int from, int rank, dtrain_status status, const char *text)
-{
-    if (hub->broken)
+    dtrain__member *member = &hub->members[to];
+    int count = channel != NULL && channel->id != 0 ? channel->size : 0;
+    if (!dtrain__hub_linked(hub, to) || !member->joined || member->gone != DTRAIN__PRESENT)
         return;
-    hub->cause.status = status;
-    snprintf(hub->cause.text, sizeof hub->cause.text, "%s", text);
-    __atomic_store_n(&hub->broken, 1, __ATOMIC_SEQ_CST);
-    dtrain__hub_relay(hub, from, DTRAIN__FRAME_END, rank, status, text);
+    size_t begin = dtrain__frame_open(hub, member, reason->type);
+    dtrain__give(hub, &member->out, reason->channel, 8);
+    dtrain__give(hub, &member->out, (uint64_t)reason->about, 4);
+    dtrain__give(hub, &member->out, (uint64_t)reason->status, 2);
+    dtrain__give_text(hub, &member->out, 2, reason->text);
+    dtrain__give(hub, &member->out, (uint64_t)count, 4);
+    for (int i = 0; i < count; i++)
+        dtrain__give(hub, &member->out, (uint64_t)channel->peers[i].world, 4);
+    dtrain__frame_close(member, begin);
+}
+
+/* Tells all ranks, by way of the leader. */
+static void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
+{
+    for (int peer = 0; peer < hub->size; peer++)
+        if (peer != except)
+            dtrain__frame_reason(hub, peer, reason, NULL);
+}
+
+/* Tells the channel's members, by way of the leader. */
+static void dtrain__channel_relay(const dtrain__channel *channel, int except, const dtrain__reason *reason)
+{
+    dtrain__hub *hub = channel->hub;
+    if (!dtrain__hub_leads(hub) && hub->leader != except)
+        dtrain__frame_reason(hub, hub->leader, reason, channel);
+    for (int i = 0; dtrain__hub_leads(hub) && i < channel->size; i++)
+        if (channel->peers[i].world != except)
+            dtrain__frame_reason(hub, channel->peers[i].world, reason, NULL);
+}
+
+static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
+{
+    dtrain__channel *channel = hub->channels;
+    while (channel != NULL && channel->id != id)
+        channel = channel->next;
+    return channel;
+}
+
+/* The lane that the next bytes to or from a peer take, and how many of them. */
+static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, int sending, size_t *room)
+{
+    dtrain__peer *peer = &channel->peers[rank];
+    uint64_t at = sending ? peer->sent : peer->received;
+    int lanes = channel->hub->connections;
+    *room = lanes == 1 ? SIZE_MAX : DTRAIN__STRIPE - (size_t)(at % DTRAIN__STRIPE);
+    return &peer->lanes[at / DTRAIN__STRIPE % (uint64_t)lanes];
+}
+
+/* The channel's rank of the world's `world`; -1: not a member. */
+static int dtrain__channel_rank(const dtrain__channel *channel, int world)
+{
+    if (channel->id == 0)
+        return world;
+    for (int i = 0; i < channel->size; i++)
+        if (channel->peers[i].world == world)
+            return i;
+    return -1;
+}
+
+/* Ends the channel here; the first cause stays. Returns 0 when it had ended before. */
+static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status, const char *text)
+{
+    if (channel->broken)
+        return 0;
+    channel->cause.status = status;
+    snprintf(channel->cause.text, sizeof channel->cause.text, "%s", text);
+    __atomic_store_n(&channel->broken, 1, __ATOMIC_SEQ_CST);
+    dtrain__hub_tell(channel->hub);
+    dtrain__hub_kick(channel->hub);
+    return 1;
+}
+
+/* Ends the channel on all its members. */
+static void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
+{
+    dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text};
+    if (dtrain__channel_break(channel, status, text))
+        dtrain__channel_relay(channel, -1, &reason);
+}
+
+/* A member's end of the channel is gone; operations that need it will fail, others need not. */
+static void dtrain__channel_left(dtrain__channel *channel, int rank, const char *why)
+{
+    dtrain__peer *peer = &channel->peers[rank];
+    size_t bytes = strlen(why) + 1;
+    if (peer->left)
+        return;
+    peer->left = 1;
+    if (bytes > 1)
+        peer->why = (char *)dtrain__alloc(channel->hub->allocator, bytes);
+    if (peer->why != NULL)
+        memcpy(peer->why, why, bytes);
+    dtrain__hub_tell(channel->hub);
+}
+
+/* The channel ends because a member of it is lost. */
+static void dtrain__channel_lost(dtrain__channel *channel, int rank)
+{
+    dtrain__peer *peer = &channel->peers[rank];
+    dtrain__member *member = &channel->hub->members[peer->world];
+    dtrain__error lost, kept = dtrain__thread_error;
+    const char *name = member->name[0] != 0 ? member->name : "unknown process";
+    peer->left = 1;
+    if (channel->id == 0)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank, name, member->why);
+    else
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world, %s) is lost: %s", rank, peer->world,
+                     name, member->why);
+    dtrain__thread_error = kept;
+    dtrain__channel_break(channel, lost.status, lost.text);
+}
+
+/* A member is gone, of its own will or not: every channel that has it hears of it. */
+static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
+{
+    dtrain__member *member = &hub->members[rank];
+    if (member->gone != DTRAIN__PRESENT)
+        return;
+    member->gone = gone;
+    member->expected = 0;
+    snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, why);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next) {
+        int at = dtrain__channel_rank(channel, rank);
+        if (at >= 0 && gone == DTRAIN__LOST)
+            dtrain__channel_lost(channel, at);
+        else if (at >= 0)
+            dtrain__channel_left(channel, at, why);
+    }
     dtrain__hub_tell(hub);
-    dtrain__hub_kick(hub);
 }
 
 /* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
-    dtrain__error lost;
-    dtrain__error kept = dtrain__thread_error;
+    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, DTRAIN_ERR_PEER_LOST, how};
     dtrain__member *member = &hub->members[rank];
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank,
-                 member->name[0] != 0 ? member->name : "unknown process", how);
-    dtrain__thread_error = kept;
-    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
+    if (hub->leaving) { /* who heard of that says nothing when it goes itself */
+        dtrain__stream_cut(&member->control);
+        return;
+    }
+    dtrain__frame_reason(hub, rank, &reason, NULL);
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_relay(hub, rank, &reason);
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
-    member->left = 1;
-    member->expected = 0;
+    dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */
@@ -269,7 +437,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__member *member = &hub->members[rank];
     char how[160];
     dtrain__stream_cut(&member->control);
-    if (member->left)
+    if (member->gone != DTRAIN__PRESENT)
         return;
     member->down_ns = dtrain__os_now_ns();
     member->expected = hub->reconnect_ns > 0 && hub->formed;
@@ -281,41 +449,45 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
         member->in.bytes = member->out.bytes = 0;
         return;
     }
-    snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off",
-             hub->rank == 0 ? 0 : hub->rank, dtrain__net_why(error));
+    snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
+             dtrain__net_why(error));
     dtrain__hub_lost(hub, rank, how);
 }
 
-/* Keeps the answer to this rank's own request. */
-static void dtrain__store_keep(dtrain__hub *hub, uint32_t id, dtrain_status status, int found, const void *data,
+/* Keeps the answer to a group's own request. */
+static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
                                size_t bytes)
 {
-    hub->store_value.bytes = 0;
-    hub->store_value.short_of = 0;
-    dtrain__give_bytes(hub, &hub->store_value, data, bytes);
-    hub->store_status = hub->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
-    hub->store_found = found;
-    hub->store_answered = id;
-    dtrain__hub_tell(hub);
+    channel->store_value.bytes = 0;
+    channel->store_value.short_of = 0;
+    dtrain__give_bytes(channel->hub, &channel->store_value, data, bytes);
+    channel->store_status = channel->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
+    channel->store_found = found;
+    channel->store_answered = channel->store_id;
+    dtrain__hub_tell(channel->hub);
 }
 
 /* Answers a store request: rank 0's own at once, another's by a frame. */
-static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
+static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, dtrain_status status, int found,
                                  const void *data, size_t bytes)
 {
-    dtrain__member *member = &hub->members[rank];
+    dtrain__member *member = &hub->members[asker->rank];
+    dtrain__channel *channel;
     size_t begin;
-    if (rank == hub->rank) {
-        dtrain__store_keep(hub, id, status, found, data, bytes);
+    if (asker->rank == hub->rank) {
+        channel = dtrain__hub_channel(hub, asker->channel);
+        if (channel != NULL && channel->store_id == asker->id)
+            dtrain__store_keep(channel, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
-    dtrain__give(hub, &member->out, id, 4);
+    dtrain__give(hub, &member->out, asker->channel, 8);
+    dtrain__give(hub, &member->out, asker->id, 4);
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
     if (!dtrain__frame_close(member, begin) && bytes > 0)
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+        dtrain__store_answer(hub, asker, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -328,16 +500,18 @@ static void dtrain__store_wake(dtrain__hub *hub, const char *key, size_t key_byt
             continue;
         }
         *at = asker->next;
-        dtrain__store_answer(hub, asker->rank, asker->id, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
+        dtrain__store_answer(hub, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
         dtrain__free(hub->allocator, asker, sizeof *asker);
     }
 }
 
-/* Forgets what a rank waits for: it asks anew, or has left. */
-static void dtrain__store_forget(dtrain__hub *hub, int rank)
+#define DTRAIN__EVERY_CHANNEL UINT64_MAX
+
+/* Forgets what a group of a rank waits for: it asks anew, or has left. */
+static void dtrain__store_forget(dtrain__hub *hub, int rank, uint64_t channel)
 {
     for (dtrain__asker **at = &hub->askers, *asker; (asker = *at) != NULL;) {
-        if (asker->rank != rank) {
+        if (asker->rank != rank || (channel != DTRAIN__EVERY_CHANNEL && asker->channel != channel)) {
             at = &asker->next;
             continue;
         }
@@ -348,36 +522,31 @@ static void dtrain__store_forget(dtrain__hub *hub, int rank)
 
 enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
 
-/* Rank 0: one request of `rank`. */
-static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int what, const char *key, const void *value,
-                                size_t bytes)
+/* Rank 0: one request. */
+static void dtrain__store_serve(dtrain__hub *hub, const dtrain__asker *from, int what, const void *value, size_t bytes)
 {
-    size_t key_bytes = strlen(key);
     dtrain__entry *entry;
     dtrain__asker *asker;
+    dtrain__store_forget(hub, from->rank, from->channel);
     if (what == DTRAIN__STORE_SET) {
-        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, key, key_bytes, value, bytes);
+        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, from->key, from->key_bytes, value, bytes);
         const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
-        dtrain__store_answer(hub, rank, id, status, 0, text, strlen(text));
-        dtrain__store_wake(hub, key, key_bytes);
+        dtrain__store_answer(hub, from, status, 0, text, strlen(text));
+        dtrain__store_wake(hub, from->key, from->key_bytes);
         return;
     }
-    entry = *dtrain__store_place(&hub->store, key, key_bytes);
+    entry = *dtrain__store_place(&hub->store, from->key, from->key_bytes);
     if (entry != NULL || what == DTRAIN__STORE_GET) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
+        dtrain__store_answer(hub, from, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
                              entry != NULL ? entry->bytes : 0);
         return;
     }
-    dtrain__store_forget(hub, rank);
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
-    asker->rank = rank;
-    asker->id = id;
-    asker->key_bytes = key_bytes;
-    memcpy(asker->key, key, key_bytes);
+    *asker = *from;
     asker->next = hub->askers;
     hub->askers = asker;
 }
@@ -385,24 +554,28 @@ static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int wha
 static int dtrain__take_ask(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     uint64_t id, what;
-    char key[DTRAIN__STORE_KEY_BYTES];
-    if (hub->rank != 0 || !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &what, 1) ||
-        what > DTRAIN__STORE_WAIT || !dtrain__take_text(reader, 2, key, sizeof key) ||
-        reader->left > DTRAIN__STORE_VALUE_BYTES)
+    dtrain__asker asker;
+    if (hub->rank != 0 || !dtrain__take(reader, &asker.channel, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
+        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || reader->left > DTRAIN__STORE_VALUE_BYTES)
         return 0;
-    dtrain__store_serve(hub, rank, (uint32_t)id, (int)what, key, reader->at, reader->left);
+    asker.rank = rank;
+    asker.id = (uint32_t)id;
+    asker.key_bytes = strlen(asker.key);
+    dtrain__store_serve(hub, &asker, (int)what, reader->at, reader->left);
     return 1;
 }
 
 static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
 {
-    uint64_t id, status, found;
-    if (hub->rank == 0 || !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &status, 2) ||
-        !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED)
+    uint64_t group, id, status, found;
+    dtrain__channel *channel;
+    if (hub->rank == 0 || !dtrain__take(reader, &group, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED)
         return 0;
-    if (id != hub->store_id)
-        return 1; /* of a request that was given up */
-    dtrain__store_keep(hub, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
+    channel = dtrain__hub_channel(hub, group);
+    if (channel != NULL && id == channel->store_id) /* else of a request that was given up */
+        dtrain__store_keep(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -411,6 +584,7 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     dtrain__member *member = &hub->members[rank];
     char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
+    dtrain__reason refusal = {DTRAIN__FRAME_REFUSE, 0, rank, DTRAIN_ERR_MISMATCH, text};
     if (hub->rank != 0 || hub->formed || member->joined ||
         !dtrain__take_text(reader, 1, member->address, sizeof member->address) ||
         !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
@@ -422,13 +596,42 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
                  "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
                  "program and model on every rank",
                  rank, member->name, fingerprint, hub->fingerprint);
-        dtrain__frame_reason(hub, member, DTRAIN__FRAME_REFUSE, rank, DTRAIN_ERR_MISMATCH, text);
+        member->joined = 1; /* until it has been told */
+        dtrain__frame_reason(hub, rank, &refusal, NULL);
+        member->joined = 0;
         snprintf(hub->refused, sizeof hub->refused, "%s", text);
         dtrain__log(DTRAIN_LOG_WARN, "rank 0 sent away %s", text);
         return 1;
     }
     member->joined = 1;
     return 1;
+}
+
+/* Gives the channel its lanes, as many as the world has connections. Returns 0 when there is no memory. */
+static int dtrain__channel_lay(dtrain__channel *channel)
+{
+    size_t each = (size_t)channel->hub->connections, count = (size_t)channel->size * each;
+    channel->lanes = (dtrain__lane *)dtrain__alloc(channel->hub->allocator, count * sizeof(dtrain__lane));
+    if (channel->lanes == NULL)
+        return 0;
+    for (size_t i = 0; i < count; i++)
+        channel->lanes[i].stream.fd = -1;
+    for (int rank = 0; rank < channel->size; rank++)
+        channel->peers[rank].lanes = channel->lanes + (size_t)rank * each;
+    return 1;
+}
+
+/* All have joined, and this rank knows where they are. */
+static void dtrain__hub_formed(dtrain__hub *hub)
+{
+    int neighbours = 0;
+    hub->formed = 1;
+    for (int rank = 0; rank < hub->size; rank++)
+        neighbours += hub->members[rank].host == hub->members[hub->rank].host;
+    hub->crowded = neighbours > dtrain__os_processors();
+    if (hub->world != NULL && !dtrain__channel_lay(hub->world))
+        dtrain__channel_end(hub->world, hub->rank, DTRAIN_ERR_MEMORY, "no memory for connections");
+    dtrain__hub_tell(hub);
 }
 
 static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
@@ -444,57 +647,123 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
             !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name))
             return 0;
     }
-    hub->formed = 1;
-    dtrain__hub_tell(hub);
+    dtrain__hub_formed(hub);
     return 1;
 }
 
-/* A rank that broke the group, that left, or that was refused, and why. */
+/* The leader: sends on what concerns a channel to those whom the sender lists, to all where it lists none. */
+static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
+{
+    uint64_t rank;
+    if (!dtrain__hub_leads(hub))
+        return;
+    if (reason->channel == 0)
+        dtrain__hub_relay(hub, from, reason);
+    while (dtrain__take(&list, &rank, 4))
+        if (rank < (uint64_t)hub->size && (int)rank != from)
+            dtrain__frame_reason(hub, (int)rank, reason, NULL);
+}
+
+/* While the world forms: rank 0 does not want this rank, or fares badly itself. */
+static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
+{
+    if (hub->formed || hub->world == NULL)
+        return 0;
+    dtrain__fail(&hub->root_error, reason->status, "%s", reason->text);
+    dtrain__channel_break(hub->world, reason->status, hub->root_error.text);
+    return 1;
+}
+
+/* A channel that has ended, or whose member has left. */
+static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain__reason *reason,
+                                       const dtrain__reader *list)
+{
+    dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    if (channel != NULL &&
+        (reason->about >= channel->size ||
+         (reason->type == DTRAIN__FRAME_BYE && dtrain__hub_leads(hub) && channel->peers[reason->about].world != from)))
+        return 0;
+    if (reason->type == DTRAIN__FRAME_BYE) {
+        if (channel != NULL && reason->about != channel->rank)
+            dtrain__channel_left(channel, reason->about, reason->text);
+        dtrain__store_forget(hub, from, reason->channel);
+        dtrain__hub_forward(hub, from, reason, *list);
+    } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
+        dtrain__hub_forward(hub, from, reason, *list);
+    }
+    return 1;
+}
+
+/* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
+static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
+{
+    snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_lost(channel, channel->rank);
+    return 1;
+}
+
+/* A member that has left with all its groups, or that is lost. */
+static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
+{
+    int leads = dtrain__hub_leads(hub);
+    if (reason->about == hub->rank && reason->type == DTRAIN__FRAME_LOST)
+        return dtrain__hub_given_up(hub, reason->text);
+    if (reason->about >= hub->size || reason->about == hub->rank ||
+        (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
+        return 0;
+    if (leads && !hub->formed) {
+        hub->members[from].joined =
+            0; /* it gave up waiting for others, and may start again; its connection ends next */
+        return 1;
+    }
+    dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
+    dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
+                     reason->text);
+    dtrain__hub_forward(hub, from, reason, *list);
+    return 1;
+}
+
+/* Something that happened to a rank, and why. */
 static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__reader *reader)
 {
-    uint64_t about, status;
+    uint64_t about, status, count;
     char text[DTRAIN__ERROR_BYTES];
-    if (!dtrain__take(reader, &about, 4) || about >= (uint64_t)hub->size || !dtrain__take(reader, &status, 2) ||
-        status > DTRAIN_ERR_ABORTED || !dtrain__take_text(reader, 2, text, sizeof text))
+    dtrain__reason reason;
+    if (!dtrain__take(reader, &reason.channel, 8) || !dtrain__take(reader, &about, 4) || about > INT_MAX ||
+        !dtrain__take(reader, &status, 2) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take_text(reader, 2, text, sizeof text) || !dtrain__take(reader, &count, 4) ||
+        count > (uint64_t)hub->size || reader->left != 4 * (size_t)count)
         return 0;
-    dtrain__member *member = &hub->members[about];
-    if (type == DTRAIN__FRAME_BYE) {
-        if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
-            return 0;
-        if (!hub->formed && hub->rank == 0) {
-            member->joined = 0; /* it gave up waiting for others, and may start again; its connection ends next */
-            return 1;
-        }
-        member->left = 1;
-        snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
-        dtrain__store_forget(hub, (int)about);
-        dtrain__hub_tell(hub);
-        if (hub->rank == 0)
-            dtrain__hub_relay(hub, from, type, (int)about, (dtrain_status)status, member->why);
-        return 1;
+    reason.type = type;
+    reason.about = (int)about;
+    reason.status = (dtrain_status)status;
+    reason.text = text;
+    if (reason.status == DTRAIN_OK && (type == DTRAIN__FRAME_END || type == DTRAIN__FRAME_REFUSE))
+        return 0;
+    switch (type) {
+    case DTRAIN__FRAME_REFUSE: return dtrain__take_refusal(hub, &reason);
+    case DTRAIN__FRAME_BYE:
+    case DTRAIN__FRAME_END: return dtrain__take_channel_reason(hub, from, &reason, reader);
+    case DTRAIN__FRAME_LOST:
+    case DTRAIN__FRAME_GONE: return dtrain__take_gone(hub, from, &reason, reader);
+    default: return 0;
     }
-    if (status == DTRAIN_OK)
-        return 0;
-    if (type == DTRAIN__FRAME_REFUSE && !hub->formed) {
-        dtrain__fail(&hub->root_error, (dtrain_status)status, "%s", text);
-        hub->cause = hub->root_error;
-        hub->broken = 1;
-        dtrain__hub_tell(hub);
-        return 1;
-    }
-    if (type != DTRAIN__FRAME_END)
-        return 0;
-    dtrain__hub_end(hub, from, (int)about, (dtrain_status)status, text);
-    return 1;
 }
 
-/* Asks this rank's owner what it does now. */
+/* Asks what this rank does now: in the first group that waits for a peer, else in the oldest. */
 static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
 {
     dtrain__last_heard *own = &hub->members[hub->rank].last;
     own->awaits = -1;
-    own->bytes = hub->last != NULL ? hub->last(hub->last_user, own->data, sizeof own->data, &own->awaits) : 0;
+    own->bytes = 0;
     own->heard_ns = now;
+    for (dtrain__channel *channel = hub->channels; channel != NULL && own->awaits < 0; channel = channel->next) {
+        if (channel->last != NULL)
+            own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
+        if (own->awaits >= 0)
+            own->awaits = channel->peers[own->awaits].world;
+    }
 }
 
 /* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
@@ -586,7 +855,8 @@ static void dtrain__hub_short_of_memory(dtrain__hub *hub)
     dtrain__error kept = dtrain__thread_error;
     dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
     dtrain__thread_error = kept;
-    dtrain__hub_end(hub, hub->rank, hub->rank, cause.status, cause.text);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_end(channel, channel->rank, cause.status, cause.text);
 }
 
 /* Reads what a member's control connection holds. */
@@ -628,6 +898,17 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
             return;
         dtrain__bytes_drop(&member->out, (size_t)n);
     }
+}
+
+/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
+ * no lasting reason. */
+static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
+                           (turn == 0 || hub->members[rank].out.bytes > 0);
+             turn++)
+            dtrain__hub_flush(hub, rank);
 }
 
 #endif

@@ -25,8 +25,7 @@ static dtrain__door *dtrain__hub_new_door(dtrain__hub *hub, const dtrain__addres
 }
 
 /* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
-static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, int lane,
-                                         const dtrain__address *address)
+static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
     dtrain__door *door = dtrain__hub_new_door(hub, address);
     int error = ENOMEM;
@@ -41,7 +40,6 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
     door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
-    door->lane = lane;
     return door;
 }
 
@@ -81,23 +79,28 @@ static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
     return hub->members[peer].host == hub->members[hub->rank].host;
 }
 
-/* Takes a connection that was just admitted for data. Returns 0 when the lane cannot go on with it. */
-static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
+/* Takes a connection that was just admitted for data. */
+static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__door *door)
 {
-    dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
+    dtrain__hub *hub = channel->hub;
+    dtrain__lane *lane = &channel->peers[rank].lanes[door->lane];
+    char text[DTRAIN__WHY_BYTES];
     if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
-        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
-        return 0;
+        snprintf(text, sizeof text,
+                 "rank %d (%s) is lost: its connection came back, but more was lost than can be sent again", rank,
+                 hub->members[door->peer].name);
+        dtrain__channel_end(channel, rank, DTRAIN_ERR_PEER_LOST, text);
+        return;
     }
     dtrain__net_tune(door->fd, dtrain__hub_same_host(hub, door->peer), dtrain__hub_buffer(hub));
     door->fd = -1;
+    channel->attend |= lane->stream.again > 0;
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
     hub->members[door->peer].trouble[0] = 0;
-    return 1;
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
@@ -201,8 +204,7 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             return;
         }
     }
-    hub->formed = 1;
-    dtrain__hub_tell(hub);
+    dtrain__hub_formed(hub);
 }
 
 static void dtrain__hub_refuse(dtrain__hub *hub, dtrain__door *door, dtrain_status status, const char *text)
@@ -221,7 +223,7 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
     dtrain__member *member = &hub->members[door->peer];
     int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
     int again = ours && member->expected;
-    if (ours && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+    if (ours && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
@@ -253,13 +255,15 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 /* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
 {
+    dtrain__channel *channel = dtrain__hub_channel(hub, door->channel);
+    int rank = dtrain__channel_rank(channel, door->peer);
     dtrain__lane *lane;
-    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || !hub->formed || door->lane < 0 ||
-        door->lane >= hub->connections) {
+    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || door->lane < 0 ||
+        door->lane >= hub->connections || rank < 0 || channel->lanes == NULL) {
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "this is another run's group");
         return;
     }
-    lane = &hub->members[door->peer].lanes[door->lane];
+    lane = &channel->peers[rank].lanes[door->lane];
     if ((lane->door != NULL && hub->rank < door->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
         door->peer_links < lane->links) { /* it was on its way when another one was made; its count may be behind */
         door->received = lane->links;
@@ -272,6 +276,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
     if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
         lane->down_ns = dtrain__os_now_ns();
     lane->wanted |= lane->links > 0;
+    channel->attend = 1;
     dtrain__stream_cut(&lane->stream);
     door->received = lane->stream.received;
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
@@ -301,20 +306,34 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
     }
 }
 
+/* The inbound connection is open: takes it, unless its channel has left meanwhile. */
+static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__channel *channel = dtrain__hub_channel(hub, door->channel);
+    int rank = channel != NULL ? dtrain__channel_rank(channel, door->peer) : -1;
+    if (door->purpose == DTRAIN__PURPOSE_CONTROL)
+        dtrain__hub_adopt_control(hub, door);
+    else if (rank >= 0)
+        dtrain__hub_adopt_data(channel, rank, door);
+}
+
 /* Advances one inbound connection; returns 0 when it is done with. */
 static int dtrain__hub_step_door(dtrain__hub *hub, dtrain__door *door, int64_t now)
 {
+    unsigned char last;
     dtrain__door_step(door, &hub->keys);
-    if (door->state == DTRAIN__DOOR_PROVED && (hub->formed || door->purpose != DTRAIN__PURPOSE_DATA)) {
-        /* a peer that has the table already may come before this rank has it: its door waits */
+    if (door->state == DTRAIN__DOOR_PROVED && door->purpose == DTRAIN__PURPOSE_DATA &&
+        (!hub->formed || dtrain__hub_channel(hub, door->channel) == NULL))
+        /* a peer that has the table, or the group, already may come before this rank has it: its door waits until
+         * the peer gives up; it says nothing before that */
+        return now < door->expires_ns && dtrain__net_recv(door->fd, &last, 1) == 0;
+    if (door->state == DTRAIN__DOOR_PROVED) {
         dtrain__hub_admit(hub, door);
         dtrain__door_step(door, &hub->keys);
     }
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes) {
-        if (door->error.status == DTRAIN_OK && door->purpose == DTRAIN__PURPOSE_CONTROL)
-            dtrain__hub_adopt_control(hub, door);
-        else if (door->error.status == DTRAIN_OK)
-            dtrain__hub_adopt_data(hub, door);
+        if (door->error.status == DTRAIN_OK)
+            dtrain__hub_adopt(hub, door);
         else if (door->error.status == DTRAIN_ERR_DENIED && now - hub->told_ns > 1000000000) {
             hub->told_ns = now; /* a flood of strangers writes one line a second */
             snprintf(hub->refused, sizeof hub->refused, "%.440s", door->error.text);
@@ -383,13 +402,14 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
     dtrain__door *door = hub->root_door;
-    if (hub->rank == 0 || root->control.fd >= 0 || root->left || hub->broken)
+    if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
+        (!hub->formed && (hub->world == NULL || hub->world->broken)))
         return;
     if (door == NULL && now >= hub->root_retry_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
         hub->root_retry_ns = now + hub->root_wait_ns;
-        door = hub->root_door = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, 0, address);
+        door = hub->root_door = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (door == NULL)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          strerror(errno));
@@ -404,36 +424,39 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
             memcpy(hub->keys.run, door->challenge + 16, DTRAIN__RUN_BYTES);
         dtrain__hub_adopt_control(hub, door);
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
-            dtrain__hub_end(hub, 0, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
+            dtrain__channel_end(hub->world, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
     } else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns) {
         return;
     } else {
         if (door->state != DTRAIN__DOOR_CLOSED)
             dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
         hub->root_error = door->error;
-        if (hub->formed ? door->error.status != DTRAIN_ERR_PEER_LOST
-                        : door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED) {
-            hub->cause = door->error;
-            hub->broken = 1;
-        }
+        if (hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST)
+            dtrain__hub_lost(hub, 0, door->error.text);
+        else if (!hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED)
+            dtrain__channel_break(hub->world, door->error.status, door->error.text);
     }
     dtrain__hub_free_door(hub, door);
     hub->root_door = NULL;
     dtrain__hub_tell(hub);
 }
 
-static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
+static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index, int64_t now)
 {
-    dtrain__member *member = &hub->members[peer];
-    dtrain__lane *lane = &member->lanes[index];
+    dtrain__hub *hub = channel->hub;
+    dtrain__peer *peer = &channel->peers[rank];
+    dtrain__member *member = &hub->members[peer->world];
+    dtrain__lane *lane = &peer->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !member->left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !peer->left) {
         lane->retry_ns = now + 50000000;
-        if (!dtrain__hub_peer_address(hub, peer, &address))
+        if (!dtrain__hub_peer_address(hub, peer->world, &address))
             return;
-        door = lane->door = dtrain__hub_connect(hub, peer, DTRAIN__PURPOSE_DATA, index, &address);
+        door = lane->door = dtrain__hub_connect(hub, peer->world, DTRAIN__PURPOSE_DATA, &address);
         if (door != NULL) {
+            door->channel = channel->id;
+            door->lane = index;
             door->received = lane->stream.received;
             door->links = lane->links;
         } else
@@ -444,7 +467,7 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         return;
     dtrain__door_step(door, &hub->keys);
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
-        dtrain__hub_adopt_data(hub, door);
+        dtrain__hub_adopt_data(channel, rank, door);
     else if (door->error.status == DTRAIN_ERR_ABORTED && door->peer_received > lane->links)
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
@@ -456,6 +479,12 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
+}
+
+static int dtrain__lane_busy(const dtrain__lane *lane)
+{
+    return lane->door != NULL || (lane->wanted && lane->stream.fd < 0) ||
+           (lane->stream.fd >= 0 && lane->stream.again > 0);
 }
 
 /* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
@@ -490,13 +519,13 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
     int64_t longest = 1200000000;
-    int suspect = -1, links = dtrain__hub_links(hub);
+    int suspect = -1;
     int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
-    for (int rank = 0; rank < links; rank++) {
+    for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int64_t silent = now - member->heard_ns;
         char how[96];
-        if (rank == hub->rank || member->left || member->heard_ns == 0)
+        if (!dtrain__hub_linked(hub, rank) || member->gone != DTRAIN__PRESENT || member->heard_ns == 0)
             continue;
         if (slept) /* this process was stopped, and cannot tell */
             member->heard_ns = now;
@@ -520,42 +549,76 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         return;
     hub->beat_ns = now + hub->period_ns;
     dtrain__hub_look(hub, now);
-    for (int rank = 0; rank < links; rank++) {
+    for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if (rank != hub->rank && member->joined && !member->left && member->out.bytes <= DTRAIN__FRAME_BYTES)
+        if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
+            member->out.bytes <= DTRAIN__FRAME_BYTES)
             dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
+}
+
+/* Makes the connections that the channel wants. */
+static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
+{
+    int busy = 0;
+    for (int rank = 0; rank < channel->size; rank++)
+        for (int i = 0; i < channel->hub->connections; i++) {
+            dtrain__lane *lane = &channel->peers[rank].lanes[i];
+            dtrain__hub_step_lane(channel, rank, i, now);
+            dtrain__hub_step_again(lane, now);
+            busy |= dtrain__lane_busy(lane);
+        }
+    channel->attend = busy;
 }
 
 /* Everything that can be done without waiting; the caller holds both mutexes. */
 static void dtrain__hub_work(dtrain__hub *hub)
 {
     int64_t now = dtrain__os_now_ns();
-    int links = dtrain__hub_links(hub);
     dtrain__hub_accept(hub, now);
     dtrain__hub_step_doors(hub, now);
     dtrain__hub_step_root(hub, now);
-    for (int rank = 0; rank < links; rank++)
+    for (int rank = 0; rank < hub->size; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed && !hub->broken)
+    if (hub->rank == 0 && !hub->formed && hub->world != NULL && !hub->world->broken)
         dtrain__hub_complete(hub);
-    for (int peer = 0; hub->formed && peer < hub->size; peer++)
-        for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
-            dtrain__hub_step_lane(hub, peer, lane, now);
-            dtrain__hub_step_again(&hub->members[peer].lanes[lane], now);
-        }
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (channel->attend)
+            dtrain__hub_step_channel(channel, now);
     dtrain__hub_step_hearts(hub, now);
-    for (int rank = 0; rank < links; rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__hub_flush_all(hub, 1);
 }
 
+/* Adds to the poll list; what finds no memory there is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
+    size_t bytes = (size_t)hub->fds_room * sizeof(struct pollfd);
+    if (*count == hub->fds_room) {
+        void *larger = dtrain__resize(hub->allocator, hub->fds, bytes, bytes > 0 ? 2 * bytes : 4096);
+        if (larger == NULL)
+            return;
+        hub->fds = (struct pollfd *)larger;
+        hub->fds_room = bytes > 0 ? 2 * hub->fds_room : (int)(4096 / sizeof(struct pollfd));
+    }
     hub->fds[*count].fd = fd;
     hub->fds[*count].events = (short)events;
     hub->fds[(*count)++].revents = 0;
+}
+
+/* Adds the channel's connections that are being made or made good. */
+static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
+{
+    for (int i = 0; i < channel->size * channel->hub->connections; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        if (lane->door != NULL)
+            dtrain__hub_watch(channel->hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
+        else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
+            due = lane->retry_ns;
+        if (lane->stream.fd >= 0 && lane->stream.again > 0)
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, POLLOUT);
+    }
+    return due;
 }
 
 /* Fills the poll list; returns when something is due without any event. */
@@ -572,9 +635,10 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     }
     if (hub->root_door != NULL)
         dtrain__hub_watch(hub, count, hub->root_door->fd, dtrain__door_writes(hub->root_door) ? POLLOUT : POLLIN);
-    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && !hub->members[0].left && hub->root_retry_ns < due)
+    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && hub->members[0].gone == DTRAIN__PRESENT &&
+             hub->root_retry_ns < due)
         due = hub->root_retry_ns;
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++) {
+    for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
         if (rank == hub->rank || member->control.fd < 0)
@@ -582,18 +646,25 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         member->poll_index = *count;
         dtrain__hub_watch(hub, count, member->control.fd,
                           POLLIN | (member->out.bytes > 0 || member->control.again > 0 ? POLLOUT : 0));
+        if (member->poll_index == *count)
+            member->poll_index = 0;
     }
-    for (int peer = 0; hub->formed && peer < hub->size; peer++)
-        for (int i = 0; peer != hub->rank && i < hub->connections; i++) {
-            dtrain__lane *lane = &hub->members[peer].lanes[i];
-            if (lane->door != NULL)
-                dtrain__hub_watch(hub, count, lane->door->fd, dtrain__door_writes(lane->door) ? POLLOUT : POLLIN);
-            else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
-                due = lane->retry_ns;
-            if (lane->stream.fd >= 0 && lane->stream.again > 0)
-                dtrain__hub_watch(hub, count, lane->stream.fd, POLLOUT);
-        }
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (channel->attend)
+            due = dtrain__hub_watch_channel(channel, count, due);
     return due;
+}
+
+/* Adds what the service thread could not move in the channel. */
+static void dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
+{
+    for (int sending = 0; sending < 2; sending++) {
+        size_t room;
+        int peer = channel->awaits[sending];
+        dtrain__lane *lane = peer >= 0 ? dtrain__channel_lane(channel, peer, sending, &room) : NULL;
+        if (lane != NULL && lane->stream.fd >= 0)
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
+    }
 }
 
 /* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
@@ -612,7 +683,10 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     pthread_mutex_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
-        hub->fds[count++] = extra[i];
+        dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
+    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    for (dtrain__channel *channel = hub->channels; serviced && channel != NULL; channel = channel->next)
+        dtrain__hub_watch_awaited(channel, &count);
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
     if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
@@ -628,25 +702,28 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
 }
 
 /* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
- * hub->news was before the caller last looked. */
-static void dtrain__hub_wait(dtrain__hub *hub, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
+ * hub->news was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
+static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
-    if (pthread_mutex_trylock(&hub->step_mutex) == 0) {
+    dtrain__hub *hub = channel->hub;
+    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
+    if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
         if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         pthread_mutex_unlock(&hub->step_mutex);
         return;
     }
-    __atomic_store_n(&hub->waiting, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
-        fds[count].fd = hub->wake[0];
+        fds[count].fd = channel->wake[0];
         fds[count].events = POLLIN;
         fds[count].revents = 0;
-        dtrain__hub_poll(fds, count + 1, until_ns);
+        dtrain__hub_poll(fds, count + 1, until_ns < soon ? until_ns : soon);
         if (fds[count].revents != 0)
-            dtrain__net_drain(hub->wake[0]);
+            dtrain__net_drain(channel->wake[0]);
     }
-    __atomic_store_n(&hub->waiting, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
 }
 
 #endif

@@ -1,70 +1,54 @@
 /* ---- >>socket ----
- * The transport over TCP and unix sockets: data lanes on top of the hub. A lane is made when its peer is first
- * needed; with several to a peer the stream goes over them in turn, DTRAIN__STRIPE bytes each. A caller tries,
- * looks again for a while, then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
+ * The transport over TCP and unix sockets: one end of it is a channel of the hub. A lane is made when its peer is
+ * first needed; with several to a peer the stream goes over them in turn. A caller tries, looks again for a while,
+ * then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
 #ifndef DTRAIN__SOCKET
 #define DTRAIN__SOCKET
 #include "transport.h"
-#include "rendezvous.c"
+#include "channel.c"
 
-#define DTRAIN__STRIPE ((size_t)1 << 18)
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
-typedef struct dtrain__socket {
-    dtrain__hub hub;
-    uint64_t *sent, *received; /* bytes of data to and from each rank, over all lanes */
-    int crowded;               /* more ranks on this host than processors */
-    pthread_t service;         /* the thread that must not look again and again, as others compute */
-    int has_service;
-    int forked; /* the end of a child's copy: touches nothing that the parent still uses */
-} dtrain__socket;
-
-static dtrain__lane *dtrain__socket_lane(dtrain__socket *s, int peer, int sending, size_t *room)
-{
-    uint64_t at = sending ? s->sent[peer] : s->received[peer];
-    *room = s->hub.connections == 1 ? SIZE_MAX : DTRAIN__STRIPE - (size_t)(at % DTRAIN__STRIPE);
-    return &s->hub.members[peer].lanes[at / DTRAIN__STRIPE % (uint64_t)s->hub.connections];
-}
-
 /* The lane has no connection: asks for one, or finds that there will be none. */
-static dtrain_status dtrain__socket_missing(dtrain__socket *s, dtrain__lane *lane, int peer)
+static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__lane *lane, int rank)
 {
-    dtrain__hub *hub = &s->hub;
-    dtrain__member *member = &hub->members[peer];
+    dtrain__hub *hub = channel->hub;
+    dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
-    if (member->left)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", peer,
-                     member->why[0] != 0 ? ": " : "", member->why);
+    if (peer->left)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank,
+                     peer->why != NULL ? ": " : "", peer->why != NULL ? peer->why : "");
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", peer,
-                     member->name, hub->rank,
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", rank,
+                     hub->members[peer->world].name, channel->rank,
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
         if (!lane->wanted && (lane->links == 0 || hub->reconnect_ns > 0)) {
-            lane->wanted = 1;
+            lane->wanted = channel->attend = 1;
             dtrain__hub_kick(hub);
         }
         return DTRAIN_OK;
     }
-    dtrain__hub_end(hub, hub->rank, peer, lost.status, lost.text);
+    dtrain__channel_end(channel, rank, lost.status, lost.text);
     return lost.status;
 }
 
 /* Moves what goes at once, about `most` bytes; sets *moved when something did. */
-static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *transfer, int sending, size_t most,
+static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfer *transfer, int sending, size_t most,
                                         int *moved)
 {
-    uint64_t *total = sending ? &s->sent[transfer->peer] : &s->received[transfer->peer];
+    dtrain__peer *peer = &channel->peers[transfer->peer];
+    uint64_t *total = sending ? &peer->sent : &peer->received;
     while (transfer->moved < transfer->bytes) {
         size_t room, bytes = transfer->bytes - transfer->moved;
-        dtrain__lane *lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+        dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
         unsigned char *data = transfer->data + transfer->moved;
         ssize_t n;
         if (lane->stream.fd < 0)
-            return dtrain__socket_missing(s, lane, transfer->peer);
+            return dtrain__socket_missing(channel, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
         /* a header may wait for its payload only where both go the same way */
@@ -88,29 +72,32 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
  * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
-static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
-                                         int *moved)
+static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in,
+                                         size_t most, int *moved)
 {
     dtrain_status status = DTRAIN_OK;
-    pthread_mutex_lock(&s->hub.mutex);
+    int asked = most < SIZE_MAX; /* by a caller that will not wait here */
+    pthread_mutex_lock(&channel->hub->mutex);
     if (in != NULL)
-        status = dtrain__socket_try(s, in, 0, most, moved);
+        status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
-        status = dtrain__socket_try(s, out, 1, most, moved);
-    if (s->hub.broken && (status != DTRAIN_OK || !*moved || s->hub.cause.status == DTRAIN_ERR_ABORTED))
-        status = dtrain__report(&s->hub.cause);
-    pthread_mutex_unlock(&s->hub.mutex);
+        status = dtrain__socket_try(channel, out, 1, most, moved);
+    if (channel->broken && (status != DTRAIN_OK || !*moved || channel->cause.status == DTRAIN_ERR_ABORTED))
+        status = dtrain__report(&channel->cause);
+    channel->awaits[0] = asked && in != NULL ? in->peer : -1;
+    channel->awaits[1] = asked && out != NULL ? out->peer : -1;
+    pthread_mutex_unlock(&channel->hub->mutex);
     return status;
 }
 
-static void dtrain__socket_watch(dtrain__socket *s, dtrain_transfer *transfer, int sending, struct pollfd *fds,
+static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *transfer, int sending, struct pollfd *fds,
                                  int *count)
 {
     size_t room;
     dtrain__lane *lane;
     if (transfer == NULL)
         return;
-    lane = dtrain__socket_lane(s, transfer->peer, sending, &room);
+    lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
     if (lane->stream.fd < 0)
         return;
     fds[*count].fd = lane->stream.fd;
@@ -119,33 +106,32 @@ static void dtrain__socket_watch(dtrain__socket *s, dtrain_transfer *transfer, i
 }
 
 /* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
-static void dtrain__socket_sleep(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
+static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                                  uint64_t seen)
 {
     struct pollfd fds[3];
     int count = 0, missing;
-    pthread_mutex_lock(&s->hub.mutex);
-    dtrain__socket_watch(s, out, 1, fds, &count);
-    dtrain__socket_watch(s, in, 0, fds, &count);
+    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__socket_watch(channel, out, 1, fds, &count);
+    dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
-    pthread_mutex_unlock(&s->hub.mutex);
+    pthread_mutex_unlock(&channel->hub->mutex);
     if (missing) { /* a lost peer is judged by the clock as well */
         int64_t soon = dtrain__os_now_ns() + 50000000;
         until_ns = soon < until_ns ? soon : until_ns;
     }
-    dtrain__hub_wait(&s->hub, fds, count, until_ns, seen);
+    dtrain__hub_wait(channel, fds, count, until_ns, seen);
 }
 
 static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
-    dtrain__socket *s = (dtrain__socket *)self;
+    dtrain__channel *channel = (dtrain__channel *)self;
     int64_t sleep_ns = 0, now;
-    int patient = !__atomic_load_n(&s->has_service, __ATOMIC_ACQUIRE) || !pthread_equal(s->service, pthread_self());
     for (;;) {
-        uint64_t seen = __atomic_load_n(&s->hub.news, __ATOMIC_SEQ_CST);
+        uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
         int moved = 0;
         dtrain_status status =
-            dtrain__socket_turn(s, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
+            dtrain__socket_turn(channel, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return status;
         if (moved && deadline_ns != 0) {
@@ -155,13 +141,13 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
         if (deadline_ns == 0 || (now = dtrain__os_now_ns()) >= deadline_ns)
             return DTRAIN_ERR_TIMEOUT;
         if (sleep_ns == 0)
-            sleep_ns = now + (patient ? DTRAIN__PATIENCE_NS : 0);
+            sleep_ns = now + DTRAIN__PATIENCE_NS;
         if (now < sleep_ns) {
-            if (s->crowded)
+            if (channel->hub->crowded)
                 sched_yield();
             continue;
         }
-        dtrain__socket_sleep(s, out, in, deadline_ns, seen);
+        dtrain__socket_sleep(channel, out, in, deadline_ns, seen);
     }
 }
 
@@ -188,176 +174,115 @@ static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_
     return status;
 }
 
+/* A turn of the hub on its service thread; from the first on nobody else steps. */
+static void dtrain__socket_step(dtrain__hub *hub, int64_t deadline_ns)
+{
+    __atomic_store_n(&hub->serviced, 1, __ATOMIC_RELEASE);
+    if (pthread_mutex_trylock(&hub->step_mutex) != 0) {
+        dtrain__hub_kick(hub);
+        pthread_mutex_lock(&hub->step_mutex);
+    }
+    dtrain__hub_step(hub, NULL, 0, deadline_ns);
+    pthread_mutex_unlock(&hub->step_mutex);
+}
+
+/* A turn of the hub on a thread that will not wait. */
 static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
-    dtrain__socket *s = (dtrain__socket *)self;
-    if (deadline_ns != 0 && !s->has_service) { /* only the service thread waits here */
-        s->service = pthread_self();
-        __atomic_store_n(&s->has_service, 1, __ATOMIC_RELEASE);
-    }
-    if (deadline_ns != 0)
-        pthread_mutex_lock(&s->hub.step_mutex);
-    else if (pthread_mutex_trylock(&s->hub.step_mutex) != 0)
+    dtrain__hub *hub = ((dtrain__channel *)self)->hub;
+    (void)deadline_ns;
+    if (pthread_mutex_trylock(&hub->step_mutex) != 0)
         return;
-    dtrain__hub_step(&s->hub, NULL, 0, deadline_ns);
-    pthread_mutex_unlock(&s->hub.step_mutex);
+    dtrain__hub_step(hub, NULL, 0, 0);
+    pthread_mutex_unlock(&hub->step_mutex);
+}
+
+/* The service thread is about to look at this channel's work: what it could not move before is not awaited now. */
+static void dtrain__socket_rest(dtrain__channel *channel)
+{
+    pthread_mutex_lock(&channel->hub->mutex);
+    channel->awaits[0] = channel->awaits[1] = -1;
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 static void dtrain__socket_wake(void *self)
 {
-    dtrain__hub_kick(&((dtrain__socket *)self)->hub);
-}
-
-/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
- * asks again after this. */
-static void dtrain__socket_flush(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        for (int turn = 0; turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 &&
-                           hub->members[rank].control.fd >= 0;
-             turn++)
-            dtrain__hub_flush(hub, rank);
+    dtrain__hub_kick(((dtrain__channel *)self)->hub);
 }
 
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
-    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
-    pthread_mutex_lock(&hub->mutex);
-    dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
-    dtrain__socket_flush(hub);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__channel *channel = (dtrain__channel *)self;
+    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__channel_end(channel, channel->rank, why, text);
+    dtrain__hub_flush_all(channel->hub, 100);
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 static void dtrain__socket_leave(void *self, const char *why)
 {
-    dtrain__hub *hub = &((dtrain__socket *)self)->hub;
-    if (((dtrain__socket *)self)->forked)
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->id, channel->rank, DTRAIN_OK, why};
+    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why};
+    if (channel->forked)
         return;
     pthread_mutex_lock(&hub->mutex);
-    dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
-    dtrain__socket_flush(hub);
+    hub->leaving = hub->channels == channel && channel->next == NULL;
+    if (hub->leaving)
+        dtrain__hub_relay(hub, -1, &gone);
+    else
+        dtrain__channel_relay(channel, -1, &bye);
+    dtrain__hub_flush_all(hub, 100);
     pthread_mutex_unlock(&hub->mutex);
-}
-
-/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
-static void dtrain__socket_hang_up(const dtrain__socket *s, dtrain__stream *stream)
-{
-    unsigned char waste[4096];
-    if (stream->fd < 0 || s->forked) {
-        dtrain__stream_cut(stream);
-        return;
-    }
-    shutdown(stream->fd, SHUT_WR);
-    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
-        continue;
-    dtrain__stream_cut(stream);
-}
-
-static void dtrain__socket_free_members(dtrain__socket *s)
-{
-    dtrain__hub *hub = &s->hub;
-    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
-        dtrain__member *member = &hub->members[rank];
-        for (int i = 0; member->lanes != NULL && i < DTRAIN__MAX_LANES; i++) {
-            dtrain__lane *lane = &member->lanes[i];
-            dtrain__socket_hang_up(s, &lane->stream);
-            if (lane->door != NULL)
-                dtrain__hub_free_door(hub, lane->door);
-            if (lane->stream.replay != NULL)
-                dtrain__free(hub->allocator, lane->stream.replay, DTRAIN__REPLAY_BYTES);
-        }
-        dtrain__socket_hang_up(s, &member->control);
-        if (member->control.replay != NULL)
-            dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
-        dtrain__free(hub->allocator, member->lanes, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
-        dtrain__bytes_free(hub->allocator, &member->in);
-        dtrain__bytes_free(hub->allocator, &member->out);
-    }
-    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
-}
-
-static size_t dtrain__socket_fds(int size)
-{
-    return (size_t)(DTRAIN__DOORS + 16) + (size_t)size * (1 + DTRAIN__MAX_LANES);
 }
 
 static void dtrain__socket_destroy(void *self)
 {
-    dtrain__socket *s = (dtrain__socket *)self;
-    dtrain__hub *hub = &s->hub;
-    dtrain_allocator *allocator = hub->allocator;
-    size_t words = (size_t)hub->size * sizeof(uint64_t);
-    if (hub->listener >= 0) {
-        close(hub->listener);
-        if (dtrain__net_is_unix(&hub->listening) && !s->forked)
-            unlink(hub->listening.at.local.sun_path);
-    }
-    while (hub->doors != NULL) {
-        dtrain__door *door = hub->doors;
-        hub->doors = door->next;
-        dtrain__hub_free_door(hub, door);
-    }
-    if (hub->root_door != NULL)
-        dtrain__hub_free_door(hub, hub->root_door);
-    dtrain__socket_free_members(s);
-    for (int i = 0; i < 2; i++) {
-        if (hub->kick[i] >= 0)
-            close(hub->kick[i]);
-        if (hub->wake[i] >= 0)
-            close(hub->wake[i]);
-    }
-    for (int rank = 0; rank < hub->size; rank++)
-        dtrain__store_forget(hub, rank);
-    dtrain__store_free(&hub->store, allocator);
-    dtrain__bytes_free(allocator, &hub->store_value);
-    dtrain__free(allocator, hub->fds, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
-    dtrain__free(allocator, s->sent, words);
-    dtrain__free(allocator, s->received, words);
-    memset(&hub->keys, 0, sizeof hub->keys);
-    pthread_mutex_destroy(&hub->mutex);
-    pthread_mutex_destroy(&hub->step_mutex);
-    dtrain__free(allocator, s, sizeof *s);
+    dtrain__channel_destroy((dtrain__channel *)self);
 }
 
 /* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
  * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
+static void dtrain__socket_suspect(dtrain__channel *channel, int awaited, char *text, size_t capacity)
 {
-    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
-    pthread_mutex_lock(&s->hub.mutex);
+    dtrain__hub *hub = channel->hub;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->peers[awaited].world] : NULL;
+    pthread_mutex_lock(&hub->mutex);
+    int silent = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
     if (member != NULL && member->trouble[0] != 0)
         snprintf(text, capacity, "; no connection to it: %s", member->trouble);
-    else if (s->hub.suspect >= 0)
-        snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
-                 (double)s->hub.suspect_ns * 1e-9);
-    pthread_mutex_unlock(&s->hub.mutex);
+    else if (silent >= 0)
+        snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
+    pthread_mutex_unlock(&hub->mutex);
 }
 
 /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
-static size_t dtrain__socket_last(dtrain__socket *s, int rank, int64_t after_ns, void *out, size_t capacity,
+static size_t dtrain__socket_last(dtrain__channel *channel, int rank, int64_t after_ns, void *out, size_t capacity,
                                   int64_t *age_ns)
 {
-    const dtrain__last_heard *last = &s->hub.members[rank].last;
+    const dtrain__last_heard *last = &channel->hub->members[channel->peers[rank].world].last;
     size_t bytes = 0;
-    pthread_mutex_lock(&s->hub.mutex);
+    pthread_mutex_lock(&channel->hub->mutex);
     if (last->bytes <= capacity && last->heard_ns > after_ns) {
         bytes = last->bytes;
         memcpy(out, last->data, bytes);
         *age_ns = dtrain__os_now_ns() - last->heard_ns;
     }
-    pthread_mutex_unlock(&s->hub.mutex);
+    pthread_mutex_unlock(&channel->hub->mutex);
     return bytes;
 }
 
-/* Has heartbeats tell what this rank does: `last` writes it, and is called with hub->mutex held. */
-static void dtrain__socket_tell_last(dtrain__socket *s,
+/* Has heartbeats tell what this rank does in the group: `last` writes it, and is called with hub->mutex held. NULL: no
+ * more. */
+static void dtrain__socket_tell_last(dtrain__channel *channel,
                                      size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
                                      void *user)
 {
-    pthread_mutex_lock(&s->hub.mutex);
-    s->hub.last_user = user;
-    s->hub.last = last;
-    pthread_mutex_unlock(&s->hub.mutex);
+    pthread_mutex_lock(&channel->hub->mutex);
+    channel->last_user = user;
+    channel->last = last;
+    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 /* Whether this address may be used: beyond this host only with a token, or where that is waived. */
@@ -447,21 +372,6 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     return kept > 0 ? DTRAIN_OK : dtrain__socket_closed(hub);
 }
 
-static int dtrain__socket_make_members(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
-    for (int rank = 0; rank < hub->size; rank++) {
-        dtrain__lane *lanes = (dtrain__lane *)dtrain__alloc(hub->allocator, DTRAIN__MAX_LANES * sizeof(dtrain__lane));
-        if (lanes == NULL)
-            return 0;
-        for (int i = 0; i < DTRAIN__MAX_LANES; i++)
-            lanes[i].stream.fd = -1;
-        hub->members[rank].lanes = lanes;
-    }
-    return 1;
-}
-
 /* Copies what the desc says, with its defaults. */
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
@@ -474,7 +384,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
         desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
     hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
-    hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
+    hub->listener = hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
     hub->root_wait_ns = 2000000;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);
@@ -502,8 +412,6 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
 {
     dtrain_status status;
     int error = dtrain__net_pipe(hub->kick);
-    if (error == 0)
-        error = dtrain__net_pipe(hub->wake);
     if (error == 0 && hub->rank == 0)
         error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
     if (error != 0)
@@ -516,44 +424,53 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     return status;
 }
 
-/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
-static dtrain_status dtrain__socket_create(dtrain__socket **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
-                                           dtrain_allocator *allocator)
+/* Fills a new hub and makes the world's channel. */
+static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **out, const dtrain__keys *keys,
+                                          const dtrain__hub_desc *desc)
 {
-    size_t size = (size_t)keys->world_size;
-    dtrain_status status = DTRAIN_OK;
-    dtrain__socket *s = (dtrain__socket *)dtrain__alloc(allocator, sizeof *s);
-    if (s == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
-    dtrain__hub *hub = &s->hub;
-    hub->allocator = allocator;
     dtrain__socket_describe(hub, keys, desc);
+    size_t size = (size_t)hub->size;
+    hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
+    hub->fds_room = hub->fds != NULL ? 64 : 0;
+    hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
+    if (hub->members == NULL || hub->fds == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
+    for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
+    dtrain__socket_introduce(hub);
+    dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
+    hub->world = *out;
+    return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
+}
+
+/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__keys *keys,
+                                           const dtrain__hub_desc *desc, dtrain_allocator *allocator)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain__hub *hub = (dtrain__hub *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *hub);
+    *out = NULL;
+    if (hub == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
+    hub->own = first;
+    hub->allocator = allocator != NULL ? allocator : &hub->own;
     pthread_mutex_init(&hub->mutex, NULL);
     pthread_mutex_init(&hub->step_mutex, NULL);
-    s->sent = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
-    s->received = (uint64_t *)dtrain__alloc(allocator, size * sizeof(uint64_t));
-    hub->members = (dtrain__member *)dtrain__alloc(allocator, size * sizeof(dtrain__member));
-    hub->fds = (struct pollfd *)dtrain__alloc(allocator, dtrain__socket_fds(hub->size) * sizeof(struct pollfd));
-    if (hub->members == NULL || !dtrain__socket_make_members(hub) || s->sent == NULL || s->received == NULL ||
-        hub->fds == NULL) {
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", keys->rank, size);
-    } else {
-        dtrain__socket_introduce(hub);
-        status = dtrain__socket_open(hub, desc);
-    }
-    if (status != DTRAIN_OK) {
-        dtrain__error kept = dtrain__thread_error;
-        dtrain__socket_destroy(s);
-        return dtrain__report(&kept);
-    }
-    *out = s;
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__socket_start(hub, out, keys, desc);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    dtrain__error kept = dtrain__thread_error;
+    if (*out != NULL)
+        dtrain__channel_destroy(*out);
+    else
+        dtrain__hub_free(hub, 0);
+    *out = NULL;
+    return dtrain__report(&kept);
 }
 
 /* Says why a group has not formed: who came, who did not, who was sent away. */
-static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
+static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
 {
-    dtrain__hub *hub = &s->hub;
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
@@ -580,48 +497,45 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
 }
 
 /* Looks whether the group has formed, or never will. */
-static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64_t started_ns, int64_t deadline_ns)
+static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, int64_t started_ns, int64_t deadline_ns)
 {
-    dtrain__hub *hub = &s->hub;
+    dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
-    int neighbours = 0;
     pthread_mutex_lock(&hub->mutex);
-    *formed = hub->formed && !hub->broken;
-    if (hub->broken)
-        status = dtrain__fail(NULL, hub->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s",
-                              hub->rank, hub->size, hub->cause.text, hub->believed);
-    else if (!hub->formed && hub->rank != 0 && hub->members[0].left)
+    *formed = hub->formed && !world->broken;
+    if (world->broken)
+        status = dtrain__fail(NULL, world->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s",
+                              hub->rank, hub->size, world->cause.text, hub->believed);
+    else if (!hub->formed && hub->rank != 0 && hub->members[0].gone != DTRAIN__PRESENT)
         status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s",
                               hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
     else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
-        status = dtrain__socket_unformed(s, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
-    for (int rank = 0; *formed && rank < hub->size; rank++)
-        neighbours += dtrain__hub_same_host(hub, rank);
-    s->crowded = neighbours > dtrain__os_processors();
+        status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
     pthread_mutex_unlock(&hub->mutex);
     return status;
 }
 
 /* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
-static int dtrain__socket_node_ranks(dtrain__socket *s)
+static int dtrain__socket_node_ranks(dtrain__channel *channel)
 {
-    const dtrain__member *members = s->hub.members;
+    const dtrain__member *members = channel->hub->members;
+    const dtrain__peer *peers = channel->peers;
     int n = 1;
-    while (n < s->hub.size && members[n].host == members[0].host)
+    while (n < channel->size && members[peers[n].world].host == members[peers[0].world].host)
         n++;
-    for (int rank = 0; rank < s->hub.size; rank++)
-        if (members[rank].host != members[rank - rank % n].host ||
-            (rank >= n && rank % n == 0 && members[rank].host == members[rank - 1].host))
+    for (int rank = 0; rank < channel->size; rank++)
+        if (members[peers[rank].world].host != members[peers[rank - rank % n].world].host ||
+            (rank >= n && rank % n == 0 && members[peers[rank].world].host == members[peers[rank - 1].world].host))
             return 0;
     return n;
 }
 
-static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
+static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channel *channel)
 {
     memset(transport, 0, sizeof *transport);
-    transport->self = s;
-    transport->rank = s->hub.rank;
-    transport->size = s->hub.size;
+    transport->self = channel;
+    transport->rank = channel->rank;
+    transport->size = channel->size;
     transport->send = dtrain__socket_send;
     transport->recv = dtrain__socket_recv;
     transport->exchange = dtrain__socket_exchange;

@@ -1,7 +1,9 @@
 /* ---- >>threads ----
  * Ranks of one address space. A board holds one slot a rank, on which the rank posts what it is about
  * to do, and lazily one ring of bytes for each ordered pair that exchanges messages. All waiting is on
- * the board's one bell: whoever changes something that a peer may wait for rings it.
+ * the board's one bell: whoever changes something that a peer may wait for rings it. The boards of a world
+ * and of the groups that come of it are a family, which owns their allocator, their store and their service
+ * thread, and lives as long as one of them.
  *
  * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside`
  * flag, which it raises before it looks at `broken`; a rank that fails raises `broken` before it looks at
@@ -33,8 +35,9 @@ typedef struct dtrain__slot {
     uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
     uint64_t finished; /* turn of the last operation whose buffers this rank has left */
     uint32_t inside;
-    uint32_t left; /* set when the rank's end is destroyed */
-    char pad[DTRAIN__CACHE_LINE - 24];
+    uint32_t left; /* set when the rank's end is destroyed, or its thread has given up */
+    int origin;    /* the rank in the family's first board */
+    char pad[DTRAIN__CACHE_LINE - 28];
     dtrain__error why;     /* it left; readable once left is set */
     void *recorder;        /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes; /* 0: none */
@@ -55,21 +58,31 @@ typedef struct dtrain__board_end {
     int rank;
 } dtrain__board_end;
 
+typedef struct dtrain__family {
+    pthread_mutex_t mutex; /* guards boards, their ends, serial, service and store */
+    dtrain__board *boards;
+    uint64_t serial;   /* counts the groups that were begun */
+    dtrain__bell bell; /* the service thread's; rung with that of every board */
+    dtrain_allocator own;
+    dtrain_allocator *allocator;
+    void *service;
+    void (*last_gone)(void *service); /* stops the service before the family is freed */
+    dtrain__store store;
+} dtrain__family;
+
 struct dtrain__board {
     dtrain__bell bell;
     uint32_t broken; /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
-    uint32_t ends;   /* ranks that have not left */
+    int ends;        /* ranks that have come and not left */
     int size;
+    uint64_t id; /* its name in the family; the first one's is 0 */
     dtrain__error cause;
-    dtrain_allocator own;
-    dtrain_allocator *allocator;
+    dtrain__family *family;
+    dtrain__board *next;
+    dtrain_allocator *allocator; /* the family's */
     dtrain__slot *slots;
     dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender */
     dtrain__board_end *board_ends;
-    void (*last_gone)(dtrain__board *board); /* stops the service before the board is freed */
-    void *service;
-    pthread_mutex_t mutex; /* guards the service's list of ranks, and the store */
-    dtrain__store store;
 };
 
 static int dtrain__board_broken(dtrain__board *board)
@@ -241,57 +254,152 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
 static void dtrain__board_free(dtrain__board *board)
 {
     size_t size = (size_t)board->size;
-    dtrain_allocator *allocator = board->allocator, own;
+    dtrain_allocator *allocator = board->allocator;
     if (board->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
             dtrain__free(allocator, board->rings[i], sizeof(dtrain__ring));
     for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
         dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
-    dtrain__store_free(&board->store, allocator);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));
-    pthread_mutex_destroy(&board->mutex);
-    own = board->own;
-    dtrain__free(allocator == &board->own ? &own : allocator, board, sizeof *board);
+    dtrain__free(allocator, board, sizeof *board);
+}
+
+static void dtrain__family_free(dtrain__family *family)
+{
+    dtrain_allocator own;
+    if (family->last_gone != NULL)
+        family->last_gone(family->service);
+    dtrain__store_free(&family->store, family->allocator);
+    pthread_mutex_destroy(&family->mutex);
+    own = family->own;
+    dtrain__free(family->allocator == &family->own ? &own : family->allocator, family, sizeof *family);
+}
+
+/* Says why a rank's end is about to leave, or that the thread behind it has given up. */
+static void dtrain__board_mark(dtrain__board *board, int rank, const dtrain__error *why)
+{
+    dtrain__slot *slot = &board->slots[rank];
+    if (!__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) {
+        if (why != NULL)
+            slot->why = *why;
+        __atomic_store_n(&slot->left, 1, __ATOMIC_SEQ_CST);
+    }
+    dtrain__bell_ring(&board->bell);
+}
+
+/* The rank's thread ends with an error: nobody shall wait for it in any group. */
+static void dtrain__family_give_up(dtrain__board *of, int rank, const dtrain__error *why)
+{
+    dtrain__family *family = of->family;
+    int origin = of->slots[rank].origin;
+    pthread_mutex_lock(&family->mutex);
+    for (dtrain__board *board = family->boards; board != NULL; board = board->next)
+        for (int other = 0; board != of && other < board->size; other++)
+            if (board->slots[other].origin == origin)
+                dtrain__board_mark(board, other, why);
+    pthread_mutex_unlock(&family->mutex);
+}
+
+/* The rank's end leaves; the last of a board frees it, the last of a family the family. */
+static void dtrain__board_detach(dtrain__board *board, int rank)
+{
+    dtrain__family *family = board->family;
+    dtrain__board **at = &family->boards;
+    int ends, last;
+    pthread_mutex_lock(&family->mutex);
+    dtrain__board_mark(board, rank, NULL);
+    ends = --board->ends;
+    while (ends == 0 && *at != board)
+        at = &(*at)->next;
+    if (ends == 0)
+        *at = board->next;
+    last = family->boards == NULL;
+    pthread_mutex_unlock(&family->mutex);
+    if (ends == 0)
+        dtrain__board_free(board);
+    if (last)
+        dtrain__family_free(family);
 }
 
 static void dtrain__threads_destroy(void *self)
 {
     dtrain__board_end *end = (dtrain__board_end *)self;
-    dtrain__board *board = end->board;
-    __atomic_store_n(&board->slots[end->rank].left, 1, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(&board->bell);
-    if (__atomic_sub_fetch(&board->ends, 1, __ATOMIC_ACQ_REL) > 0)
-        return;
-    if (board->last_gone != NULL)
-        board->last_gone(board);
-    dtrain__board_free(board);
+    dtrain__board_detach(end->board, end->rank);
 }
 
-/* Makes a board for `size` ranks; the transport of each is had from dtrain__threads_transport. */
-static dtrain_status dtrain__board_create(dtrain__board **out, int size, dtrain_allocator *allocator)
+/* A family without boards, for dtrain__board_attach. */
+static dtrain__family *dtrain__family_create(dtrain_allocator *allocator)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain__family *family = (dtrain__family *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *family);
+    if (family == NULL)
+        return NULL;
+    family->own = first;
+    family->allocator = allocator != NULL ? allocator : &family->own;
+    pthread_mutex_init(&family->mutex, NULL);
+    return family;
+}
+
+/* Adds a board to the family; the caller holds its mutex. NULL when there is no memory. */
+static dtrain__board *dtrain__board_make(dtrain__family *family, uint64_t id, const int *origins, int size)
 {
     size_t ranks = (size_t)size;
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__board *board = (dtrain__board *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *board);
+    dtrain__board *board = (dtrain__board *)dtrain__alloc(family->allocator, sizeof *board);
     if (board == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
-    board->own = first;
-    board->allocator = allocator != NULL ? allocator : &board->own;
+        return NULL;
+    board->family = family;
+    board->allocator = family->allocator;
+    board->id = id;
     board->size = size;
-    board->ends = (uint32_t)size;
     board->bell.spins = size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
-    pthread_mutex_init(&board->mutex, NULL);
+    board->bell.also = &family->bell;
     board->slots = (dtrain__slot *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__slot));
     board->rings = (dtrain__ring **)dtrain__alloc(board->allocator, ranks * ranks * sizeof(dtrain__ring *));
     board->board_ends = (dtrain__board_end *)dtrain__alloc(board->allocator, ranks * sizeof(dtrain__board_end));
     if (board->slots == NULL || board->rings == NULL || board->board_ends == NULL) {
         dtrain__board_free(board);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+        return NULL;
     }
+    for (int rank = 0; rank < size; rank++)
+        board->slots[rank].origin = origins != NULL ? origins[rank] : rank;
+    board->next = family->boards;
+    family->boards = board;
+    return board;
+}
+
+/* Comes to the board of that name, which the first to come makes; undone by dtrain__board_detach. */
+static dtrain_status dtrain__board_attach(dtrain__board **out, dtrain__family *family, uint64_t id, const int *origins,
+                                          int size)
+{
+    pthread_mutex_lock(&family->mutex);
+    dtrain__board *board = family->boards;
+    while (board != NULL && board->id != id)
+        board = board->next;
+    if (board == NULL)
+        board = dtrain__board_make(family, id, origins, size);
+    if (board != NULL)
+        board->ends++;
+    pthread_mutex_unlock(&family->mutex);
     *out = board;
-    return DTRAIN_OK;
+    return board != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+}
+
+/* Makes a board to which `size` ranks have come, the first of its family. The transport of each is had from
+ * dtrain__threads_transport. */
+static dtrain_status dtrain__board_create(dtrain__board **out, int size, dtrain_allocator *allocator)
+{
+    dtrain__family *family = dtrain__family_create(allocator);
+    dtrain_status status = DTRAIN_ERR_MEMORY;
+    if (family == NULL)
+        return dtrain__fail(NULL, status, "no memory for a group of %d ranks", size);
+    status = dtrain__board_attach(out, family, 0, NULL, size);
+    if (status == DTRAIN_OK)
+        (*out)->ends = size;
+    else
+        dtrain__family_free(family);
+    return status;
 }
 
 static void dtrain__threads_transport(dtrain_transport *transport, dtrain__board *board, int rank)

@@ -1,0 +1,158 @@
+/* ---- >>channel ----
+ * Channels and hubs come and go. A channel is made by every member for itself, under a name that they have agreed
+ * on; connections that a peer makes for it before that wait at the door. The hub goes with its last channel, and
+ * that tells the others that this process has left for good. */
+#ifndef DTRAIN__CHANNEL
+#define DTRAIN__CHANNEL
+#include "rendezvous.c"
+
+/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
+static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
+{
+    unsigned char waste[4096];
+    if (stream->fd < 0 || forked) {
+        dtrain__stream_cut(stream);
+        return;
+    }
+    shutdown(stream->fd, SHUT_WR);
+    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+        continue;
+    dtrain__stream_cut(stream);
+}
+
+static void dtrain__channel_free(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    int count = channel->lanes != NULL ? channel->size * hub->connections : 0;
+    for (int i = 0; i < count; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        dtrain__channel_hang_up(&lane->stream, channel->forked);
+        if (lane->door != NULL)
+            dtrain__hub_free_door(hub, lane->door);
+        if (lane->stream.replay != NULL)
+            dtrain__free(hub->allocator, lane->stream.replay, DTRAIN__REPLAY_BYTES);
+    }
+    dtrain__free(hub->allocator, channel->lanes, (size_t)count * sizeof(dtrain__lane));
+    for (int rank = 0; channel->peers != NULL && rank < channel->size; rank++)
+        if (channel->peers[rank].why != NULL)
+            dtrain__free(hub->allocator, channel->peers[rank].why, strlen(channel->peers[rank].why) + 1);
+    dtrain__free(hub->allocator, channel->peers, (size_t)channel->size * sizeof(dtrain__peer));
+    for (int i = 0; i < 2; i++)
+        if (channel->wake[i] >= 0)
+            close(channel->wake[i]);
+    dtrain__bytes_free(hub->allocator, &channel->store_value);
+    dtrain__free(hub->allocator, channel, sizeof *channel);
+}
+
+/* Adds a channel of `size` members, of which worlds[i] is the rank in the world (NULL: i itself); the caller holds the
+ * mutex. What is known of its members already counts. */
+static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *hub, uint64_t id, const int *worlds,
+                                            int size, int rank)
+{
+    dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
+    int error = ENOMEM;
+    if (channel != NULL) {
+        channel->hub = hub;
+        channel->id = id;
+        channel->rank = rank;
+        channel->size = size;
+        channel->wake[0] = channel->wake[1] = channel->awaits[0] = channel->awaits[1] = -1;
+        channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
+        if (channel->peers != NULL && (!hub->formed || dtrain__channel_lay(channel)))
+            error = dtrain__net_pipe(channel->wake);
+    }
+    if (error != 0) {
+        if (channel != NULL)
+            dtrain__channel_free(channel);
+        return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
+                            "rank %d cannot make its end of a group of %d ranks: %s", rank, size, strerror(error));
+    }
+    channel->next = hub->channels;
+    hub->channels = channel;
+    for (int i = 0; i < size; i++) {
+        dtrain__peer *peer = &channel->peers[i];
+        peer->world = worlds != NULL ? worlds[i] : i;
+        if (hub->members[peer->world].gone == DTRAIN__LOST)
+            dtrain__channel_lost(channel, i);
+        else if (hub->members[peer->world].gone == DTRAIN__LEFT)
+            dtrain__channel_left(channel, i, hub->members[peer->world].why);
+    }
+    dtrain__hub_kick(hub); /* connections may wait for it */
+    *out = channel;
+    return DTRAIN_OK;
+}
+
+static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
+{
+    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        dtrain__channel_hang_up(&member->control, forked);
+        if (member->control.replay != NULL)
+            dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
+        dtrain__bytes_free(hub->allocator, &member->in);
+        dtrain__bytes_free(hub->allocator, &member->out);
+    }
+    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
+}
+
+/* Frees a hub that has no channel any more. */
+static void dtrain__hub_free(dtrain__hub *hub, int forked)
+{
+    dtrain_allocator *allocator = hub->allocator, own;
+    if (hub->listener >= 0) {
+        close(hub->listener);
+        if (dtrain__net_is_unix(&hub->listening) && !forked)
+            unlink(hub->listening.at.local.sun_path);
+    }
+    while (hub->doors != NULL) {
+        dtrain__door *door = hub->doors;
+        hub->doors = door->next;
+        dtrain__hub_free_door(hub, door);
+    }
+    if (hub->root_door != NULL)
+        dtrain__hub_free_door(hub, hub->root_door);
+    dtrain__hub_free_members(hub, forked);
+    for (int i = 0; i < 2; i++)
+        if (hub->kick[i] >= 0)
+            close(hub->kick[i]);
+    for (int rank = 0; rank < hub->size; rank++)
+        dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
+    dtrain__store_free(&hub->store, allocator);
+    dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
+    memset(&hub->keys, 0, sizeof hub->keys);
+    pthread_mutex_destroy(&hub->mutex);
+    pthread_mutex_destroy(&hub->step_mutex);
+    own = hub->own;
+    dtrain__free(allocator == &hub->own ? &own : allocator, hub, sizeof *hub);
+}
+
+/* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
+ * parent's threads may have held them. */
+static void dtrain__channel_destroy(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__channel **at = &hub->channels;
+    int forked = channel->forked, last;
+    if (!forked)
+        pthread_mutex_lock(&hub->mutex);
+    while (*at != channel)
+        at = &(*at)->next;
+    *at = channel->next;
+    for (dtrain__door *door = hub->doors; door != NULL; door = door->next)
+        if (door->purpose == DTRAIN__PURPOSE_DATA && door->channel == channel->id)
+            dtrain__door_close(door);
+    hub->world = hub->world == channel ? NULL : hub->world;
+    last = hub->channels == NULL;
+    if (!last)
+        dtrain__channel_free(channel);
+    if (!forked)
+        pthread_mutex_unlock(&hub->mutex);
+    if (!last)
+        return;
+    if (!forked && hub->last_gone != NULL)
+        hub->last_gone(hub->service);
+    dtrain__channel_free(channel);
+    dtrain__hub_free(hub, forked);
+}
+
+#endif

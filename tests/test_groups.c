@@ -1,0 +1,633 @@
+/* Groups out of groups, on threads and on processes: who is in them, that they neither mix nor wait for each other, and
+ * that what happens to one happens to no other. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "processes.h"
+
+#include <dirent.h>
+
+/* The same body on threads and on processes. */
+typedef struct play {
+    rank_body body;
+    scene *s;
+} play;
+
+static dtrain_status play_rank(dtrain_comm *world, void *user)
+{
+    play *p = (play *)user;
+    p->body(world, p->s);
+    return DTRAIN_OK;
+}
+
+static void on_threads(int ranks, rank_body body, scene *s)
+{
+    play p = {body, s};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 20000;
+    CHECK_EQ(dtrain_run_threads(ranks, play_rank, &p, &desc), DTRAIN_OK);
+}
+
+static void on_both(int ranks, rank_body body)
+{
+    scene s;
+    on_threads(ranks, body, NULL);
+    for (int tcp = 0; tcp < 2; tcp++) {
+        scene_begin(&s, ranks, tcp);
+        run_ranks(&s, body);
+    }
+}
+
+/* The sum of what every rank of the group gives. */
+static int sum(dtrain_comm *group, int mine)
+{
+    int32_t x = mine;
+    if (dtrain_all_reduce(group, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM) != DTRAIN_OK) {
+        TEST_FAIL("rank %d of %d: %s", dtrain_comm_rank(group), dtrain_comm_size(group), dtrain_comm_error(group));
+        return -1;
+    }
+    return x;
+}
+
+static int by_color_and_key(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world), who[3] = {-1, -1, -1};
+    dtrain_comm *half, *pair, *none, *again;
+    (void)s;
+    CHECK_EQ(dtrain_comm_split(world, rank % 2, -rank, &half), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_size(half), 3);
+    CHECK_EQ(dtrain_comm_rank(half), 2 - rank / 2); /* of 4, 2, 0 and of 5, 3, 1 */
+    CHECK_EQ(dtrain_all_gather(half, &rank, who, 3, DTRAIN_I32), DTRAIN_OK);
+    for (int i = 0; i < 3; i++)
+        CHECK_EQ(who[i], 4 - 2 * i + rank % 2);
+    CHECK_EQ(sum(half, rank), rank % 2 ? 9 : 6);
+    /* of a group that came of a split: its first two, and one alone */
+    CHECK_EQ(dtrain_comm_split(half, dtrain_comm_rank(half) / 2, 0, &pair), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_size(pair), rank < 2 ? 1 : 2);
+    CHECK_EQ(sum(pair, rank), rank < 2 ? rank : rank % 2 ? 8 : 6);
+    CHECK_EQ(dtrain_comm_split(world, rank < 2 ? -1 : 7, 0, &none), DTRAIN_OK);
+    CHECK((none == NULL) == (rank < 2));
+    CHECK(none == NULL || dtrain_comm_rank(none) == rank - 2); /* equal keys: by rank */
+    CHECK(none == NULL || sum(none, 1) == 4);
+    CHECK_EQ(dtrain_comm_duplicate(half, &again), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_rank(again), dtrain_comm_rank(half));
+    dtrain_comm_destroy(half); /* before those that came of it */
+    CHECK_EQ(sum(again, 1), 3);
+    CHECK_EQ(sum(pair, 1), dtrain_comm_size(pair));
+    dtrain_comm_destroy(again);
+    dtrain_comm_destroy(none);
+    CHECK_EQ(sum(world, 1), 6);
+    dtrain_comm_destroy(pair);
+    return 0;
+}
+
+TEST(groups_form_by_color_and_key_and_out_of_each_other)
+{
+    on_both(6, by_color_and_key);
+}
+
+static int from_lists(dtrain_comm *world, scene *s)
+{
+    static const int list[] = {4, 1, 3}, twice[] = {1, 2, 1}, beyond[] = {0, 5}, other[] = {4, 3, 1};
+    int rank = dtrain_comm_rank(world);
+    dtrain_comm *group, *alone;
+    (void)s;
+    CHECK_EQ(dtrain_comm_subgroup(world, list, 3, &group), DTRAIN_OK);
+    CHECK((group == NULL) == (rank == 0 || rank == 2));
+    for (int i = 0; i < 3; i++)
+        CHECK(rank != list[i] || dtrain_comm_rank(group) == i);
+    CHECK(group == NULL || sum(group, rank) == 8);
+    CHECK_EQ(dtrain_comm_subgroup(world, &rank, 1, &alone), DTRAIN_ERR_MISMATCH);
+    CHECK(alone == NULL);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 1 gave a list of 1 ranks, rank 0 another one of 1");
+    CHECK_EQ(dtrain_comm_subgroup(world, twice, 3, &alone), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 0 gave a rank twice; list each rank of 0 to 4 at most once");
+    CHECK_EQ(dtrain_comm_subgroup(world, rank == 3 ? beyond : list, rank == 3 ? 2 : 3, &alone), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 3 gave a rank that is not in the group");
+    CHECK_EQ(dtrain_comm_subgroup(world, rank == 3 ? NULL : list, 3, &alone), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 3 gave no list");
+    CHECK_EQ(dtrain_comm_subgroup(world, rank == 2 ? other : list, 3, &alone), DTRAIN_ERR_MISMATCH);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 2 gave a list of 3 ranks, rank 0 another one of 3");
+    CHECK_EQ(dtrain_comm_subgroup(world, rank == 2 ? NULL : NULL, 0, &alone), DTRAIN_OK);
+    CHECK(alone == NULL);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, NULL), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "needs a group and a place for the new one (group is NULL)");
+    CHECK_EQ(dtrain_comm_duplicate(NULL, &alone), DTRAIN_ERR_INVALID);
+    CHECK_EQ(sum(world, 1), 5);
+    dtrain_comm_destroy(group);
+    return 0;
+}
+
+TEST(a_subgroup_follows_its_list_and_bad_lists_are_named_on_every_rank)
+{
+    on_both(5, from_lists);
+}
+
+typedef struct chatter {
+    dtrain_comm *group;
+    pthread_t thread;
+    int turns;
+    size_t count;
+} chatter;
+
+static void *chat(void *pointer)
+{
+    chatter *c = (chatter *)pointer;
+    int size = dtrain_comm_size(c->group), rank = dtrain_comm_rank(c->group);
+    float *x = (float *)malloc(c->count * sizeof(float));
+    for (int turn = 0; turn < c->turns; turn++) {
+        dtrain_work *work = NULL;
+        for (size_t i = 0; i < c->count; i++)
+            x[i] = (float)(rank + turn);
+        if (turn % 3 == 0) {
+            CHECK_EQ(dtrain_all_reduce_async(c->group, x, x, c->count, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+            CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        } else
+            CHECK_EQ(dtrain_all_reduce(c->group, x, x, c->count, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        CHECK(x[0] == (float)(size * (size - 1) / 2 + size * turn) && x[c->count - 1] == x[0]);
+    }
+    free(x);
+    return NULL;
+}
+
+static int in_many_threads(dtrain_comm *world, scene *s)
+{
+    static const size_t counts[] = {1, 5000, 200000};
+    chatter c[4];
+    (void)s;
+    for (int i = 0; i < 4; i++) {
+        if (i < 3)
+            CHECK_EQ(dtrain_comm_split(world, i == 2 ? dtrain_comm_rank(world) / 2 : 0, i, &c[i].group), DTRAIN_OK);
+        else
+            c[i].group = world;
+        c[i].turns = 30;
+        c[i].count = counts[i % 3];
+        if (c[i].group == NULL)
+            return 1;
+    }
+    for (int i = 0; i < 4; i++)
+        pthread_create(&c[i].thread, NULL, chat, &c[i]);
+    for (int i = 0; i < 4; i++)
+        pthread_join(c[i].thread, NULL);
+    for (int i = 0; i < 3; i++)
+        dtrain_comm_destroy(c[i].group);
+    return 0;
+}
+
+TEST(threads_of_one_rank_use_different_groups_at_once)
+{
+    scene s;
+    on_both(4, in_many_threads);
+    scene_begin(&s, 4, 1);
+    s.desc.connections = 3;
+    run_ranks(&s, in_many_threads);
+    s.desc.connections = 0;
+    s.desc.progress = DTRAIN_PROGRESS_POLL;
+    run_ranks(&s, in_many_threads);
+}
+
+/* A message of 8 MiB waits in one group for its receiver while the other group goes on, blocking and async. */
+static int crossing(dtrain_comm *world, scene *s)
+{
+    enum { COUNT = 2 << 20 };
+    static float big[2][COUNT]; /* one for each of two ranks of one process */
+    int rank = dtrain_comm_rank(world);
+    float *x = big[rank % 2], small[100] = {0};
+    dtrain_comm *a, *b;
+    dtrain_work *waiting, *work;
+    (void)s;
+    CHECK_EQ(dtrain_comm_duplicate(world, &a), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_duplicate(world, &b), DTRAIN_OK);
+    for (int i = 0; i < COUNT; i++)
+        x[i] = (float)(rank == 0 ? i : 0);
+    if (rank == 0)
+        CHECK_EQ(dtrain_send_async(a, x, COUNT, DTRAIN_F32, 1, &waiting), DTRAIN_OK);
+    for (int turn = 0; turn < 50; turn++) {
+        CHECK_EQ(dtrain_all_reduce(b, small, small, 100, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        CHECK_EQ(sum(world, 1), 2);
+    }
+    for (int turn = 0; turn < 20; turn++) {
+        small[3] = (float)(rank + 1);
+        CHECK_EQ(dtrain_all_reduce_async(b, small, small, 100, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+        while (!dtrain_work_done(work)) /* the service thread alone drives it, beside the one that waits */
+            usleep(200);
+        CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        CHECK(small[3] == 3);
+    }
+    if (rank == 0) {
+        CHECK(!dtrain_work_done(waiting));
+        CHECK_EQ(dtrain_barrier(b), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait(waiting), DTRAIN_OK);
+    } else {
+        CHECK_EQ(dtrain_barrier(b), DTRAIN_OK);
+        CHECK_EQ(dtrain_recv(a, x, COUNT, DTRAIN_F32, 0), DTRAIN_OK);
+        CHECK(x[1] == 1 && x[COUNT - 1] == COUNT - 1);
+    }
+    dtrain_comm_destroy(a);
+    CHECK_EQ(sum(b, 1), 2);
+    dtrain_comm_destroy(b);
+    return 0;
+}
+
+TEST(a_large_message_that_waits_in_one_group_holds_up_no_other)
+{
+    on_both(2, crossing);
+}
+
+static int one_breaks(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    float x[8] = {0};
+    dtrain_comm *bad, *good, *late;
+    dtrain_status status;
+    (void)s;
+    CHECK_EQ(dtrain_comm_split(world, rank / 2, 0, &bad), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_duplicate(world, &good), DTRAIN_OK);
+    if (rank / 2 == 0) {
+        status = rank == 0 ? dtrain_broadcast(bad, x, 8, DTRAIN_F32, 1)
+                           : dtrain_all_reduce(bad, x, x, 8, DTRAIN_F32, DTRAIN_SUM);
+        CHECK_EQ(status, DTRAIN_ERR_MISMATCH);
+        CHECK_CONTAINS(dtrain_comm_error(bad), "broadcast #1 (f32 x 8, root 1)");
+        CHECK_CONTAINS(dtrain_comm_error(bad), "all_reduce #1 (sum, f32 x 8)");
+    } else {
+        CHECK_EQ(sum(bad, rank), 5);
+    }
+    CHECK_EQ(sum(world, rank), 6);
+    CHECK_EQ(sum(good, rank), 6);
+    CHECK_EQ(dtrain_comm_duplicate(world, &late), DTRAIN_OK);
+    if (rank == 3) /* nobody else comes: the others' deadline is theirs, and so is what it breaks */
+        late->desc.timeout_ms = 100;
+    if (rank == 3)
+        CHECK_EQ(dtrain_recv(late, x, 8, DTRAIN_F32, 2), DTRAIN_ERR_TIMEOUT);
+    CHECK_EQ(sum(world, rank), 6);
+    CHECK_EQ(sum(good, rank), 6);
+    dtrain_comm_destroy(late);
+    dtrain_comm_destroy(bad);
+    CHECK_EQ(sum(good, rank), 6);
+    dtrain_comm_destroy(good);
+    return 0;
+}
+
+TEST(what_breaks_one_group_leaves_the_others)
+{
+    on_both(4, one_breaks);
+}
+
+/* Groups of five ranks: victim is in the second only. */
+static int with_a_death(dtrain_comm *world, scene *s)
+{
+    int victim = *(const int *)s->user, rank = dtrain_comm_rank(world), at, lists[2][3];
+    char text[64];
+    size_t bytes;
+    dtrain_comm *without[2], *with;
+    for (int i = 0; i < 3; i++) {
+        lists[0][i] = (victim + 1 + i) % 5; /* three others, and three with the last of these and the victim */
+        lists[1][i] = (victim + 3 + i) % 5;
+    }
+    CHECK_EQ(dtrain_comm_subgroup(world, lists[0], 3, &without[0]), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, rank == victim ? -1 : 0, 0, &without[1]), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_subgroup(world, lists[1], 3, &with), DTRAIN_OK);
+    CHECK(with == NULL || sum(with, 1) == 3);
+    CHECK(without[0] == NULL || sum(without[0], 1) == 3);
+    CHECK_EQ(sum(world, 1), 5);
+    snprintf(text, sizeof text, "%d has come so far", rank);
+    CHECK_EQ(dtrain_store_set(world, text, NULL, 0), DTRAIN_OK);
+    for (int other = 0; rank == victim && other < 5; other++) {
+        snprintf(text, sizeof text, "%d has come so far", other);
+        CHECK_EQ(dtrain_store_wait(world, text, NULL, 0, &bytes), DTRAIN_OK);
+    }
+    if (rank == victim)
+        kill(getpid(), SIGKILL);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_ERR_PEER_LOST);
+    snprintf(text, sizeof text, "rank %d (pid ", victim);
+    CHECK_CONTAINS(dtrain_comm_error(world), text);
+    for (int turn = 0; turn < 20; turn++) {
+        CHECK_EQ(sum(without[1], 1), 4);
+        CHECK(without[0] == NULL || sum(without[0], 1) == 3);
+        usleep(turn == 0 ? 100000 : 0);
+    }
+    if (with != NULL) {
+        CHECK_EQ(dtrain_barrier(with), DTRAIN_ERR_PEER_LOST);
+        for (at = 0; lists[1][at] != victim; at++)
+            continue;
+        snprintf(text, sizeof text, "rank %d (rank %d of the world, pid ", at, victim);
+        CHECK_CONTAINS(dtrain_comm_error(with), text);
+    }
+    for (int turn = 0; turn < 20; turn++)
+        CHECK_EQ(sum(without[1], 1), 4);
+    dtrain_comm_destroy(with);
+    dtrain_comm_destroy(without[0]);
+    dtrain_comm_destroy(without[1]);
+    return 0;
+}
+
+TEST(a_killed_process_breaks_the_groups_that_have_it_and_no_other)
+{
+    for (int victim = 0; victim < 5; victim += 3)
+        for (int tcp = 0; tcp < 2; tcp++) {
+            scene s;
+            pid_t pids[5];
+            scene_begin(&s, 5, tcp);
+            s.user = &victim;
+            for (int rank = 0; rank < 5; rank++)
+                pids[rank] = start_rank(&s, rank, with_a_death);
+            for (int rank = 0; rank < 5; rank++)
+                CHECK_EQ(end_of(pids[rank], 30), rank == victim ? 128 + SIGKILL : 0);
+            if (!tcp) { /* what the victim could not remove */
+                char path[160];
+                snprintf(path, sizeof path, victim == 0 ? "%s" : "%s.%d", s.root + 5, victim);
+                unlink(path);
+            }
+        }
+}
+
+static dtrain_status gives_up(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world);
+    dtrain_comm **children = (dtrain_comm **)user, *rest;
+    CHECK_EQ(dtrain_comm_duplicate(world, &children[rank]), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, rank == 1 ? -1 : 0, 0, &rest), DTRAIN_OK);
+    if (rank == 1)
+        return dtrain_recv(NULL, NULL, 0, DTRAIN_F32, 0); /* any error; its end of the child stays */
+    CHECK_EQ(dtrain_barrier(children[rank]), DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(dtrain_comm_error(children[rank]), "rank 1 has left the group: rank 1: recv: the group is NULL");
+    CHECK_EQ(sum(rest, 1), 2);
+    dtrain_comm_destroy(rest);
+    return DTRAIN_OK;
+}
+
+TEST(a_thread_that_ends_with_an_error_is_missed_in_no_group)
+{
+    dtrain_comm *children[3] = {NULL, NULL, NULL};
+    CHECK_EQ(dtrain_run_threads(3, gives_up, children, NULL), DTRAIN_ERR_INVALID);
+    for (int rank = 0; rank < 3; rank++)
+        dtrain_comm_destroy(children[rank]);
+}
+
+static int store_of_all(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    char text[32];
+    size_t bytes;
+    dtrain_comm *half;
+    (void)s;
+    CHECK_EQ(dtrain_comm_split(world, rank % 2, 0, &half), DTRAIN_OK);
+    if (rank == 3) {
+        usleep(20000);
+        CHECK_EQ(dtrain_store_set(half, "from 3", "hello", 6), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_store_wait(rank == 1 ? half : world, "from 3", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == 6 && strcmp(text, "hello") == 0);
+    CHECK_EQ(dtrain_store_get(half, "from 3", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == 6);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_comm_destroy(half);
+    return 0;
+}
+
+TEST(groups_of_one_world_share_its_store)
+{
+    on_both(4, store_of_all);
+}
+
+static int entries_of(const char *path)
+{
+    int count = 0;
+    DIR *directory = opendir(path);
+    while (directory != NULL && readdir(directory) != NULL)
+        count++;
+    if (directory != NULL)
+        closedir(directory);
+    return count;
+}
+
+static int again_and_again(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world), before = 0, threads = 0, shared;
+    size_t bytes = 0;
+    float x[100] = {0};
+    (void)s;
+    for (int round = 0; round < 200; round++) {
+        dtrain_comm *groups[3];
+        dtrain_work *work;
+        if (round == 1) { /* a first time has made what stays */
+            CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+            before = entries_of("/proc/self/fd");
+            threads = entries_of("/proc/self/task");
+            bytes = dtrain_comm_allocator(world)->bytes;
+        }
+        CHECK_EQ(dtrain_comm_split(world, (rank + round) % 2, 0, &groups[0]), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_duplicate(world, &groups[1]), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_split(groups[1], rank / 2, 0, &groups[2]), DTRAIN_OK);
+        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(dtrain_all_reduce_async(groups[i], x, x, 100, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+            CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        }
+        if (round > 0 && entries_of("/proc/self/task") > threads)
+            TEST_FAIL("round %d: more threads than the %d there were", round, threads - 2);
+        for (int i = 0; i < 3; i++)
+            dtrain_comm_destroy(groups[(i + round) % 3]);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    shared = dtrain_comm_size(world) > 1 && world->socket == NULL;
+    if (!shared) { /* ranks that are threads count each other's */
+        CHECK_EQ(entries_of("/proc/self/fd"), before);
+        CHECK_EQ(dtrain_comm_allocator(world)->bytes, bytes);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(two_hundred_rounds_leave_no_descriptor_thread_or_byte)
+{
+    scene s;
+    on_threads(4, again_and_again, NULL);
+    scene_begin(&s, 4, 1);
+    run_ranks(&s, again_and_again);
+}
+
+static void *outlives(void *pointer)
+{
+    dtrain_comm **ends = (dtrain_comm **)pointer, *child;
+    dtrain_work *work;
+    float x = 1;
+    CHECK_EQ(dtrain_comm_duplicate(*ends, &child), DTRAIN_OK);
+    dtrain_comm_destroy(*ends);
+    CHECK_EQ(sum(child, 1), 3);
+    CHECK_EQ(dtrain_all_reduce_async(child, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+    CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+    CHECK(x == 3);
+    CHECK_EQ(dtrain_comm_duplicate(child, ends), DTRAIN_OK);
+    dtrain_comm_destroy(child);
+    CHECK_EQ(sum(*ends, 2), 6);
+    dtrain_comm_destroy(*ends);
+    return NULL;
+}
+
+static int outlives_rank(scene *s, int rank)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world;
+    int before = test_failures, fds = entries_of("/proc/self/fd"), threads = entries_of("/proc/self/task");
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_OK);
+    if (world != NULL)
+        outlives(&world);
+    CHECK_EQ(entries_of("/proc/self/fd"), fds);
+    CHECK_EQ(entries_of("/proc/self/task"), threads);
+    return test_failures != before;
+}
+
+TEST(a_group_outlives_the_one_it_comes_of)
+{
+    dtrain_allocator heap;
+    dtrain_comm_desc desc;
+    dtrain_comm *ends[3];
+    pthread_t threads[3];
+    scene s;
+    memset(&heap, 0, sizeof heap);
+    memset(&desc, 0, sizeof desc);
+    for (int own = 0; own < 2; own++) {
+        desc.allocator = own ? NULL : &heap;
+        CHECK_EQ(dtrain_threads_create(ends, 3, &desc), DTRAIN_OK);
+        for (int rank = 0; rank < 3; rank++)
+            pthread_create(&threads[rank], NULL, outlives, &ends[rank]);
+        for (int rank = 0; rank < 3; rank++)
+            pthread_join(threads[rank], NULL);
+        CHECK_EQ(heap.bytes, 0);
+    }
+    for (int round = 0; round < 4; round++) {
+        pid_t pids[3];
+        scene_begin(&s, 3, round % 2);
+        fflush(stdout);
+        for (int rank = 0; rank < 3; rank++)
+            if ((pids[rank] = fork()) == 0)
+                _exit(outlives_rank(&s, rank));
+        for (int rank = 0; rank < 3; rank++)
+            CHECK_EQ(end_of(pids[rank], 30), 0);
+    }
+}
+
+static dtrain_status pretend_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline, size_t *moved)
+{
+    dtrain_transport *inner = (dtrain_transport *)self;
+    return inner->send(inner->self, peer, data, bytes, deadline, moved);
+}
+
+static dtrain_status pretend_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline, size_t *moved)
+{
+    dtrain_transport *inner = (dtrain_transport *)self;
+    return inner->recv(inner->self, peer, data, bytes, deadline, moved);
+}
+
+static dtrain_status over_another_transport(dtrain_comm *world, void *user)
+{
+    dtrain_transport own;
+    dtrain_comm *outer, *group;
+    (void)user;
+    memset(&own, 0, sizeof own);
+    own.self = &world->transport;
+    own.rank = world->rank;
+    own.size = world->size;
+    own.send = pretend_send;
+    own.recv = pretend_recv;
+    CHECK_EQ(dtrain_comm_from_transport(&outer, &own, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(outer, own.rank / 2, 0, &group), DTRAIN_ERR_UNSUPPORTED);
+    CHECK(group == NULL);
+    CHECK_CONTAINS(dtrain_comm_error(outer),
+                   own.rank < 2 ? "a transport of your own has no groups" : "could not make its end of a group");
+    CHECK_EQ(dtrain_comm_split(outer, own.rank, 0, &group), DTRAIN_OK);
+    CHECK_EQ(sum(outer, 1), 3);
+    dtrain_comm_destroy(outer);
+    CHECK_EQ(sum(group, 7), 7);
+    dtrain_comm_destroy(group);
+    return DTRAIN_OK;
+}
+
+TEST(a_transport_of_the_users_own_splits_into_single_ranks_only)
+{
+    CHECK_EQ(dtrain_run_threads(3, over_another_transport, NULL, NULL), DTRAIN_OK);
+}
+
+TEST(a_world_of_one_splits_too)
+{
+    dtrain_comm *world, *group;
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 1;
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 3, 1, &group), DTRAIN_OK);
+    CHECK_EQ(sum(group, 5), 5);
+    dtrain_comm_destroy(world);
+    dtrain_comm_destroy(group);
+}
+
+static int in_a_mesh(dtrain_comm *world, scene *s)
+{
+    const dtrain_mesh_dim dims[] = {{"data", 0}, {"pipe", 3}, {"tensor", 2}};
+    int rank = dtrain_comm_rank(world);
+    dtrain_mesh *mesh;
+    (void)s;
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, dims, 3), DTRAIN_OK); /* rank = 6 data + 2 pipe + tensor */
+    CHECK_EQ(dtrain_mesh_size(mesh, "data"), 2);
+    CHECK_EQ(dtrain_mesh_size(mesh, "pipe"), 3);
+    CHECK_EQ(dtrain_mesh_index(mesh, "data"), rank / 6);
+    CHECK_EQ(dtrain_mesh_index(mesh, "pipe"), rank / 2 % 3);
+    CHECK_EQ(dtrain_mesh_index(mesh, "tensor"), rank % 2);
+    CHECK_EQ(dtrain_comm_rank(dtrain_mesh_group(mesh, "pipe")), rank / 2 % 3);
+    CHECK_EQ(sum(dtrain_mesh_group(mesh, "data"), rank), 2 * (rank % 6) + 6);
+    CHECK_EQ(sum(dtrain_mesh_group(mesh, "pipe"), rank), 3 * (rank / 6 * 6 + rank % 2) + 6);
+    CHECK_EQ(sum(dtrain_mesh_group(mesh, "tensor"), rank), 2 * (rank / 2 * 2) + 1);
+    CHECK(dtrain_mesh_group(mesh, "expert") == NULL);
+    CHECK_CONTAINS(dtrain_last_error(), "the mesh has no dimension \"expert\"; it has data, pipe, tensor");
+    CHECK_EQ(dtrain_mesh_index(mesh, NULL), -1);
+    CHECK_EQ(dtrain_mesh_size(NULL, "data"), 0);
+    dtrain_mesh_destroy(mesh);
+    dtrain_mesh_destroy(NULL);
+    return 0;
+}
+
+TEST(a_mesh_has_the_group_along_each_dimension)
+{
+    scene s;
+    on_threads(12, in_a_mesh, NULL);
+    scene_begin(&s, 12, 0);
+    run_ranks(&s, in_a_mesh);
+}
+
+static int in_no_mesh(dtrain_comm *world, scene *s)
+{
+    const dtrain_mesh_dim same[] = {{"a", 2}, {"a", 2}}, open[] = {{"a", 0}, {"b", 0}}, small[] = {{"a", 3}, {"b", 1}};
+    const dtrain_mesh_dim large[] = {{"a", 2}, {"b", 3}}, odd[] = {{"a", 3}, {"b", 0}}, nameless[] = {{"", 4}};
+    const dtrain_mesh_dim good[] = {{"a", 2}, {"b", 2}}, turned[] = {{"b", 2}, {"a", 2}};
+    int rank = dtrain_comm_rank(world);
+    dtrain_mesh *mesh;
+    (void)s;
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, same, 2), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "dimension 1 (a, size 2) has a name that is taken");
+    CHECK(mesh == NULL);
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, open, 2), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "one dimension alone may have 0");
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, small, 2), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "the sizes multiply to 3, and the world has 4 ranks");
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, large, 2), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "dimension 1 (b, size 3) makes the mesh larger than the world");
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, odd, 2), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "multiply to 3, and the world has 4 ranks, which that does not divide");
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, nameless, 1), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, NULL, 0), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "0 dimensions; give at least one");
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, rank == 2 ? turned : good, 2), DTRAIN_ERR_MISMATCH);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 2 gave other dimensions than rank 0");
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, rank == 1 ? large : good, 2), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world),
+                   rank == 1 ? "larger than the world" : "rank 1 gave dimensions that cannot");
+    CHECK_EQ(dtrain_mesh_create(NULL, world, good, 2), DTRAIN_ERR_INVALID);
+    CHECK_EQ(sum(world, 1), 4);
+    return 0;
+}
+
+TEST(dimensions_that_cannot_be_are_named)
+{
+    on_both(4, in_no_mesh);
+}
