@@ -8078,6 +8078,8 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
         op->serial = recorder->begun + 1;
         __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
     }
+    if (recorder->begun - op->serial >= DTRAIN__RECORDS)
+        return; /* a message that others overtook: its place is theirs */
     record.call = dtrain__recorder_call(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
@@ -10789,8 +10791,9 @@ typedef struct dtrain__sweep {
 } dtrain__sweep;
 
 /* Advances, without waiting, the messages from head to the next collective: of those to one peer the first, of those
- * from one peer the first. Crossing messages so get past each other, whatever was queued first. */
-static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
+ * from one peer the first. Crossing messages so get past each other, whatever was queued first. Stops at until_ns once
+ * one has moved. */
+static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head, int64_t until_ns)
 {
     dtrain__sweep sweep = {NULL, NULL, 0, 0};
     int taken = 0, lanes = 2 * (comm->size - 1);
@@ -10801,6 +10804,8 @@ static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
         uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
         if (work->ended || *lane == comm->sweep)
             continue;
+        if (sweep.moved && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
         work->ended = dtrain__comm_turn(comm, &work->op, 0, &sweep.moved);
         if (work->ended)
             continue;
@@ -10831,7 +10836,7 @@ static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrai
 static int dtrain__queue_mail(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
 {
     for (;;) {
-        dtrain__sweep sweep = dtrain__queue_sweep(comm, head);
+        dtrain__sweep sweep = dtrain__queue_sweep(comm, head, until_ns != 0 ? until_ns : comm->poll_until_ns);
         int64_t now, slice;
         int crowded;
         *moved |= sweep.moved;
