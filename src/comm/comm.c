@@ -417,10 +417,15 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         return status;
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
+    return DTRAIN_OK;
+}
+
+/* The time allowed to a call begins. */
+static void dtrain__comm_clock(dtrain_comm *comm, dtrain__op *op)
+{
     op->started_ns = dtrain__os_now_ns();
     op->deadline_ns =
         comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
-    return DTRAIN_OK;
 }
 
 /* Puts an operation at the end of the queue; NULL: no memory. */
@@ -628,6 +633,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
                             dtrain__kind_name((uint64_t)op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__comm_note(comm, op);
+    dtrain__comm_clock(comm, op);
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
