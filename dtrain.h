@@ -6975,14 +6975,23 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(&((dtrain__socket *)self)->hub);
 }
 
+/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
+ * asks again after this. */
+static void dtrain__socket_flush(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        for (int turn = 0; turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 &&
+                           hub->members[rank].control.fd >= 0;
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__hub *hub = &((dtrain__socket *)self)->hub;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -6993,9 +7002,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         return;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -9505,6 +9512,7 @@ static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, co
         dtrain__step_recv(step, peer, held, op->count * width);
     else if (low)
         dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, width);
+    step->fold_early = step->fold != NULL;
 }
 
 static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int level,
@@ -9618,6 +9626,7 @@ static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k
         dtrain__step_recv(step, peer, held, n * width);
     else
         dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, n, width);
+    step->fold_early = step->fold != NULL;
     step->tag_out = step->tag_in = index << 1 | (uint64_t)down;
     return 1;
 }
@@ -9651,6 +9660,7 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
         dtrain__step_recv(step, left, held + in->begin * width, in->count * width);
     else
         dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in->begin * width, in->count, width);
+    step->fold_early = !gathers;
     step->send_first = comm->rank % 2 == 0;
     return 1;
 }

@@ -208,14 +208,23 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(&((dtrain__socket *)self)->hub);
 }
 
+/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
+ * asks again after this. */
+static void dtrain__socket_flush(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        for (int turn = 0; turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 &&
+                           hub->members[rank].control.fd >= 0;
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__hub *hub = &((dtrain__socket *)self)->hub;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -226,9 +235,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         return;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
