@@ -135,6 +135,8 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
         op->serial = recorder->begun + 1;
         __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
     }
+    if (recorder->begun - op->serial >= DTRAIN__RECORDS)
+        return; /* a message that others overtook: its place is theirs */
     record.call = dtrain__recorder_call(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
