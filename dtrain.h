@@ -282,7 +282,10 @@ typedef enum dtrain_op {
     DTRAIN_MEAN, /* the sum divided once; floats only */
     DTRAIN_PROD,
     DTRAIN_MIN, /* a NaN wins; -0 is below +0 */
-    DTRAIN_MAX
+    DTRAIN_MAX,
+    DTRAIN_AND, /* bit by bit; integers only, as are the next two */
+    DTRAIN_OR,
+    DTRAIN_XOR
 } dtrain_op;
 
 #define DTRAIN_MAX_DIMS 8
@@ -536,13 +539,26 @@ extern "C" {
 typedef struct dtrain_comm dtrain_comm;
 typedef struct dtrain_work dtrain_work;
 
+/* The order in which a reduction combines the ranks' values. */
+typedef enum dtrain_order {
+    DTRAIN_ORDER_TREE = 0, /* see >>order */
+    DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
+} dtrain_order;
+
+/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
+ * the ranks of a node are no power of two; the others in the tree order. What
+ * a collective has no form of, or not for this number of ranks, is chosen for it. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
-    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
-    DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
-    DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING /* messages, tree order: all_reduce in pieces of which each rank folds a part */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; worlds of a power of two, others TREE */
+    DTRAIN_ALGORITHM_TREE,               /* whole vectors up to a rank and down again */
+    DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING,   /* all_reduce: halves of halves, each rank folds a part */
+    DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
+    DTRAIN_ALGORITHM_BRUCK,              /* everything to everyone in few steps, folded by each */
+    DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside nodes, then between their first ranks */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces in turn over two trees */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -558,10 +574,13 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
  *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
- *   Slurm       SLURM_PROCID, SLURM_NTASKS
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS, unless mpirun has started the rank inside the job
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
+ *
+ * DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, in groups of threads too, and
+ * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
  * to all of them. DTRAIN_TOKEN or the file named by
@@ -583,7 +602,9 @@ typedef struct dtrain_comm_desc {
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
     int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
     int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
-    dtrain_algorithm algorithm;  /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
+    dtrain_order order;          /* of reductions; 0: the tree's */
+    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
@@ -648,6 +669,17 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
  * any thread */
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                     const dtrain_comm_desc *desc);
+
+/* Returns the name of the algorithm that a call would use: "halving_doubling".
+ *
+ *   collective   "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+ *                "all_to_all" or "barrier"
+ *   count        elements, as the call has them
+ *   returns      "?" for another name or a NULL comm
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype);
 
 /* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
  *
@@ -717,7 +749,8 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *
  *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
  *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
- *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size
+ *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
+ *             DTRAIN_AND, OR, XOR for integers
  *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
  *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
@@ -728,6 +761,20 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op);
 
+/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart; any alignment
+ *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
+ *             divided once and rounded once
+ *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
+ *   order     as dtrain_all_reduce
+ *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
+ *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight);
+
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
@@ -737,6 +784,17 @@ DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, vo
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                dtrain_dtype dtype, dtrain_op op);
+
+/* dtrain_reduce_scatter with parts as the caller says: rank r gets elements [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
+ *                     one after the other
+ *   out               counts[rank] elements; in place means out == in + this rank's offset
+ *   others            as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op);
 
 /* Joins every rank's shard of `count` elements; every rank gets them all.
  *
@@ -749,6 +807,15 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype);
 
+/* dtrain_all_gather with parts as the caller says: rank r's goes to [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   as in dtrain_reduce_scatter_v; parts do not overlap, what lies between them is unchanged
+ *   in                counts[rank] elements; in place means in == out + this rank's offset
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype);
+
 /* Copies `count` elements from rank root to every rank, in place.
  *
  *   dtype    any of whole bytes
@@ -756,6 +823,69 @@ DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, vo
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root);
+
+/* Reduces `count` elements over all ranks to rank root.
+ *
+ *   out      count elements on the root, where it may be in; on other ranks not touched, may be NULL
+ *   others   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root);
+
+/* Joins every rank's shard of `count` elements on rank root.
+ *
+ *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
+ *   out      count elements on the root; on other ranks not touched, may be NULL
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root);
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands rank root's `count` elements out, to each rank its shard.
+ *
+ *   in       count elements on the root; on other ranks not read, may be NULL
+ *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root);
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands each rank's `count` elements out, to each rank its shard of them.
+ *
+ *   in       count elements: rank r gets shard r (see dtrain_shard)
+ *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
+ *            where count is a multiple of the world size
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype);
+
+/* dtrain_all_to_all with parts as the caller says.
+ *
+ *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
+ *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
+ *   in place                  in == out with the same arrays for both
+ *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype);
 
 /* Returns when every rank has called it; errors as dtrain_all_reduce.
  *
@@ -779,10 +909,24 @@ DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t c
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
 
+/* Sends to one rank while it receives from another; of use to rings and halos, where sends alone would cross.
+ *
+ *   to, from   other ranks than this one, the same or two; -1: none. They call dtrain_exchange, or dtrain_send and
+ *              dtrain_recv, with the same counts
+ *   in, out    apart
+ *   errors     as dtrain_recv
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype);
+
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
+ * Between two collectives, sends and recvs move together, so that messages of any size may cross; those to one peer,
+ * and those from one, keep their order.
+ *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
- *   buffers  belong to the operation until it is done
+ *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
  *
  * collective: every rank of comm, same order; never blocks */
@@ -794,10 +938,66 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                 int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root,
+                                                dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                            int peer, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
                                            dtrain_work **work);
+
+/* Reduces tensors of one shape and dtype over all ranks; in may be out. Otherwise as dtrain_all_reduce.
+ *
+ *   errors   DTRAIN_ERR_INVALID  shapes or dtypes of in and out differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op);
+
+/* Reduces tensors of one shape over all ranks and splits the result along dimension 0.
+ *
+ *   out      in's shape but for dimension 0, of which rank r has the rows that dtrain_shard gives it
+ *   errors   DTRAIN_ERR_INVALID  out has another shape or dtype; the text says which was expected
+ *   others   as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op);
+
+/* Concatenates the ranks' tensors along dimension 0, in the order of the ranks.
+ *
+ *   out      of which in has the rows that dtrain_shard gives this rank; otherwise of in's shape
+ *   errors   DTRAIN_ERR_INVALID  in has another shape or dtype; the text says which was expected
+ *   others   as dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out);
+
+/* Copies rank root's tensor to tensors of its dtype and element count on every rank, in place.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root);
 
 /* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
  *
@@ -810,6 +1010,64 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
+
+/* As dtrain_work_wait, but gives up after timeout_ms; the operation goes on, and the handle can be waited for again.
+ *
+ *   timeout_ms   0: only what can be done at once; negative: no limit but the operation's deadline
+ *   returns      DTRAIN_ERR_TIMEOUT with the handle still valid (dtrain_work_done tells this from the operation's own
+ *                deadline); else as dtrain_work_wait, and the handle is gone
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms);
+
+/* Ends an operation before its time, on every rank. Its handle ends with DTRAIN_ERR_ABORTED and is still waited for,
+ * as soon as the operations before it have ended; one that has ended already stays as it is.
+ *
+ * A collective's other ranks get DTRAIN_ERR_ABORTED with this rank's number and the operation, and the group is
+ * broken; so it is by a send or recv of which a byte may have moved. A send or recv that has not begun, because
+ * earlier work of the same peer and direction or an earlier collective is under way, ends alone, and so does whatever
+ * has not begun in a world of one: the group can be used as though it had never been called, so that the next
+ * message between the two takes its place.
+ *
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_work_wait has returned */
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work);
+
+/* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
+ * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
+ *
+ * A call that is blocked, on any rank, returns at once; over a transport of your own within 100 ms of its send or recv
+ * keeping its deadline, and on the other ranks only where the transport has `fail`. A group that is broken already
+ * keeps its first cause.
+ *
+ *   why       at most 300 characters are kept; NULL: none
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_comm_destroy; never blocks */
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
+
+/* Opens a fuse: blocking calls of the group are noted, and run by dtrain_fuse_end, many small ones as one.
+ *
+ * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
+ * belong to the fuse until the end; none may overlap another that is written.
+ *
+ *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive from
+ * every other, of any size, in any order collectives   run in the order of their calls. Neighbours, messages aside,
+ * become one operation where they are all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and
+ * root, of up to 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls errors
+ * DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
+
+/* Runs the noted calls, all of them, and closes the fuse.
+ *
+ *   returns   the first error. Texts call operations of several calls by the first one: "all_reduce #4 (sum,
+ *             f32 x 1024, 3 fused)"; DTRAIN_ERR_INVALID without dtrain_fuse_begin
+ *
+ * collective: every rank of comm, same order, where collectives were noted; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
@@ -1268,6 +1526,12 @@ static int64_t dtrain__os_now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Milliseconds that a caller chose, as nanoseconds that can be added to any time. */
+static int64_t dtrain__os_ms_to_ns(int64_t ms)
+{
+    return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
 }
 
 static struct timespec dtrain__os_timespec(int64_t ns)
@@ -2955,13 +3219,14 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
-    if (op != DTRAIN_SUM && op != DTRAIN_MEAN && op != DTRAIN_PROD && op != DTRAIN_MIN && op != DTRAIN_MAX)
+    int bits = op == DTRAIN_AND || op == DTRAIN_OR || op == DTRAIN_XOR;
+    if (op < DTRAIN_SUM || op > DTRAIN_XOR)
         return 0;
     switch (dtype) {
     case DTRAIN_F64:
     case DTRAIN_F32:
     case DTRAIN_F16:
-    case DTRAIN_BF16: return 1;
+    case DTRAIN_BF16: return !bits;
     case DTRAIN_I8:
     case DTRAIN_U8:
     case DTRAIN_I32:
@@ -3029,6 +3294,9 @@ DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__and_u8, uint8_t, a[i] & b[i])
+DTRAIN__PAIR_INT(dtrain__or_u8, uint8_t, a[i] | b[i])
+DTRAIN__PAIR_INT(dtrain__xor_u8, uint8_t, a[i] ^ b[i])
 DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
@@ -3054,6 +3322,19 @@ DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
 DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
+
+/* y[i] = x[i] * factor; y may be x */
+#define DTRAIN__WEIGH(name, type)                                                                                      \
+    DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
+    {                                                                                                                  \
+        const type *x = (const type *)in;                                                                              \
+        type *y = (type *)out, by = (type)factor;                                                                      \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = x[i] * by;                                       \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
+
+DTRAIN__WEIGH(dtrain__weigh_f32, dtrain__f32)
+DTRAIN__WEIGH(dtrain__weigh_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
 #define DTRAIN__DIRECT(name, type)                                                                                     \
@@ -3137,7 +3418,11 @@ static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const v
                                 dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
     int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
     int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
-    if (op == DTRAIN_SUM)
+    if (op >= DTRAIN_AND)
+        (op == DTRAIN_AND  ? dtrain__and_u8
+         : op == DTRAIN_OR ? dtrain__or_u8
+                           : dtrain__xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
+    else if (op == DTRAIN_SUM)
         sums[width](a, b, count);
     else if (op == DTRAIN_PROD)
         products[width](a, b, count);
@@ -3188,6 +3473,26 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fold_divide(wide, op, divisor, partial, count);
     if (partial != out)
         dtrain__convert(partial, wide, out, dtype, count);
+    dtrain__fpmode_restore(mode);
+}
+
+/* partial[i] = in[i] * weight, in the partial dtype of dtype. A weight of 0 gives -0, which any sum leaves as it is,
+ * whatever is in `in`. */
+static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in, void *partial, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    int wide = dtype == DTRAIN_F64;
+    if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
+        dtrain__convert(in, dtype, partial, DTRAIN_F32, count);
+        in = partial;
+    }
+    if (weight != 0)
+        (wide ? dtrain__weigh_f64 : dtrain__weigh_f32)(in, weight, partial, count);
+    for (size_t i = 0; weight == 0 && i < count; i++)
+        if (wide)
+            ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
+        else
+            ((dtrain__u32 *)partial)[i] = (uint32_t)1 << 31;
     dtrain__fpmode_restore(mode);
 }
 
@@ -4004,7 +4309,7 @@ static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 
-#define DTRAIN__POST_WORDS 9
+#define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
@@ -4013,12 +4318,13 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
+    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
     unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* number of the last operation whose buffers this rank has left */
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
@@ -4026,7 +4332,7 @@ typedef struct dtrain__slot {
     void *recorder;        /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes; /* 0: none */
     dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {
@@ -4590,6 +4896,18 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     return error;
 }
 
+/* Whether a connection has met itself: TCP allows it where nobody listens and the port that the system chose for this
+ * end is the very one that is asked for. */
+static int dtrain__net_is_mirror(int fd)
+{
+    dtrain__address here, there;
+    memset(&here, 0, sizeof here);
+    memset(&there, 0, sizeof there);
+    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
+    return getsockname(fd, &here.at.any, &here.bytes) == 0 && getpeername(fd, &there.at.any, &there.bytes) == 0 &&
+           !dtrain__net_is_unix(&here) && here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+}
+
 /* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
 static int dtrain__net_connected(int fd)
 {
@@ -4601,7 +4919,9 @@ static int dtrain__net_connected(int fd)
     one.revents = 0;
     if (poll(&one, 1, 0) <= 0)
         return EINPROGRESS;
-    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 ? errno : error;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
+        return errno;
+    return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
 /* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */
@@ -5128,6 +5448,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
 typedef struct dtrain__bytes {
     unsigned char *data;
     size_t bytes, capacity;
+    int short_of; /* memory: there was none for something that belongs here */
 } dtrain__bytes;
 
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
@@ -5140,8 +5461,10 @@ static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block,
     while (capacity - block->bytes < more)
         capacity *= 2;
     data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
-    if (data == NULL)
+    if (data == NULL) {
+        block->short_of = 1;
         return 0;
+    }
     block->data = data;
     block->capacity = capacity;
     return 1;
@@ -5205,6 +5528,7 @@ typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
     char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
     int joined, left, expected;              /* expected: the control connection may come back */
     dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
@@ -5244,7 +5568,7 @@ typedef struct dtrain__hub {
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
-    uint32_t stepping, waiting;
+    uint32_t stepping, waiting, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
@@ -5285,9 +5609,10 @@ static void dtrain__hub_tell(dtrain__hub *hub)
         dtrain__net_poke(hub->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do. */
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
 static void dtrain__hub_kick(dtrain__hub *hub)
 {
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
         dtrain__net_poke(hub->kick[1]);
 }
@@ -5322,10 +5647,10 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     return 1;
 }
 
-/* Appends to a frame under way; a frame that lacks memory is noticed when it is sent. */
+/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
 static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
 {
-    if (!dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
         return;
     dtrain__put_le(frame->data + frame->bytes, value, bytes);
     frame->bytes += (size_t)bytes;
@@ -5333,7 +5658,7 @@ static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value,
 
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
-    if (bytes == 0 || !dtrain__bytes_room(hub->allocator, frame, bytes))
+    if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
@@ -5349,17 +5674,21 @@ static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
+    to->out.short_of = 0;
     dtrain__give(hub, &to->out, 0, 4);
     dtrain__give(hub, &to->out, (uint64_t)type, 2);
     return begin;
 }
 
-static void dtrain__frame_close(dtrain__member *to, size_t begin)
+/* Returns 0 when memory was short: then nothing of the frame is left, as a part of one would accuse its sender. */
+static int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
-    if (to->out.bytes >= begin + 6)
-        dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
-    else
+    if (to->out.short_of) {
         to->out.bytes = begin;
+        return 0;
+    }
+    dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    return 1;
 }
 
 static void dtrain__frame_reason(dtrain__hub *hub, dtrain__member *to, int type, int rank, dtrain_status status,
@@ -5400,7 +5729,7 @@ static void dtrain__hub_end(dtrain__hub *hub, int from, int rank, dtrain_status 
     dtrain__hub_kick(hub);
 }
 
-/* A member is gone without a word. */
+/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
     dtrain__error lost;
@@ -5409,10 +5738,12 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank,
                  member->name[0] != 0 ? member->name : "unknown process", how);
     dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
+    if (member->control.fd >= 0)
+        dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
     member->left = 1;
     member->expected = 0;
-    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */
@@ -5438,6 +5769,19 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
+/* Keeps the answer to this rank's own request. */
+static void dtrain__store_keep(dtrain__hub *hub, uint32_t id, dtrain_status status, int found, const void *data,
+                               size_t bytes)
+{
+    hub->store_value.bytes = 0;
+    hub->store_value.short_of = 0;
+    dtrain__give_bytes(hub, &hub->store_value, data, bytes);
+    hub->store_status = hub->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
+    hub->store_found = found;
+    hub->store_answered = id;
+    dtrain__hub_tell(hub);
+}
+
 /* Answers a store request: rank 0's own at once, another's by a frame. */
 static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
                                  const void *data, size_t bytes)
@@ -5445,12 +5789,7 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__member *member = &hub->members[rank];
     size_t begin;
     if (rank == hub->rank) {
-        hub->store_value.bytes = 0;
-        dtrain__give_bytes(hub, &hub->store_value, data, bytes);
-        hub->store_status = hub->store_value.bytes == bytes ? status : DTRAIN_ERR_MEMORY;
-        hub->store_found = found;
-        hub->store_answered = id;
-        dtrain__hub_tell(hub);
+        dtrain__store_keep(hub, id, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
@@ -5458,7 +5797,8 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    dtrain__frame_close(member, begin);
+    if (!dtrain__frame_close(member, begin) && bytes > 0)
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -5514,7 +5854,7 @@ static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int wha
     dtrain__store_forget(hub, rank);
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, "no memory to wait", 15);
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
     asker->rank = rank;
@@ -5545,12 +5885,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
         return 0;
     if (id != hub->store_id)
         return 1; /* of a request that was given up */
-    hub->store_value.bytes = 0;
-    dtrain__give_bytes(hub, &hub->store_value, reader->at, reader->left);
-    hub->store_status = hub->store_value.bytes == reader->left ? (dtrain_status)status : DTRAIN_ERR_MEMORY;
-    hub->store_found = found != 0;
-    hub->store_answered = (uint32_t)id;
-    dtrain__hub_tell(hub);
+    dtrain__store_keep(hub, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -5609,6 +5944,10 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     if (type == DTRAIN__FRAME_BYE) {
         if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
             return 0;
+        if (!hub->formed && hub->rank == 0) {
+            member->joined = 0; /* it gave up waiting for others, and may start again; its connection ends next */
+            return 1;
+        }
         member->left = 1;
         snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
         dtrain__store_forget(hub, (int)about);
@@ -5723,13 +6062,25 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
+/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, hub->rank, cause.status, cause.text);
+}
+
 /* Reads what a member's control connection holds. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
-        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096))
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096)) {
+            dtrain__hub_short_of_memory(hub);
             return;
+        }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
                                         member->in.capacity - member->in.bytes);
         if (n < 0)
@@ -5803,6 +6154,7 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
         errno = error;
         return NULL;
     }
+    door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
     door->lane = lane;
@@ -5849,7 +6201,7 @@ static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
 static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
-    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -5860,13 +6212,14 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
+    hub->members[door->peer].trouble[0] = 0;
     return 1;
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__member *member = &hub->members[door->peer];
-    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -5878,12 +6231,20 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
+/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
+ * expected from elsewhere; where only this host may come, it does not matter. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
+           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+}
+
 /* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
  * ranks that reach rank 0 as this one does can come there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
-    const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
     here->bytes = (socklen_t)sizeof here->at.storage;
     if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
@@ -5891,7 +6252,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
-        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
@@ -5900,9 +6261,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)
             return status;
-    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
-               strncmp(root, "localhost:", 10) != 0) {
-        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    } else if (dtrain__hub_more_than_loopback(hub, here)) {
+        dtrain__net_set_any(here);
     }
     dtrain__net_set_port(here, 0);
     return DTRAIN_OK;
@@ -5931,8 +6291,9 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
-    dtrain__frame_close(root, begin);
-    return DTRAIN_OK;
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Rank 0: when all have joined, tells everyone where everyone is. */
@@ -5951,7 +6312,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
-        dtrain__frame_close(member, begin);
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
     }
     hub->formed = 1;
     dtrain__hub_tell(hub);
@@ -5971,13 +6335,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[door->peer];
-    int again = hub->formed && member->expected;
-    if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+    int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
+    int again = ours && member->expected;
+    if (ours && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
-    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+    if (again) {
         door->received = member->control.received;
         dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
         return;
@@ -6112,6 +6477,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         door = dtrain__hub_new_door(hub, &peer);
         if (door == NULL) {
             close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
             return;
         }
         door->fd = fd;
@@ -6174,10 +6540,11 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 
 static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
 {
-    dtrain__lane *lane = &hub->members[peer].lanes[index];
+    dtrain__member *member = &hub->members[peer];
+    dtrain__lane *lane = &member->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !hub->members[peer].left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !member->left) {
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, peer, &address))
             return;
@@ -6185,7 +6552,9 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         if (door != NULL) {
             door->received = lane->stream.received;
             door->links = lane->links;
-        }
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
     }
     if (door == NULL)
         return;
@@ -6196,6 +6565,10 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 door->state == DTRAIN__DOOR_CLOSED ? door->error.text : door->peer_name,
+                 door->state == DTRAIN__DOOR_CLOSED ? "" : ": no answer");
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
@@ -6281,7 +6654,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < links; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed)
+    if (hub->rank == 0 && !hub->formed && !hub->broken)
         dtrain__hub_complete(hub);
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
         for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
@@ -6358,8 +6731,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         hub->fds[count++] = extra[i];
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);
@@ -6478,7 +6854,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 }
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
- * what a peer sent before it failed still completes what it was sent for. */
+ * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
 static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
                                          int *moved)
 {
@@ -6488,7 +6864,7 @@ static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out
         status = dtrain__socket_try(s, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(s, out, 1, most, moved);
-    if (s->hub.broken && (status != DTRAIN_OK || !*moved))
+    if (s->hub.broken && (status != DTRAIN_OK || !*moved || s->hub.cause.status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
     return status;
@@ -6599,14 +6975,23 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(&((dtrain__socket *)self)->hub);
 }
 
+/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
+ * asks again after this. */
+static void dtrain__socket_flush(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        for (int turn = 0; turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 &&
+                           hub->members[rank].control.fd >= 0;
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__hub *hub = &((dtrain__socket *)self)->hub;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -6617,9 +7002,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         return;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -6703,11 +7086,15 @@ static void dtrain__socket_destroy(void *self)
     dtrain__free(allocator, s, sizeof *s);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
 {
+    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
     pthread_mutex_lock(&s->hub.mutex);
-    if (s->hub.suspect >= 0)
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (s->hub.suspect >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
                  (double)s->hub.suspect_ns * 1e-9);
     pthread_mutex_unlock(&s->hub.mutex);
@@ -6787,6 +7174,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
+    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
+        dtrain__net_set_any(&chosen);
     }
     if (!dtrain__socket_allowed(hub, &chosen))
         return dtrain__socket_closed(hub);
@@ -6848,8 +7237,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
     hub->suspect = -1;
@@ -6934,8 +7324,9 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 16)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
@@ -6978,6 +7369,20 @@ static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64
     return status;
 }
 
+/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
+static int dtrain__socket_node_ranks(dtrain__socket *s)
+{
+    const dtrain__member *members = s->hub.members;
+    int n = 1;
+    while (n < s->hub.size && members[n].host == members[0].host)
+        n++;
+    for (int rank = 0; rank < s->hub.size; rank++)
+        if (members[rank].host != members[rank - rank % n].host ||
+            (rank >= n && rank % n == 0 && members[rank].host == members[rank - 1].host))
+            return 0;
+    return n;
+}
+
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)
 {
     memset(transport, 0, sizeof *transport);
@@ -7005,17 +7410,24 @@ static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket
 
 #define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
-#define DTRAIN__MESSAGE_BYTES (96 + DTRAIN__MESSAGE_SMALL)
 
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
     DTRAIN__REDUCE_SCATTER,
     DTRAIN__ALL_GATHER,
     DTRAIN__BROADCAST,
+    DTRAIN__REDUCE,
+    DTRAIN__GATHER,
+    DTRAIN__SCATTER,
+    DTRAIN__ALL_TO_ALL,
     DTRAIN__BARRIER,
     DTRAIN__SEND,
-    DTRAIN__RECV
+    DTRAIN__RECV,
+    DTRAIN__EXCHANGE,
+    DTRAIN__KINDS
 } dtrain__kind;
+
+#define DTRAIN__WEIGHTED 1u
 
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
 typedef struct dtrain__call {
@@ -7027,39 +7439,81 @@ typedef struct dtrain__call {
     uint64_t root;
     uint64_t algorithm;
     uint64_t ranks;
+    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
 } dtrain__call;
+
+typedef struct dtrain__message_header {
+    uint64_t magic;
+    dtrain__call call;
+    uint64_t tag;
+    uint64_t bytes;
+} dtrain__message_header;
+
+/* Where a rank's part of a vector is, in elements. */
+typedef struct dtrain__extent {
+    size_t begin, count;
+} dtrain__extent;
+
+/* The buffers of one of several fused calls. */
+typedef struct dtrain__segment {
+    const void *in;
+    void *out;
+    size_t count;
+} dtrain__segment;
 
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
     dtrain_op op;
-    int root; /* of a broadcast; the peer of a send or recv */
+    int root; /* or the peer: of a send, of a recv, of an exchange's message out; -1: none */
+    int from; /* of an exchange's message in; -1: none */
     size_t count;
+    size_t in_count;                                           /* of an exchange's message in */
+    size_t row;                                                /* parts are cut between rows of so many elements */
+    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
     const void *in;
     void *out;
+    int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
-    uint64_t number;
+    uint64_t number, in_number;
+    uint64_t turn;                   /* among the operations that went over the board */
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
     uint64_t serial;                 /* of its record; 0: none yet */
     int async, queued;               /* has a handle of the caller's; waited for its turn */
+    uint64_t form, first, digest;    /* as in the call */
+    unsigned char *letter;           /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;              /* set by any thread, seen by the one that drives */
     int phase;
-    int warned;            /* the log has said whom this operation awaits */
-    int awaited;           /* the peer it awaits, or -1 */
-    int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
-    size_t at;             /* progress inside the phase */
+    int warned;              /* the log has said whom this operation awaits */
+    int awaited;             /* the peer it awaits, or -1 */
+    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
-    size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
+    size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
+
+#define DTRAIN__MESSAGE_BYTES (sizeof(dtrain__message_header) + DTRAIN__MESSAGE_SMALL)
 
 struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
     uint32_t done;
+    int ended; /* done once it is the queue's head */
     dtrain__op op;
+    unsigned char letter[DTRAIN__MESSAGE_BYTES];
 };
+
+/* Calls between fuse_begin and fuse_end. */
+typedef struct dtrain__note {
+    dtrain_work *work;
+    dtrain__op op;
+} dtrain__note;
 
 typedef struct dtrain__service dtrain__service;
 typedef struct dtrain__recorder dtrain__recorder;
@@ -7069,20 +7523,26 @@ struct dtrain_comm {
     dtrain_transport transport;
     dtrain__socket *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
-    pid_t process; /* that made it */
+    pid_t process;         /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;      /* by a message operation; the board keeps its own */
-    uint64_t number;           /* of the last collective */
-    uint64_t group;            /* names it among the groups of these ranks; 0: the first */
+    dtrain__error abort_cause; /* on a transport of the user's own; readable once aborted is 2 */
+    uint32_t aborted;
+    uint64_t number; /* of the last collective */
+    uint64_t turn;   /* of the last one over the board */
     dtrain__recorder *recorder;
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
     void **outs;
+    uint64_t group;                        /* names it among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others;        /* of the operation under way; others: of what an all-to-all receives */
+    dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     size_t scratch_bytes;
@@ -7090,7 +7550,13 @@ struct dtrain_comm {
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare;
-    uint32_t pending; /* queued and not done */
+    uint32_t pending;       /* queued and not done */
+    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
+    int fusing;             /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted, notes_capacity;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+    size_t packed_bytes;
     dtrain__service *service;
 };
 
@@ -7099,36 +7565,80 @@ static size_t dtrain__op_bytes(const dtrain__op *op)
     return op->count * (dtrain_dtype_bits(op->dtype) / 8);
 }
 
+/* One message in one direction; of these, several may be under way at once. */
+static int dtrain__op_is_letter(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+}
+
+static int dtrain__op_reduces(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__REDUCE;
+}
+
+static int dtrain__op_is_message(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
+}
+
 static const char *dtrain__kind_name(uint64_t kind)
 {
-    static const char *const names[] = {"no call",   "all_reduce", "reduce_scatter", "all_gather",
-                                        "broadcast", "barrier",    "send",           "recv"};
+    static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                        "reduce",  "gather",     "scatter",        "all_to_all", "barrier",
+                                        "send",    "recv",       "exchange"};
     return kind < sizeof names / sizeof names[0] ? names[kind] : "an unknown call";
 }
 
 static const char *dtrain__op_name(uint64_t op)
 {
-    return op == DTRAIN_SUM    ? "sum"
-           : op == DTRAIN_MEAN ? "mean"
-           : op == DTRAIN_PROD ? "product"
-           : op == DTRAIN_MIN  ? "min"
-           : op == DTRAIN_MAX  ? "max"
-                               : "no operation";
+    static const char *const names[] = {"sum", "mean", "product", "min", "max", "and", "or", "xor"};
+    return op - DTRAIN_SUM < sizeof names / sizeof names[0] ? names[op - DTRAIN_SUM] : "no operation";
 }
 
-static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
+static const char *dtrain__algorithm_name(uint64_t algorithm)
+{
+    static const char *const names[] = {
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
+    size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
+    return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
+           : index < sizeof names / sizeof names[0] ? names[index]
+                                                    : "no algorithm";
+}
+
+/* A hash of what a rank was told of the parts; never 0 where it was told anything.
+ * Source: FNV-1a, RFC 9923. */
+static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op *op)
+{
+    uint64_t hash = 0xcbf29ce484222325u;
+    if (op->kind == DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return op->row > 1 ? op->row : op->counts != NULL;
+    for (int rank = 0; rank < comm->size; rank++) {
+        hash = (hash ^ op->counts[rank]) * 0x100000001b3u;
+        hash = (hash ^ (op->offsets != NULL ? op->offsets[rank] : 0)) * 0x100000001b3u;
+    }
+    return hash | (uint64_t)1 << 63;
+}
+
+/* What the peer of one direction must have called as well; only an exchange has two. */
+static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
 {
     dtrain__call call;
-    int message = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
     call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
-    call.number = op->number;
+    call.number = other ? op->in_number : op->number;
     call.dtype = (uint64_t)op->dtype;
     call.op = (uint64_t)op->op;
-    call.count = op->count;
+    call.count = other ? op->in_count : op->count;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
+        call.count = 0; /* every rank has a count of its own */
     call.root = message ? 0 : (uint64_t)op->root;
-    call.algorithm = (uint64_t)op->algorithm;
+    call.algorithm = message ? 0 : (uint64_t)op->algorithm;
     call.ranks = (uint64_t)comm->size;
+    call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
     call.group = comm->group;
+    call.form = op->form;
+    call.first = op->first;
+    call.digest = op->digest;
     return call;
 }
 
@@ -7136,49 +7646,86 @@ typedef struct dtrain__text {
     char text[128];
 } dtrain__text;
 
-/* "all_reduce #412 (sum, f32 x 1048576)" */
+/* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
 static dtrain__text dtrain__call_text(const dtrain__call *call)
 {
     dtrain__text out;
-    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", ring[8] = "";
+    int weighted = call->form == DTRAIN__WEIGHTED;
+    uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
+    const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
+    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "";
     size_t n = 0;
+    int reduces =
+        call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
     for (; name[n] != 0 && n < sizeof dtype - 1; n++)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
-    if (call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER)
-        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
-    if (call->algorithm == DTRAIN_ALGORITHM_RING)
-        snprintf(ring, sizeof ring, ", ring");
+    if (reduces)
+        snprintf(detail, sizeof detail, "%s, ", weighted ? "weighted mean" : dtrain__op_name(call->op));
+    if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
+        snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
+    if (call->form > DTRAIN__WEIGHTED)
+        snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
-    else if (call->kind == DTRAIN__BROADCAST)
-        snprintf(out.text, sizeof out.text, "broadcast #%llu (%s x %llu, root %llu)", (unsigned long long)call->number,
-                 dtype, (unsigned long long)call->count, (unsigned long long)call->root);
     else
-        snprintf(out.text, sizeof out.text, "%s #%llu (%s%s x %llu%s)", dtrain__kind_name(call->kind),
-                 (unsigned long long)call->number, detail, dtype, (unsigned long long)call->count, ring);
+        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s%s)", dtrain__kind_name(call->kind),
+                 call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
+                 dtype, (unsigned long long)count, root,
+                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
     return out;
 }
 
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     call.kind = (uint64_t)op->kind;
+    call.count = op->kind == DTRAIN__EXCHANGE && op->root < 0 ? op->in_count : op->count;
     return dtrain__call_text(&call);
 }
 
+/* What another rank called does not fit; says what it was, or, where the calls look the same, what differs. */
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
+                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
             "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
             peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+    if (theirs->group != comm->group)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx", mine.text, peer,
+                            other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
+                            (unsigned long long)comm->group);
+    if (alike && theirs->parts != call.parts)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
+                            "rank the same arrays",
+                            mine.text, peer, other.text, comm->rank);
+    if (alike && theirs->algorithm != call.algorithm)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s by %s, this rank %d by %s; give every rank the same desc.algorithm, "
+                            "order and DTRAIN_ALGORITHM",
+                            mine.text, peer, other.text, dtrain__algorithm_name(theirs->algorithm), comm->rank,
+                            dtrain__algorithm_name(call.algorithm));
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
                         mine.text, peer, other.text, comm->rank, mine.text);
+}
+
+/* Both called the same, but the sender gives another number of bytes than the receiver awaits. */
+static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
+                                       size_t awaits)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                        "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
+                        "must fit",
+                        dtrain__op_text(comm, op).text, comm->rank, from, gives / width, to, awaits / width);
 }
 
 /* The operation ends because of something that broke the group; quotes the first cause. */
@@ -7189,15 +7736,174 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
 }
 
-static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op, size_t in_bytes,
-                                              size_t out_bytes, size_t offset)
+/* Why the group was aborted; NULL: it was not. */
+static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
+{
+    const dtrain__error *cause = NULL;
+    if (comm->transport.board != NULL)
+        cause = dtrain__board_broken(comm->transport.board) ? dtrain__board_cause(comm->transport.board) : NULL;
+    else if (comm->socket != NULL)
+        cause = __atomic_load_n(&comm->socket->hub.broken, __ATOMIC_SEQ_CST) ? &comm->socket->hub.cause : NULL;
+    else
+        cause = __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) == 2 ? &comm->abort_cause : NULL;
+    return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;
+}
+
+/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+static void dtrain__comm_break(dtrain_comm *comm, const dtrain__error *cause)
+{
+    uint32_t whole = 0;
+    if (comm->transport.board != NULL) {
+        dtrain__board_break(comm->transport.board, cause);
+        return;
+    }
+    if (__atomic_compare_exchange_n(&comm->aborted, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        comm->abort_cause = *cause;
+        __atomic_store_n(&comm->aborted, 2, __ATOMIC_SEQ_CST);
+    }
+    if (comm->transport.fail != NULL)
+        comm->transport.fail(comm->transport.self, cause->status, cause->text);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    dtrain__bell_ring(comm->bell);
+}
+
+/* Scratch memory for an operation, kept for the next ones. */
+static int dtrain__comm_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
+{
+    unsigned char *scratch;
+    if (comm->scratch_bytes >= bytes)
+        return 1;
+    scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (scratch == NULL) {
+        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
+                     "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
+                     dtrain__op_text(comm, op).text, comm->rank, bytes);
+        return 0;
+    }
+    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    comm->scratch = scratch;
+    comm->scratch_bytes = bytes;
+    return 1;
+}
+
+/* Where every rank's part is: as given, else counted from the start, rows whole. */
+static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                               const size_t *offsets, dtrain__extent *parts)
+{
+    size_t row = op->row > 0 ? op->row : 1, next = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__extent *part = &parts[rank];
+        if (counts == NULL) {
+            part->count = dtrain_split(op->count / row, comm->size, rank, &part->begin) * row;
+            part->begin *= row;
+        } else {
+            part->count = counts[rank];
+            part->begin = offsets != NULL ? offsets[rank] : next;
+            next += counts[rank];
+        }
+    }
+}
+
+/* Lays out the operation that starts now. */
+static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t mine;
+    if (op->kind < DTRAIN__ALL_REDUCE || op->kind > DTRAIN__ALL_TO_ALL)
+        return;
+    dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
+    if (op->kind != DTRAIN__ALL_TO_ALL)
+        return;
+    mine = comm->parts[comm->rank].count;
+    if (op->counts != NULL)
+        dtrain__op_extents(comm, op, op->out_counts, op->out_offsets, comm->others);
+    else
+        for (int rank = 0; rank < comm->size; rank++) {
+            comm->others[rank].begin = (size_t)rank * mine;
+            comm->others[rank].count = mine;
+        }
+}
+
+static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
+{
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
+                        dtrain__kind_name((uint64_t)op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
+}
+
+/* Bytes from a vector's start to the end of its last part, in *bytes. */
+static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                                      const size_t *offsets, size_t *bytes)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = SIZE_MAX / 4 / width, next = 0;
+    *bytes = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t begin = offsets != NULL ? offsets[rank] : next;
+        if (counts[rank] > most || begin > most - counts[rank])
+            return dtrain__op_too_large(comm, op, counts[rank]);
+        next = begin + counts[rank];
+        if (counts[rank] > 0 && next * width > *bytes)
+            *bytes = next * width;
+    }
+    return DTRAIN_OK;
+}
+
+/* Bytes of the operation's vectors: *in and *out as this rank's buffers have them, and how far into the longer one
+ * the shorter begins when they are one. */
+static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, whole = op->count * width, begin = 0, part, row;
+    dtrain_status status = DTRAIN_OK;
+    int root = comm->rank == op->root;
+    *offset = 0;
+    *in = *out = whole;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, in);
+        return status == DTRAIN_OK ? dtrain__op_reach(comm, op, op->out_counts, op->out_offsets, out) : status;
+    }
+    if (op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, &whole);
+        part = op->counts[comm->rank];
+        for (int rank = 0; op->offsets == NULL && rank < comm->rank; rank++)
+            begin += op->counts[rank];
+        begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
+    } else {
+        row = op->row > 0 ? op->row : 1;
+        part = dtrain_split(op->count / row, comm->size, comm->rank, &begin) * row;
+        begin *= row;
+    }
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *in = whole, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__ALL_GATHER: *in = part * width, *out = whole, *offset = begin * width; break;
+    case DTRAIN__GATHER: *in = part * width, *out = root ? whole : 0, *offset = begin * width; break;
+    case DTRAIN__SCATTER: *in = root ? whole : 0, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__REDUCE: *out = root ? whole : 0; break;
+    case DTRAIN__ALL_TO_ALL: *out = (size_t)comm->size * part * width; break;
+    case DTRAIN__SEND: *out = 0; break;
+    case DTRAIN__RECV: *in = 0; break;
+    case DTRAIN__EXCHANGE: *in = op->root >= 0 ? whole : 0, *out = op->from >= 0 ? op->in_count * width : 0; break;
+    default: break;
+    }
+    return status;
+}
+
+/* Buffers are one, with the shorter at its place in the longer, or apart. */
+static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op)
 {
     uintptr_t in = (uintptr_t)op->in, out = (uintptr_t)op->out;
+    size_t in_bytes, out_bytes, offset;
+    dtrain_status status = dtrain__op_sizes(comm, op, &in_bytes, &out_bytes, &offset);
+    if (status != DTRAIN_OK)
+        return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
                             dtrain__kind_name((uint64_t)op->kind), op->count, comm->rank,
                             op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
+    if (op->kind == DTRAIN__EXCHANGE)
+        in_place = 0;
+    else if (op->kind == DTRAIN__ALL_TO_ALL && in_place && in_bytes > 0)
+        in_place = in_bytes == out_bytes &&
+                   (op->counts == NULL || (op->counts == op->out_counts && op->offsets == op->out_offsets));
     if (in_bytes > 0 && out_bytes > 0 && !in_place && in < out + out_bytes && out < in + in_bytes)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s of %zu elements on rank %d: in and out overlap; give the same buffer, with this "
@@ -7206,36 +7912,39 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
     return DTRAIN_OK;
 }
 
+static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
+{
+    const char *kind = dtrain__kind_name((uint64_t)op->kind);
+    if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
+        return DTRAIN_OK;
+    if (peer < 0 || peer >= comm->size)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
+                            comm->rank, peer, comm->size);
+    if (dtrain__op_is_message(op) && peer == comm->rank)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
+                            comm->rank);
+    return DTRAIN_OK;
+}
+
 /* Checks a call's arguments before anything of it is seen by a peer. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);
-    size_t bytes, begin, shard;
-    const char *kind = dtrain__kind_name((uint64_t)op->kind);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (bits == 0 || bits % 8 != 0 || (reduces && !dtrain__fold_supported(op->dtype, op->op)))
+    dtrain_status status;
+    if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(
             &comm->error, DTRAIN_ERR_INVALID,
-            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?", kind,
-            comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op));
-    if (!dtrain__mul_size(op->count, bits / 8, &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
-                            kind, comm->rank, op->count, bits);
-    if (op->root < 0 || op->root >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
-                            comm->rank, op->root, comm->size);
-    if ((op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV) && op->root == comm->rank)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
-                            comm->rank);
-    shard = dtrain_split(op->count, comm->size, comm->rank, &begin) * (bits / 8);
-    begin *= bits / 8;
-    switch (op->kind) {
-    case DTRAIN__REDUCE_SCATTER: return dtrain__op_check_buffers(comm, op, bytes, shard, begin);
-    case DTRAIN__ALL_GATHER: return dtrain__op_check_buffers(comm, op, shard, bytes, begin);
-    case DTRAIN__SEND: return dtrain__op_check_buffers(comm, op, bytes, 0, 0);
-    case DTRAIN__RECV: return dtrain__op_check_buffers(comm, op, 0, bytes, 0);
-    default: return dtrain__op_check_buffers(comm, op, bytes, bytes, 0);
-    }
+            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?",
+            dtrain__kind_name((uint64_t)op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
+            (int)op->op, dtrain__op_name((uint64_t)op->op));
+    if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
+        return dtrain__op_too_large(comm, op, op->count);
+    if (op->in_count > SIZE_MAX / 4 / (bits / 8))
+        return dtrain__op_too_large(comm, op, op->in_count);
+    status = dtrain__op_check_peer(comm, op, op->root);
+    if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
+        status = dtrain__op_check_peer(comm, op, op->from);
+    return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
 }
 
 #endif
@@ -7360,13 +8069,13 @@ static int dtrain__record_read(dtrain__recorder *recorder, uint64_t serial, dtra
 
 static int dtrain__call_is_message(const dtrain__call *call)
 {
-    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV;
+    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
 }
 
 /* The call as it was made, for people: messages keep their direction and peer. */
 static dtrain__call dtrain__recorder_call(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     call.kind = (uint64_t)op->kind;
     call.root = (uint64_t)op->root;
     return call;
@@ -7564,16 +8273,16 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char silent[64] = "", does[400] = "";
+    char reason[200] = "", does[400] = "";
     dtrain__last last;
     int culprit = dtrain__recorder_culprit(comm, op, &last);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
     dtrain__recorder_chain(comm, op, does, sizeof does);
     return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, does, silent,
+                        comm->rank, seconds, op->awaited, does, reason,
                         op->touched ? "data had moved, so the group is broken"
                                     : "nothing had moved, so the call can be made again");
 }
@@ -7618,13 +8327,6 @@ typedef struct dtrain__trace {
     int error; /* errno of the first write that went wrong; 0: none */
     int64_t now;
 } dtrain__trace;
-
-static const char *dtrain__algorithm_name(uint64_t algorithm)
-{
-    static const char *const names[] = {"fused", "recursive_doubling", "tree", "ring", "halving_doubling"};
-    uint64_t index = algorithm - DTRAIN_ALGORITHM_FUSED;
-    return index < sizeof names / sizeof names[0] ? names[index] : "no algorithm";
-}
 
 static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t bytes)
 {
@@ -7990,6 +8692,10 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    /* In a Slurm job mpirun hands on the variables of the task that it runs in itself, the same to all its ranks; srun
+     * sets neither of these two. */
+    int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
+                (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
     place->world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
@@ -7998,7 +8704,7 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
-    if (dtrain__place_get("SLURM_PROCID") != NULL)
+    if (!inner && dtrain__place_get("SLURM_PROCID") != NULL)
         return dtrain__place_pair(place, "SLURM_PROCID", tasks);
     *launcher = DTRAIN__LAUNCHER_OPENMPI;
     if (dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL)
@@ -8046,7 +8752,9 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 {
     const char *base = dtrain__place_get("TMPDIR");
     struct stat what;
-    snprintf(out, capacity, "%.60s/dtrain-%lu", base != NULL ? base : "/tmp", (unsigned long)getuid());
+    if (base == NULL || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)getuid());
     if (mkdir(out, 0700) != 0 && errno != EEXIST)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
     if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != getuid() || (what.st_mode & 077) != 0)
@@ -8058,12 +8766,14 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 /* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
-    char directory[128], name[48];
+    char directory[128], name[32];
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
         local != place->world_size)
         return DTRAIN_OK;
+    if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
+        job += strlen(job) - (sizeof name - 1);
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
         name[n] =
             (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') || (job[n] >= 'A' && job[n] <= 'Z')
@@ -8283,28 +8993,45 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     size_t bytes = dtrain__op_bytes(op);
     if (op->kind == DTRAIN__BARRIER)
         return 1;
-    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST) && bytes <= DTRAIN__POST_INLINE_BYTES &&
-           bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
+           bytes <= DTRAIN__POST_INLINE_BYTES && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
 }
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    return &comm->transport.board->slots[rank].posts[op->number & 1];
+    return &comm->transport.board->slots[rank].posts[op->turn & 1];
+}
+
+/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
+static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t bytes = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
+        return 1;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t end = (comm->parts[rank].begin + comm->parts[rank].count) * (dtrain_dtype_bits(op->dtype) / 8);
+        bytes = comm->parts[rank].count > 0 && end > bytes ? end : bytes;
+    }
+    if (!dtrain__comm_reserve(comm, op, bytes))
+        return 0;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+    return 1;
 }
 
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    dtrain__call call;
-    dtrain__post *post;
-    post = dtrain__fused_post_of(comm, op, comm->rank);
-    call = dtrain__op_call(comm, op);
+    dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     memcpy(post->call, &call, sizeof post->call);
-    post->in = op->in;
+    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
+    post->counts = op->counts;
+    post->offsets = op->offsets;
     if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
         memcpy(post->data, op->in, dtrain__op_bytes(op));
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -8313,7 +9040,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
     uint64_t word = __atomic_load_n(&comm->transport.board->slots[peer].arrived, __ATOMIC_SEQ_CST);
-    return word == 2 * op->number || word / 2 > op->number;
+    return word == 2 * op->turn || word / 2 > op->turn;
 }
 
 /* Ends the operation with the board broken: first makes sure that no peer is inside its buffers. */
@@ -8328,7 +9055,7 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 /* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
 static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__call mine = dtrain__op_call(comm, op), first, other;
+    dtrain__call mine = dtrain__op_call(comm, op, 0), first, other;
     memcpy(&first, dtrain__fused_post_of(comm, op, 0)->call, sizeof first);
     for (int peer = 1; peer < comm->size; peer++) {
         memcpy(&other, dtrain__fused_post_of(comm, op, peer)->call, sizeof other);
@@ -8343,11 +9070,45 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Where in `rank`'s input the elements for this rank begin, and how many it gives. */
+static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+    dtrain__extent given = comm->parts[comm->rank];
+    if (op->kind == DTRAIN__ALL_GATHER)
+        given.begin = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return given;
+    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
+    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
+        given.begin += post->counts[to];
+    given.count = post->counts[comm->rank];
+    return given;
+}
+
+/* Says whether each two ranks of an uneven all-to-all agree on what goes between them, as far as this rank is one
+ * of them. The rest will go on, so that the group ends where not. */
+static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
+        size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
+        if (gives == awaits)
+            continue;
+        dtrain__op_uneven(comm, op, peer, comm->rank, gives * width, awaits * width);
+        dtrain__board_break(comm->transport.board, &op->error);
+        dtrain__board_revoke(comm->transport.board, comm->rank);
+        return 0;
+    }
+    return 1;
+}
+
 static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 {
+    int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
         memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
-    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0)
+    if (!folds || op->count == 0)
         return;
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
@@ -8358,7 +9119,7 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    __atomic_store_n(&slot->arrived, 2 * op->number + 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
             /* the one awaited all along, rather than one that has just taken its post back */
@@ -8367,7 +9128,7 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
             dtrain__op_expire(comm, op);
             return 1;
         }
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     return 0;
 }
@@ -8393,7 +9154,8 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             return 0;
     op->awaited = -1;
     comm->number = op->number;
-    if (!dtrain__fused_agree(comm, op))
+    comm->turn = op->turn;
+    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
         return 1;
     if (dtrain__fused_inline(comm, op)) {
         dtrain__fused_small(comm, op);
@@ -8405,44 +9167,101 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
-/* Folds elements [begin, begin + n) of all inputs, into every rank's output or into this rank's shard. */
-static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n, size_t shard_begin)
+/* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
+static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
+    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
         comm->ins[rank] = (const unsigned char *)post->in + begin * width;
-        comm->outs[rank] = op->kind == DTRAIN__ALL_REDUCE ? (unsigned char *)post->out + begin * width : NULL;
+        if (op->kind == DTRAIN__ALL_REDUCE)
+            comm->outs[rank] = (unsigned char *)post->out + offset * width;
     }
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        comm->outs[0] = (unsigned char *)op->out + (begin - shard_begin) * width;
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs,
-                 op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1, 0, n);
+    if (outs == 1)
+        comm->outs[0] =
+            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
+            offset * width;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
 }
 
-/* Copies the part of [begin, begin + n) of this rank's output that lies in `rank`'s shard. */
-static void dtrain__fused_copy_shard(dtrain_comm *comm, dtrain__op *op, int rank, size_t begin, size_t n)
+/* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
+static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, low, shard = dtrain_split(op->count, comm->size, rank, &low);
-    size_t from = begin > low ? begin : low, to = begin + n < low + shard ? begin + n : low + shard;
-    const unsigned char *source = (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in;
-    unsigned char *target = (unsigned char *)op->out;
-    if (from < to && source != target + low * width)
-        memcpy(target + from * width, source + (from - low) * width, (to - from) * width);
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, before = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
+        size_t low = from > before ? from : before, end = before + part->count;
+        end = end < from + n ? end : from + n;
+        if (low < end) {
+            size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
+            const unsigned char *source =
+                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
+            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
+            if (source != target)
+                memcpy(target, source, (end - low) * width);
+        }
+        before += part->count;
+    }
 }
 
-/* This rank's part of the work, in elements: its own shard for reductions, everything for copies. All-reduce
- * cuts at cache lines, so that no two ranks write one line. */
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
+static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    const dtrain__segment *mine = (const dtrain__segment *)op->in;
+    for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
+        if (begin >= low + mine[k].count)
+            continue;
+        size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
+        for (int rank = 0; rank < comm->size; rank++) {
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
+            comm->outs[rank] = (unsigned char *)theirs[k].out + at;
+        }
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
+        else
+            dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, comm->size, 0, part);
+        begin += part;
+        n -= part;
+    }
+}
+
+/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
+static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, part = comm->parts[comm->rank].begin;
+    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
+    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
+    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
+    if (op->kind == DTRAIN__SCATTER)
+        source += part * width;
+    else if (op->kind == DTRAIN__GATHER)
+        target += part * width;
+    if (source != target)
+        memcpy(target + from * width, source + from * width, n * width);
+}
+
+/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so that no two
+ * ranks write one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
-    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n;
+    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n, total = 0;
     *begin = 0;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        return dtrain_split(op->count, comm->size, comm->rank, begin);
-    if (op->kind == DTRAIN__BROADCAST && op->root == comm->rank)
-        return 0;
-    if (op->kind != DTRAIN__ALL_REDUCE)
-        return op->count;
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
+    case DTRAIN__GATHER:
+    case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
+    case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
+    case DTRAIN__ALL_GATHER: return op->count;
+    case DTRAIN__ALL_TO_ALL:
+        for (int rank = 0; rank < comm->size; rank++)
+            total += comm->others[rank].count;
+        return total;
+    default: break;
+    }
     n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
     end = (*begin + n) * line;
     *begin *= line;
@@ -8461,20 +9280,20 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
         if (!dtrain__board_enter(board, comm->rank))
             return dtrain__fused_end_broken(comm, op);
-        if (op->kind == DTRAIN__BROADCAST)
-            memcpy((unsigned char *)op->out + from * width,
-                   (const unsigned char *)dtrain__fused_post_of(comm, op, op->root)->in + from * width, n * width);
-        else if (op->kind == DTRAIN__ALL_GATHER)
-            for (int rank = 0; rank < comm->size; rank++)
-                dtrain__fused_copy_shard(comm, op, rank, from, n);
+        if (op->scattered)
+            dtrain__fused_segments(comm, op, from, n);
+        else if (dtrain__op_reduces(op))
+            dtrain__fused_reduce(comm, op, from, n);
+        else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
+            dtrain__fused_collect(comm, op, from, n);
         else
-            dtrain__fused_reduce(comm, op, from, n, begin);
+            dtrain__fused_copy(comm, op, from, n);
         dtrain__board_leave(board, comm->rank);
         op->at += n;
         if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
             return 0;
     }
-    __atomic_store_n(&board->slots[comm->rank].finished, op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&board->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
@@ -8486,7 +9305,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
     dtrain__board *board = comm->transport.board;
     for (int peer = (int)op->at; peer < comm->size; peer++) {
         int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->number)
+        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
@@ -8502,8 +9321,12 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
 {
     if (op->phase == DTRAIN__FUSED_POST) {
         op->number = comm->number + 1;
+        op->turn = comm->turn + 1;
         if (dtrain__board_broken(comm->transport.board))
             return dtrain__fused_end_broken(comm, op);
+        dtrain__op_layout(comm, op);
+        if (!dtrain__fused_lend(comm, op))
+            return 1;
         dtrain__fused_post(comm, op);
     }
     if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))
@@ -8526,18 +9349,19 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 
 #endif
 
-/* ---- >>plan ----
- * What a collective over messages consists of: step k of an operation, computed from nothing but the call, so
- * that an operation can stop anywhere and go on later. A step is at most one message out and one in. */
-#ifndef DTRAIN__PLAN
-#define DTRAIN__PLAN
+/* ---- >>step ----
+ * What collectives over messages are made of: a step is at most one message out and one in. A plan computes step k
+ * of an operation from nothing but the call, so that an operation can stop anywhere and go on later. Here are the
+ * step itself and what all plans share; each plan has a file of its own and >>plan chooses between them. */
+#ifndef DTRAIN__STEP
+#define DTRAIN__STEP
 
 #ifndef DTRAIN__BLOCK_BYTES
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 #ifndef DTRAIN__MESSAGE_CHUNK
-#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; a multiple of every element */
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
 #endif
 
 typedef struct dtrain__step {
@@ -8549,37 +9373,31 @@ typedef struct dtrain__step {
     size_t recv_bytes;
     void *fold; /* what the received partial sums are folded into; NULL: nothing */
     size_t fold_count;
-    int fold_early; /* nothing of it is still to be sent: folds while more arrives */
-    int ahead;      /* may be sent before the step before it has been received */
-    uint64_t tag;   /* the same at both ends of a message */
+    int fold_early;           /* nothing of it is still to be sent: folds while more arrives */
+    int ahead;                /* may be sent before the step before it has been received */
+    uint64_t tag_out, tag_in; /* the same at both ends of a message */
+    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* done before any of it moves; may be NULL */
 } dtrain__step;
 
-/* Where partial sums are kept, all of them in the partial dtype. */
-static dtrain_dtype dtrain__message_dtype(const dtrain__op *op)
+/* Ranks in a row of their own: every stride-th from first on. */
+typedef struct dtrain__line {
+    int index; /* of this rank in it */
+    int size, first, stride;
+} dtrain__line;
+
+static int dtrain__line_rank(const dtrain__line *line, int index)
 {
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    return reduces ? dtrain__fold_partial(op->dtype) : op->dtype;
+    return line->first + index * line->stride;
 }
 
-static size_t dtrain__message_width(const dtrain__op *op)
+static dtrain__line dtrain__line_of(const dtrain_comm *comm)
 {
-    return dtrain_dtype_bits(dtrain__message_dtype(op)) / 8;
+    dtrain__line line = {comm->rank, comm->size, 0, 1};
+    return line;
 }
 
-/* scratch = [this rank's partial sums, unless they are in out | what was received]; both begin on a cache line. */
-static size_t dtrain__message_half(const dtrain__op *op)
-{
-    return (op->count * dtrain__message_width(op) + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
-}
-
-/* Where this rank's partial sums of the whole vector are: in out itself, where they fit. */
-static unsigned char *dtrain__message_held(const dtrain_comm *comm, const dtrain__op *op)
-{
-    int fits = op->kind == DTRAIN__ALL_REDUCE && dtrain__message_dtype(op) == op->dtype;
-    return fits ? (unsigned char *)op->out : comm->scratch;
-}
-
-static int dtrain__message_levels(int size)
+/* The number of bits that ranks below size have. */
+static int dtrain__step_levels(int size)
 {
     int levels = 0;
     while ((1 << levels) < size)
@@ -8587,71 +9405,304 @@ static int dtrain__message_levels(int size)
     return levels;
 }
 
-/* Up the binomial tree, whose sums are those of the balanced tree, then down again. */
-static int dtrain__plan_tree(const dtrain_comm *comm, const dtrain__op *op, int k, int root, int up,
-                             unsigned char *held, unsigned char *recv, dtrain__step *step)
+static int dtrain__step_power_of_two(int size)
 {
-    int levels = dtrain__message_levels(comm->size);
-    int rank = (comm->rank - root + comm->size) % comm->size, down = !up || k >= levels;
-    int level = !down ? k : (up ? 2 * levels : levels) - 1 - k;
-    size_t bytes = op->count * dtrain__message_width(op);
-    if (level < 0)
-        return 0;
-    int distance = 1 << level, low = rank % (2 * distance) == 0 && rank + distance < comm->size;
-    int high = rank % (2 * distance) == distance;
-    int peer = ((low ? rank + distance : rank - distance) + root) % comm->size;
-    if ((down && low) || (!down && high)) {
-        step->to = peer;
-        step->send = held;
-        step->send_bytes = bytes;
-    }
-    if ((down && high) || (!down && low)) {
-        step->from = peer;
-        step->recv = down ? held : recv;
-        step->recv_bytes = bytes;
-        step->fold = down ? NULL : held;
-        step->fold_count = op->count;
-    }
-    return 1;
+    return (size & (size - 1)) == 0;
 }
 
-static int dtrain__plan_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, unsigned char *held,
-                                 unsigned char *recv, dtrain__step *step)
+/* Where partial sums are kept, all of them in the partial dtype. */
+static dtrain_dtype dtrain__step_dtype(const dtrain__op *op)
 {
-    if (k >= dtrain__message_levels(comm->size))
-        return 0;
-    step->to = step->from = comm->rank ^ (1 << k);
-    step->send_first = comm->rank < step->to;
-    step->send = held;
-    step->recv = recv;
-    step->send_bytes = step->recv_bytes = op->count * dtrain__message_width(op);
+    return dtrain__op_reduces(op) ? dtrain__fold_partial(op->dtype) : op->dtype;
+}
+
+static size_t dtrain__step_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(dtrain__step_dtype(op)) / 8;
+}
+
+/* Of elements as the caller has them. */
+static size_t dtrain__step_out_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(op->dtype) / 8;
+}
+
+static size_t dtrain__step_line(size_t bytes)
+{
+    return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+/* Plans that keep partial sums of the whole vector have scratch = [these, unless they are in out | what was received].
+ */
+static size_t dtrain__step_half(const dtrain__op *op)
+{
+    return dtrain__step_line(op->count * dtrain__step_width(op));
+}
+
+static int dtrain__step_holds_in_out(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE && dtrain__step_dtype(op) == op->dtype;
+}
+
+static unsigned char *dtrain__step_held(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__step_holds_in_out(op) ? (unsigned char *)op->out : comm->scratch;
+}
+
+static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));
+}
+
+static size_t dtrain__step_whole_scratch(const dtrain__op *op)
+{
+    return (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op);
+}
+
+static void dtrain__step_send(dtrain__step *step, int to, const unsigned char *data, size_t bytes)
+{
+    step->to = to;
+    step->send = data;
+    step->send_bytes = bytes;
+}
+
+static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data, size_t bytes)
+{
+    step->from = from;
+    step->recv = data;
+    step->recv_bytes = bytes;
+}
+
+/* Receives partial sums of `count` elements and folds them into held. */
+static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
+{
+    dtrain__step_recv(step, from, data, count * width);
     step->fold = held;
-    step->fold_count = op->count;
+    step->fold_count = count;
+}
+
+/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
+{
+    dtrain_dtype partial = dtrain__step_dtype(op);
+    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    if (partial != op->dtype)
+        dtrain_convert(in, op->dtype, out, partial, count);
+    else if (in != out && count > 0)
+        memcpy(out, in, count * dtrain__step_width(op));
+}
+
+#endif
+
+/* ---- >>tree ----
+ * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling,
+ * node by node. Every sum is one of the balanced tree's, except where ranks of a node are no power of two. And the
+ * double binary tree, which has an order of its own.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; double tree: Sanders, Speck, Traeff, Parallel Computing
+ * 35(12), 2009. */
+#ifndef DTRAIN__TREE
+#define DTRAIN__TREE
+
+/* One level of the binomial tree over a line rotated so that root comes first: pairs at a distance of 2^level. */
+static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int root,
+                               int level, int down, dtrain__step *step)
+{
+    size_t width = dtrain__step_width(op);
+    int index = (line->index - root + line->size) % line->size, distance = 1 << level;
+    int low = index % (2 * distance) == 0 && index + distance < line->size;
+    int high = index % (2 * distance) == distance;
+    int other = ((low ? index + distance : index - distance) + root) % line->size;
+    int peer = dtrain__line_rank(line, other);
+    unsigned char *held = op->kind == DTRAIN__BROADCAST ? (unsigned char *)op->out : dtrain__step_held(comm, op);
+    if ((down && low) || (!down && high))
+        dtrain__step_send(step, peer, held, op->count * width);
+    else if (down && high)
+        dtrain__step_recv(step, peer, held, op->count * width);
+    else if (low)
+        dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, width);
+    step->fold_early = step->fold != NULL;
+}
+
+static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int level,
+                                dtrain__step *step)
+{
+    int peer = dtrain__line_rank(line, line->index ^ (1 << level));
+    unsigned char *held = dtrain__step_held(comm, op);
+    dtrain__step_send(step, peer, held, op->count * dtrain__step_width(op));
+    dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, dtrain__step_width(op));
+    step->send_first = comm->rank < peer;
+}
+
+/* Up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from rank 0 to its root
+ * unless any order will do. */
+static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__line line = dtrain__line_of(comm);
+    int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
+    if (op->kind == DTRAIN__BROADCAST) {
+        if (k < levels)
+            dtrain__tree_level(comm, op, &line, op->root, levels - 1 - k, 1, step);
+        return k < levels;
+    }
+    if (op->kind == DTRAIN__REDUCE) {
+        if (k < levels)
+            dtrain__tree_level(comm, op, &line, any ? op->root : 0, k, 0, step);
+        else if (k == levels && !any && op->root != 0 && comm->rank == 0)
+            dtrain__step_send(step, op->root, dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
+        else if (k == levels && !any && op->root != 0 && comm->rank == op->root)
+            dtrain__step_recv(step, 0, dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
+        return k <= levels;
+    }
+    if (k < 2 * levels)
+        dtrain__tree_level(comm, op, &line, 0, k < levels ? k : 2 * levels - 1 - k, k >= levels, step);
+    return k < 2 * levels;
+}
+
+static int dtrain__tree_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__line line = dtrain__line_of(comm);
+    if (k >= dtrain__step_levels(comm->size))
+        return 0;
+    dtrain__tree_double(comm, op, &line, k, step);
     return 1;
 }
 
-/* Step k of a ring: sends block rank + shift - k to the right and receives the one before it from the left. */
-static int dtrain__plan_ring(const dtrain_comm *comm, const dtrain__op *op, int k, int reduce, unsigned char *held,
-                             unsigned char *recv, dtrain__step *step)
+/* To the first rank of each node, between these, and back. */
+static int dtrain__tree_nodes(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    int n = comm->size, steps = n - 1, gather = !reduce || k >= steps;
-    int shift = reduce && gather ? 1 : 0, turn = reduce && gather ? k - steps : k;
-    size_t width = dtrain__message_width(op), out, in, out_count, in_count;
-    if (k >= (reduce ? 2 * steps : steps))
+    int ranks = comm->node_ranks, first = comm->rank - comm->rank % ranks, nodes = (comm->size + ranks - 1) / ranks;
+    int here = comm->size - first < ranks ? comm->size - first : ranks;
+    dtrain__line inner = {comm->rank - first, here, first, 1}, outer = {comm->rank / ranks, nodes, 0, ranks};
+    int in = dtrain__step_levels(ranks), out = dtrain__step_levels(nodes);
+    int doubles = dtrain__step_power_of_two(nodes), between = doubles ? out : 2 * out;
+    if (k >= 2 * in + between)
         return 0;
-    out_count = dtrain_split(op->count, n, (comm->rank + shift - turn + 2 * n) % n, &out);
-    in_count = dtrain_split(op->count, n, (comm->rank + shift - turn - 1 + 2 * n) % n, &in);
-    step->to = (comm->rank + 1) % n;
-    step->from = (comm->rank + n - 1) % n;
-    step->send_first = comm->rank % 2 == 0;
-    step->send = held + out * width;
-    step->send_bytes = out_count * width;
-    step->recv = gather ? held + in * width : recv;
-    step->recv_bytes = in_count * width;
-    step->fold = gather ? NULL : held + in * width;
-    step->fold_count = in_count;
+    if (k < in)
+        dtrain__tree_level(comm, op, &inner, 0, k, 0, step);
+    else if (k >= in + between)
+        dtrain__tree_level(comm, op, &inner, 0, 2 * in + between - 1 - k, 1, step);
+    else if (comm->rank == first && doubles)
+        dtrain__tree_double(comm, op, &outer, k - in, step);
+    else if (comm->rank == first)
+        dtrain__tree_level(comm, op, &outer, 0, k - in < out ? k - in : 2 * out - 1 - (k - in), k - in >= out, step);
     return 1;
 }
+
+/* A rank's neighbours in the binary tree whose in-order walk is the ranks; -1: none. */
+typedef struct dtrain__branch {
+    int parent, child[2];
+} dtrain__branch;
+
+static dtrain__branch dtrain__tree_branch(int index, int size)
+{
+    dtrain__branch branch = {-1, {-1, -1}};
+    int bit = 1, below;
+    while (bit < size && (index & bit) == 0)
+        bit *= 2;
+    if (index > 0) {
+        branch.parent = (index ^ bit) | (2 * bit);
+        if (branch.parent >= size)
+            branch.parent = index ^ bit;
+        branch.child[0] = bit > 1 ? index - bit / 2 : -1;
+    }
+    for (below = bit / 2; below > 0 && index + below >= size;)
+        below /= 2;
+    if (below > 0)
+        branch.child[1] = index + below;
+    return branch;
+}
+
+/* Pieces go alternately up and down two trees; who is inside one is a leaf of the other, or nearly. */
+static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_width(op), most = DTRAIN__BLOCK_BYTES / width, begin, n;
+    size_t pieces = op->count / most + 1, index = (size_t)k / 3 % pieces;
+    int down = (size_t)k >= 3 * pieces, mirror = index % 2 == 1, turn = k % 3, size = comm->size, peer;
+    if ((size_t)k >= 6 * pieces)
+        return 0;
+    dtrain__branch branch = dtrain__tree_branch(mirror ? size - 1 - comm->rank : comm->rank, size);
+    begin = index * most;
+    n = op->count - begin < most ? op->count - begin : most;
+    unsigned char *held = dtrain__step_held(comm, op) + begin * width;
+    peer = (down ? turn == 0 : turn == 2) ? branch.parent : branch.child[down ? turn - 1 : turn];
+    if (peer < 0)
+        return 1;
+    peer = mirror ? size - 1 - peer : peer;
+    if (down ? turn > 0 : turn == 2)
+        dtrain__step_send(step, peer, held, n * width);
+    else if (down)
+        dtrain__step_recv(step, peer, held, n * width);
+    else
+        dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, n, width);
+    step->fold_early = step->fold != NULL;
+    step->tag_out = step->tag_in = index << 1 | (uint64_t)down;
+    return 1;
+}
+
+#endif
+
+/* ---- >>ring ----
+ * Plans in which every rank sends to its right neighbour and receives from its left one only, at full bandwidth:
+ * reductions in an order of their own, all-gather, and broadcast in pieces.
+ *
+ * Source: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. */
+#ifndef DTRAIN__RING
+#define DTRAIN__RING
+
+/* Step k: block rank - k - 1 goes to the right, the one before it comes from the left and is folded, until this
+ * rank's own is complete; then complete blocks go round. An all-gather does the second half, a reduce-scatter the
+ * first. */
+static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int n = comm->size, reduces = dtrain__op_reduces(op), gathers = !reduces || k >= n - 1;
+    int turn = gathers && reduces ? k - (n - 1) : k, shift = gathers ? 0 : 1;
+    size_t width = dtrain__step_width(op);
+    unsigned char *held = reduces ? dtrain__step_held(comm, op) : (unsigned char *)op->out;
+    if (k >= (op->kind == DTRAIN__ALL_REDUCE ? 2 : 1) * (n - 1))
+        return 0;
+    const dtrain__extent *out = &comm->parts[(comm->rank - shift - turn + 2 * n) % n];
+    const dtrain__extent *in = &comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
+    int left = (comm->rank + n - 1) % n;
+    dtrain__step_send(step, (comm->rank + 1) % n, held + out->begin * width, out->count * width);
+    if (gathers)
+        dtrain__step_recv(step, left, held + in->begin * width, in->count * width);
+    else
+        dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in->begin * width, in->count, width);
+    step->fold_early = !gathers;
+    step->send_first = comm->rank % 2 == 0;
+    return 1;
+}
+
+/* A broadcast in pieces from rank to rank: step k takes in piece k and sends on the one before it. */
+static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
+    size_t pieces = op->count > 0 ? (op->count - 1) / most + 1 : 1;
+    int index = (comm->rank - op->root + comm->size) % comm->size;
+    unsigned char *data = (unsigned char *)op->out;
+    step->send_first = 1;
+    if (at < pieces && index > 0) {
+        size_t n = op->count - at * most < most ? op->count - at * most : most;
+        dtrain__step_recv(step, (comm->rank + comm->size - 1) % comm->size, data + at * most * width, n * width);
+        step->tag_in = at;
+    }
+    if (at > 0 && at <= pieces && index < comm->size - 1) {
+        size_t n = op->count - (at - 1) * most < most ? op->count - (at - 1) * most : most;
+        dtrain__step_send(step, (comm->rank + 1) % comm->size, data + (at - 1) * most * width, n * width);
+        step->tag_out = at - 1;
+    }
+    return at <= pieces;
+}
+
+#endif
+
+/* ---- >>halving ----
+ * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
+#ifndef DTRAIN__HALVING_PLAN
+#define DTRAIN__HALVING_PLAN
 
 /* Rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
 typedef struct dtrain__blocks {
@@ -8661,7 +9712,7 @@ typedef struct dtrain__blocks {
     int previous_size;       /* of the one before; 0: none */
 } dtrain__blocks;
 
-static dtrain__blocks dtrain__plan_blocks(int rank, int ranks)
+static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
 {
     dtrain__blocks blocks = {0, 1, 0, 0, 0, 0};
     for (;;) {
@@ -8688,7 +9739,7 @@ typedef struct dtrain__part {
 
 /* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
  * lines of the output, whatever the partial sums are. */
-static dtrain__part dtrain__plan_half(int index, int halvings, size_t n)
+static dtrain__part dtrain__halving_part(int index, int halvings, size_t n)
 {
     dtrain__part range = {0, n};
     for (int level = 0; level < halvings; level++) {
@@ -8715,21 +9766,21 @@ typedef struct dtrain__halving {
 } dtrain__halving;
 
 /* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
-static size_t dtrain__plan_piece(const dtrain_comm *comm, const dtrain__op *op)
+static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
-    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__message_width(op);
+    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__step_width(op);
     pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
     return (op->count / (2 * pairs) / 64 + 1) * 64;
 }
 
 /* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
  * nothing later than the one before the last. */
-static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
+static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, piece = dtrain__plan_piece(comm, op), pair, turn, index;
+    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op), pair, turn, index;
     int peers;
-    at->blocks = dtrain__plan_blocks(comm->rank, comm->size);
+    at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
     peers = at->blocks.previous_size / at->blocks.size;
     at->up = at->blocks.levels + (at->blocks.next_size > 0);
     at->down = at->up + peers;
@@ -8746,112 +9797,542 @@ static int dtrain__plan_where(const dtrain_comm *comm, const dtrain__op *op, siz
     at->n = op->count - at->begin < piece ? op->count - at->begin : piece;
     at->out = (unsigned char *)op->out + at->begin * width;
     at->recv = comm->scratch;
-    at->held = dtrain__message_dtype(op) == op->dtype
+    at->held = dtrain__step_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__message_width(op);
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__step_width(op);
     return 1;
 }
 
-static void dtrain__plan_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
+static void dtrain__halving_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
 {
-    step->to = to;
-    step->send = base + range.begin * width;
-    step->send_bytes = (range.end - range.begin) * width;
+    dtrain__step_send(step, to, base + range.begin * width, (range.end - range.begin) * width);
 }
 
-static void dtrain__plan_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
+static void dtrain__halving_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
 {
-    step->from = from;
-    step->recv = base + range.begin * width;
-    step->recv_bytes = (range.end - range.begin) * width;
+    dtrain__step_recv(step, from, base + range.begin * width, (range.end - range.begin) * width);
 }
 
-static void dtrain__plan_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range, size_t width)
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
+                                 size_t width)
 {
     dtrain__part all = {0, range.end - range.begin};
-    dtrain__plan_recv(step, from, at->recv, all, width);
+    dtrain__halving_recv(step, from, at->recv, all, width);
     step->fold = at->held + range.begin * width;
     step->fold_count = all.end;
     step->fold_early = 1;
 }
 
 /* Between binary blocks: the smaller one's partial sums go up to the larger one, the results come down again. */
-static void dtrain__plan_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
+static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
 {
     const dtrain__blocks *b = &at->blocks;
-    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
-    dtrain__part mine = dtrain__plan_half(b->index, b->levels, at->n);
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    dtrain__part mine = dtrain__halving_part(b->index, b->levels, at->n);
     int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
     int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
     int index = b->index + turn * b->size, levels = 0, previous = b->first - b->previous_size + index;
     while ((1 << levels) < b->previous_size)
         levels++;
     if (at->step < at->up)
-        dtrain__plan_fold(step, next, at, mine, wide);
+        dtrain__halving_fold(step, next, at, mine, wide);
     else if (at->step < at->down)
-        dtrain__plan_send(step, previous, at->held, dtrain__plan_half(index, levels, at->n), wide);
+        dtrain__halving_send(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
     else if (index < b->previous_size)
-        dtrain__plan_recv(step, previous, at->out, dtrain__plan_half(index, levels, at->n), width);
+        dtrain__halving_recv(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
     else
-        dtrain__plan_send(step, next, at->out, mine, width);
+        dtrain__halving_send(step, next, at->out, mine, width);
+}
+
+/* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
+static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    dtrain__halving at;
+    if (!dtrain__halving_where(comm, op, k, &at))
+        return;
+    if (at.step == 0)
+        dtrain__step_widen(op, at.begin, at.n, at.held);
+    if (at.step == at.up && at.blocks.previous_size == 0) {
+        dtrain__part mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
+                            at.out + mine.begin * dtrain__step_out_width(op), mine.end - mine.begin);
+    }
 }
 
 /* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold
  * first and the lower block of ranks is the left operand, so the sums are the tree's. Where the world is no power
- * of two, binary blocks each do so and hand their partial sums to the next larger one.
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
-static int dtrain__plan_halving(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+ * of two, binary blocks each do so and hand their partial sums to the next larger one. */
+static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__halving at;
-    size_t wide = dtrain__message_width(op), width = dtrain_dtype_bits(op->dtype) / 8;
-    if (!dtrain__plan_where(comm, op, (size_t)k, &at))
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    if (!dtrain__halving_where(comm, op, (size_t)k, &at))
         return 0;
     int level = at.step < at.blocks.levels ? at.step : at.steps - 1 - at.step;
     int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
-    step->tag = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
+    step->tag_out = step->tag_in = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
     step->send_first = comm->rank < peer;
     step->ahead = at.paired;
+    step->prepare = dtrain__halving_prepare;
     if (at.step < at.blocks.levels) {
-        dtrain__plan_send(step, peer, at.held, dtrain__plan_half(peer_index, level + 1, at.n), wide);
-        dtrain__plan_fold(step, peer, &at, dtrain__plan_half(at.blocks.index, level + 1, at.n), wide);
+        dtrain__halving_send(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
+        dtrain__halving_fold(step, peer, &at, dtrain__halving_part(at.blocks.index, level + 1, at.n), wide);
     } else if (at.step >= at.doubling) {
-        dtrain__plan_send(step, peer, at.out, dtrain__plan_half(at.blocks.index, level + 1, at.n), width);
-        dtrain__plan_recv(step, peer, at.out, dtrain__plan_half(peer_index, level + 1, at.n), width);
+        dtrain__halving_send(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
+        dtrain__halving_recv(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
     } else {
-        step->tag = at.begin << 8 | 64;
-        dtrain__plan_between(op, &at, step);
+        step->tag_out = step->tag_in = at.begin << 8 | 64;
+        dtrain__halving_between(op, &at, step);
     }
     return 1;
 }
 
-static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
-    unsigned char *held = dtrain__message_held(comm, op);
-    unsigned char *recv = comm->scratch + (held == comm->scratch ? dtrain__message_half(op) : 0);
+    size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
+    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : 2 * piece);
+}
+
+#endif
+
+/* ---- >>bruck ----
+ * Plans of ceil(log2 n) steps for any number of ranks, for small vectors: after step k a rank holds what 2^(k+1)
+ * ranks had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
+ * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier.
+ *
+ * Source: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; barrier: Hensgen, Finkel, Manber, Int. J.
+ * Parallel Programming 17(1), 1988. */
+#ifndef DTRAIN__BRUCK
+#define DTRAIN__BRUCK
+
+/* Elements before slot number `slot`. */
+static size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
+{
+    size_t begin = 0;
+    if (op->kind == DTRAIN__BARRIER)
+        return 0;
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        return (size_t)slot * op->count;
+    for (int i = 0; i < slot; i++)
+        begin += comm->parts[(comm->rank + i) % comm->size].count;
+    return begin;
+}
+
+static size_t dtrain__bruck_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__bruck_slot(comm, op, comm->size) * dtrain__step_out_width(op);
+}
+
+static void dtrain__bruck_begin(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t bytes = dtrain__bruck_slot(comm, op, 1) * dtrain__step_out_width(op);
+    (void)k;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+}
+
+static void dtrain__bruck_end(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t width = dtrain__step_out_width(op);
+    if (k == 0)
+        dtrain__bruck_begin(comm, op, k);
+    for (int i = 0; i < comm->size; i++) {
+        int rank = (comm->rank + i) % comm->size;
+        const unsigned char *slot = comm->scratch + dtrain__bruck_slot(comm, op, i) * width;
+        comm->ins[rank] = slot;
+        if (op->kind == DTRAIN__ALL_GATHER && comm->parts[rank].count > 0)
+            memcpy((unsigned char *)op->out + comm->parts[rank].begin * width, slot, comm->parts[rank].count * width);
+    }
+    if (op->kind == DTRAIN__ALL_REDUCE && op->count > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+}
+
+static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
+    size_t width = dtrain__step_out_width(op);
+    if (k >= levels) {
+        step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
+        return k == levels;
+    }
+    int slots = distance < n - distance ? distance : n - distance;
+    size_t begin = dtrain__bruck_slot(comm, op, distance), end = dtrain__bruck_slot(comm, op, distance + slots);
+    dtrain__step_send(step, (comm->rank + n - distance) % n, comm->scratch,
+                      dtrain__bruck_slot(comm, op, slots) * width);
+    dtrain__step_recv(step, (comm->rank + distance) % n, comm->scratch + begin * width, (end - begin) * width);
+    step->send_first = comm->rank / distance % 2 == 0;
+    step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
+    return 1;
+}
+
+#endif
+
+/* ---- >>direct ----
+ * Plans in which every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and
+ * reductions in which each rank receives its part of everybody's input and folds all of them in one pass, in the
+ * tree order, in the dtype they came in. Gather and scatter are one message for each rank but the root.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005. */
+#ifndef DTRAIN__DIRECT_PLAN
+#define DTRAIN__DIRECT_PLAN
+
+static int dtrain__direct_rounds(const dtrain_comm *comm)
+{
+    return dtrain__step_power_of_two(comm->size) ? comm->size - 1 : comm->size;
+}
+
+/* Whom this rank meets in a round: it meets this rank in the same one. May be the rank itself. */
+static int dtrain__direct_peer(const dtrain_comm *comm, int round)
+{
+    if (dtrain__step_power_of_two(comm->size))
+        return comm->rank ^ (round + 1);
+    return (round - comm->rank + comm->size) % comm->size;
+}
+
+/* Reductions go block by block: the same elements of every part. */
+typedef struct dtrain__direct {
+    size_t most, blocks; /* elements of each part in a block; blocks */
+    size_t block;        /* this one */
+    int turn, turns;     /* step in the block, and how many it has */
+} dtrain__direct;
+
+/* Elements of `rank`'s part in the block. */
+static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct *at, int rank)
+{
+    size_t begin = at->block * at->most, count = comm->parts[rank].count;
+    return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
+}
+
+static size_t dtrain__direct_most(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = DTRAIN__BLOCK_BYTES, longest = 0;
+    most = (most < all ? most : all) / dtrain__step_out_width(op) / 64 * 64;
+    for (int rank = 0; rank < comm->size; rank++)
+        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+    most = most > 0 ? most : 64;
+    return longest < most ? longest : most;
+}
+
+static size_t dtrain__direct_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t width = dtrain__step_out_width(op), longest = 0;
+    if (dtrain__op_reduces(op))
+        return (size_t)comm->size * dtrain__step_line(dtrain__direct_most(comm, op) * width);
+    for (int rank = 0; op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out && rank < comm->size; rank++)
+        longest = comm->others[rank].count > longest ? comm->others[rank].count : longest;
+    return longest * width;
+}
+
+static unsigned char *dtrain__direct_slot(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at,
+                                          int rank)
+{
+    return comm->scratch + (size_t)rank * dtrain__step_line(at->most * dtrain__step_out_width(op));
+}
+
+/* Where the block of this rank's part of the result goes. */
+static unsigned char *dtrain__direct_result(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at)
+{
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? 0 : comm->parts[comm->rank].begin;
+    if (op->kind == DTRAIN__REDUCE && comm->rank != op->root)
+        return dtrain__direct_slot(comm, op, at, comm->rank);
+    return (unsigned char *)op->out + (begin + at->block * at->most) * dtrain__step_out_width(op);
+}
+
+static dtrain__direct dtrain__direct_where(const dtrain_comm *comm, const dtrain__op *op, size_t k)
+{
+    dtrain__direct at;
+    size_t longest = 0;
+    int rounds = dtrain__direct_rounds(comm), root = comm->rank == op->root;
+    at.most = dtrain__direct_most(comm, op);
+    for (int rank = 0; rank < comm->size; rank++)
+        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+    at.blocks = longest > 0 ? (longest - 1) / at.most + 1 : 1;
+    at.turns = rounds + 1;
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        at.turns += rounds;
+    else if (op->kind == DTRAIN__REDUCE)
+        at.turns += root ? comm->size : 1;
+    at.block = k / (size_t)at.turns;
+    at.turn = (int)(k % (size_t)at.turns);
+    return at;
+}
+
+/* Folds the block of this rank's part of everybody's input. */
+static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    dtrain__direct at = dtrain__direct_where(comm, op, k);
+    size_t begin = comm->parts[comm->rank].begin + at.block * at.most, n = dtrain__direct_count(comm, &at, comm->rank);
+    void *result = dtrain__direct_result(comm, op, &at);
+    for (int rank = 0; rank < comm->size; rank++)
+        comm->ins[rank] = dtrain__direct_slot(comm, op, &at, rank);
+    comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    if (n > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &result, 1, 0, n);
+}
+
+static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__direct at = dtrain__direct_where(comm, op, (size_t)k);
+    int rounds = dtrain__direct_rounds(comm), gathers = at.turn > rounds, round = at.turn - (gathers ? rounds + 1 : 0);
+    size_t width = dtrain__step_out_width(op), mine = dtrain__direct_count(comm, &at, comm->rank) * width, theirs;
+    if (at.block >= at.blocks)
+        return 0;
+    step->tag_out = step->tag_in = at.block << 12 | (uint64_t)(op->kind == DTRAIN__REDUCE && gathers ? 4095 : at.turn);
+    if (at.turn == rounds) {
+        step->prepare = dtrain__direct_fold;
+        return 1;
+    }
+    int root = op->kind == DTRAIN__REDUCE && gathers;
+    int peer = !root ? dtrain__direct_peer(comm, round) : comm->rank == op->root ? round : op->root;
+    if (peer == comm->rank)
+        return 1;
+    theirs = dtrain__direct_count(comm, &at, peer) * width;
+    unsigned char *place = (unsigned char *)op->out + (comm->parts[peer].begin + at.block * at.most) * width;
+    const unsigned char *given = (const unsigned char *)op->in + (comm->parts[peer].begin + at.block * at.most) * width;
+    step->send_first = comm->rank < peer;
+    if (!gathers || comm->rank != op->root || op->kind == DTRAIN__ALL_REDUCE)
+        dtrain__step_send(step, peer, gathers ? dtrain__direct_result(comm, op, &at) : given, gathers ? mine : theirs);
+    if (!gathers)
+        dtrain__step_recv(step, peer, dtrain__direct_slot(comm, op, &at, peer), mine);
+    else if (op->kind == DTRAIN__ALL_REDUCE || comm->rank == op->root)
+        dtrain__step_recv(step, peer, place, theirs);
+    return 1;
+}
+
+/* In place, a block that has come lies in scratch until the one that went is gone. */
+static void dtrain__direct_place(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    size_t width = dtrain__step_out_width(op);
+    int peer = dtrain__direct_peer(comm, (int)k - 1);
+    if (peer != comm->rank && comm->others[peer].count > 0)
+        memcpy((unsigned char *)op->out + comm->others[peer].begin * width, comm->scratch,
+               comm->others[peer].count * width);
+}
+
+static int dtrain__direct_pairs(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int rounds = dtrain__direct_rounds(comm), all_to_all = op->kind == DTRAIN__ALL_TO_ALL;
+    int in_place = all_to_all && op->in == op->out;
+    int peer = k < rounds ? dtrain__direct_peer(comm, k) : comm->rank;
+    size_t width = dtrain__step_out_width(op);
+    const dtrain__extent *out = all_to_all ? &comm->parts[peer] : &comm->parts[comm->rank];
+    const dtrain__extent *in = all_to_all ? &comm->others[peer] : &comm->parts[peer];
+    const unsigned char *from = (const unsigned char *)(all_to_all ? op->in : op->out);
+    if (in_place && k > 0)
+        step->prepare = dtrain__direct_place;
+    if (k >= rounds || peer == comm->rank)
+        return k < rounds + in_place;
+    dtrain__step_send(step, peer, from + out->begin * width, out->count * width);
+    dtrain__step_recv(step, peer, in_place ? comm->scratch : (unsigned char *)op->out + in->begin * width,
+                      in->count * width);
+    step->send_first = comm->rank < peer;
+    return 1;
+}
+
+/* One message between the root and each other rank. */
+static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op);
+    int root = comm->rank == op->root, rank = root ? k : comm->rank, gather = op->kind == DTRAIN__GATHER;
+    const dtrain__extent *part = &comm->parts[rank < comm->size ? rank : 0];
+    size_t begin = root ? part->begin * width : 0;
+    if (k >= (root ? comm->size : 1))
+        return 0;
+    step->tag_out = step->tag_in = 0;
+    if (root && k == comm->rank)
+        return 1;
+    if (gather != root)
+        dtrain__step_send(step, root ? rank : op->root, (const unsigned char *)op->in + begin, part->count * width);
+    else
+        dtrain__step_recv(step, root ? rank : op->root, (unsigned char *)op->out + begin, part->count * width);
+    return 1;
+}
+
+#endif
+
+/* ---- >>plan ----
+ * Which plan an operation follows: asked for by name, or selected by kind, size and number of ranks, so that all
+ * ranks come to the same. */
+#ifndef DTRAIN__PLAN
+#define DTRAIN__PLAN
+
+#define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
+#define DTRAIN__PLAN_WHOLE ((size_t)64 << 10) /* bytes that travel in few whole messages */
+
+/* Keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
+static int dtrain__plan_whole(const dtrain__op *op)
+{
+    return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
+           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK;
+}
+
+static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    switch (op->algorithm) {
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_scratch(comm, op);
+    case DTRAIN_ALGORITHM_DIRECT: return dtrain__direct_scratch(comm, op);
+    case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_scratch(comm, op);
+    default: return dtrain__plan_whole(op) ? dtrain__step_whole_scratch(op) : 0;
+    }
+}
+
+/* A message of the caller's own, or two that cross. */
+static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__step_out_width(op);
+    if (op->kind != DTRAIN__RECV && op->root >= 0)
+        dtrain__step_send(step, op->root, (const unsigned char *)op->in, op->count * width);
+    if (op->kind == DTRAIN__RECV)
+        dtrain__step_recv(step, op->root, (unsigned char *)op->out, op->count * width);
+    else if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        dtrain__step_recv(step, op->from, (unsigned char *)op->out, op->in_count * width);
+    step->send_first = comm->rank < op->root;
+    step->tag_out = step->tag_in = 0;
+    return k == 0;
+}
+
+/* Fills in step k of an operation; returns 0 when there is none. */
+static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
     memset(step, 0, sizeof *step);
     step->to = step->from = -1;
-    step->tag = (uint64_t)k;
-    switch (op->kind) {
-    case DTRAIN__SEND:
-    case DTRAIN__RECV:
-        step->to = op->kind == DTRAIN__SEND ? op->root : -1;
-        step->from = op->kind == DTRAIN__RECV ? op->root : -1;
-        step->send = (const unsigned char *)op->in;
-        step->recv = (unsigned char *)op->out;
-        step->send_bytes = step->recv_bytes = dtrain__op_bytes(op);
-        return k == 0;
-    case DTRAIN__BROADCAST: return dtrain__plan_tree(comm, op, k, op->root, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__ALL_GATHER: return dtrain__plan_ring(comm, op, k, 0, (unsigned char *)op->out, NULL, step);
-    case DTRAIN__BARRIER: return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
-    default: break;
+    step->tag_out = step->tag_in = (uint64_t)k;
+    if (dtrain__op_is_message(op))
+        return dtrain__plan_message(comm, op, k, step);
+    switch (op->algorithm) {
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return dtrain__tree_doubling(comm, op, k, step);
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
+    case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
+    case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_RING:
+        return op->kind == DTRAIN__BROADCAST ? dtrain__ring_broadcast(comm, op, k, step)
+                                             : dtrain__ring_plan(comm, op, k, step);
+    case DTRAIN_ALGORITHM_DIRECT:
+        return dtrain__op_reduces(op)                                      ? dtrain__direct_reduce(comm, op, k, step)
+               : op->kind == DTRAIN__GATHER || op->kind == DTRAIN__SCATTER ? dtrain__direct_root(comm, op, k, step)
+                                                                           : dtrain__direct_pairs(comm, op, k, step);
+    default: return dtrain__tree_plan(comm, op, k, step);
     }
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return dtrain__plan_halving(comm, op, k, step);
-    if (op->algorithm == DTRAIN_ALGORITHM_RING)
-        return dtrain__plan_ring(comm, op, k, 1, held, recv, step);
-    if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING)
-        return dtrain__plan_doubling(comm, op, k, held, recv, step);
-    return dtrain__plan_tree(comm, op, k, 0, 1, held, recv, step);
+}
+
+/* Whether a kind of operation over messages has a form by this name. */
+static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
+{
+    int power_of_two = dtrain__step_power_of_two(comm->size);
+    switch (algorithm) {
+    case DTRAIN_ALGORITHM_TREE:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
+               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING:
+        return power_of_two && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
+    case DTRAIN_ALGORITHM_RING:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER ||
+               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_HALVING_DOUBLING:
+    case DTRAIN_ALGORITHM_DOUBLE_TREE: return kind == DTRAIN__ALL_REDUCE && comm->size > 1;
+    case DTRAIN_ALGORITHM_NODES: return kind == DTRAIN__ALL_REDUCE && comm->node_ranks > 0;
+    case DTRAIN_ALGORITHM_BRUCK:
+        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__ALL_GATHER || kind == DTRAIN__BARRIER;
+    case DTRAIN_ALGORITHM_DIRECT: return kind != DTRAIN__BROADCAST && kind != DTRAIN__BARRIER;
+    default: return 0;
+    }
+}
+
+/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
+static size_t dtrain__plan_small(int ranks)
+{
+    size_t kib = !dtrain__step_power_of_two(ranks) ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
+    return kib << 10;
+}
+
+static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
+{
+    int power_of_two = dtrain__step_power_of_two(comm->size);
+    if (comm->size > 1 && bytes > dtrain__plan_small(comm->size))
+        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
+    if (power_of_two)
+        return DTRAIN_ALGORITHM_RECURSIVE_DOUBLING;
+    return bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_TREE;
+}
+
+static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = dtrain__op_bytes(op);
+    dtrain_algorithm asked = comm->asked[op->kind];
+    if (dtrain__op_is_message(op))
+        return DTRAIN_ALGORITHM_AUTO;
+    if (comm->transport.board != NULL && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+        return DTRAIN_ALGORITHM_FUSED;
+    if (op->counts != NULL && dtrain__op_reduces(op))
+        return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
+    if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && dtrain__plan_exists(comm, op->kind, DTRAIN_ALGORITHM_TREE) &&
+        !dtrain__step_power_of_two(comm->size))
+        asked = DTRAIN_ALGORITHM_TREE;
+    if (dtrain__plan_exists(comm, op->kind, asked))
+        return asked;
+    if (comm->transport.board != NULL && !dtrain__op_reduces(op))
+        return DTRAIN_ALGORITHM_FUSED;
+    switch (op->kind) {
+    case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);
+    case DTRAIN__REDUCE_SCATTER:
+        if (bytes > DTRAIN__PLAN_WHOLE)
+            return DTRAIN_ALGORITHM_DIRECT;
+        return dtrain__step_power_of_two(comm->size) ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+    case DTRAIN__ALL_GATHER: return bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__BROADCAST:
+        return bytes <= DTRAIN__PLAN_WHOLE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__REDUCE: return bytes <= DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
+    case DTRAIN__BARRIER: return DTRAIN_ALGORITHM_BRUCK;
+    default: return DTRAIN_ALGORITHM_DIRECT;
+    }
+}
+
+/* An algorithm's constant from its name; 0 when there is none of that name. */
+static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
+{
+    for (int value = DTRAIN_ALGORITHM_FUSED - 1; value <= DTRAIN_ALGORITHM_DOUBLE_TREE; value++) {
+        dtrain_algorithm one = value < DTRAIN_ALGORITHM_FUSED ? DTRAIN_ALGORITHM_AUTO : (dtrain_algorithm)value;
+        const char *text = dtrain__algorithm_name((uint64_t)one);
+        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0) {
+            *algorithm = one;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static dtrain__kind dtrain__plan_kind(const char *name, size_t bytes)
+{
+    for (int kind = DTRAIN__ALL_REDUCE; kind <= DTRAIN__BARRIER; kind++) {
+        const char *text = dtrain__kind_name((uint64_t)kind);
+        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0)
+            return (dtrain__kind)kind;
+    }
+    return DTRAIN__KINDS;
+}
+
+/* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
+static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
+{
+    while (text != NULL && *text != 0) {
+        size_t bytes = strcspn(text, ","), kind_bytes = strcspn(text, "=,");
+        int every = kind_bytes == bytes;
+        dtrain__kind kind = every ? DTRAIN__ALL_REDUCE : dtrain__plan_kind(text, kind_bytes);
+        dtrain_algorithm algorithm = DTRAIN_ALGORITHM_AUTO;
+        const char *name = every ? text : text + kind_bytes + 1;
+        if (kind == DTRAIN__KINDS || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
+            return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                                "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
+                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
+                                "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
+                                (int)(bytes < 60 ? bytes : 60), text);
+        for (int k = (int)kind; k <= (every ? DTRAIN__BARRIER : (int)kind); k++)
+            if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->transport.board != NULL)
+                comm->asked[k] = algorithm;
+        text += bytes + (text[bytes] == ',');
+    }
+    return DTRAIN_OK;
 }
 
 #endif
@@ -8868,24 +10349,6 @@ static int dtrain__message_plan(const dtrain_comm *comm, const dtrain__op *op, i
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
 
-typedef struct dtrain__message_header {
-    uint64_t magic;
-    dtrain__call call;
-    uint64_t tag;
-    uint64_t bytes;
-} dtrain__message_header;
-
-/* `count` elements of this rank's input, from `begin` on, as partial sums. */
-static void dtrain__message_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
-{
-    dtrain_dtype partial = dtrain__message_dtype(op);
-    const unsigned char *in = (const unsigned char *)op->in + begin * (dtrain_dtype_bits(op->dtype) / 8);
-    if (partial != op->dtype)
-        dtrain_convert(in, op->dtype, out, partial, count);
-    else if (in != out && count > 0)
-        memcpy(out, in, count * dtrain__message_width(op));
-}
-
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
@@ -8896,103 +10359,95 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
+/* Puts what this rank already has of its result in its place. */
+static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t piece = dtrain__plan_piece(comm, op) * dtrain__message_width(op);
-    int narrow = dtrain__message_dtype(op) == op->dtype;
-    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
-        return 0;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return DTRAIN__MESSAGE_CHUNK + (narrow ? 0 : 2 * piece);
-    return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
+    size_t width = dtrain__step_out_width(op), count = comm->parts[comm->rank].count;
+    size_t begin = comm->parts[comm->rank].begin, from = 0, to = begin;
+    int wanted = comm->rank == op->root;
+    switch (op->kind) {
+    case DTRAIN__ALL_GATHER: wanted = op->algorithm != DTRAIN_ALGORITHM_BRUCK; break;
+    case DTRAIN__GATHER: break;
+    case DTRAIN__SCATTER: from = begin, to = 0; break;
+    case DTRAIN__ALL_TO_ALL: from = begin, to = comm->others[comm->rank].begin, wanted = 1; break;
+    default: return;
+    }
+    if (wanted && count > 0)
+        memmove((unsigned char *)op->out + to * width, (const unsigned char *)op->in + from * width, count * width);
 }
 
-static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
+static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
 {
-    size_t bytes = dtrain__message_scratch(comm, op);
-    if (comm->scratch_bytes >= bytes)
-        return 1;
-    unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
-    if (scratch == NULL) {
-        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
-                     dtrain__op_text(comm, op).text, comm->rank, bytes);
-        return 0;
+    if (!dtrain__op_is_message(op)) {
+        op->number = comm->number + 1;
+        return;
     }
-    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
-    comm->scratch = scratch;
-    comm->scratch_bytes = bytes;
-    return 1;
+    if (op->root >= 0)
+        op->number = 1 + (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root];
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        op->in_number = 1 + comm->received[op->from];
 }
 
 /* Returns 1 when the operation has ended already. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t width = dtrain__message_width(op), begin, shard;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
-    else
-        op->number = comm->number + 1;
+    dtrain__message_number(comm, op);
     if (comm->broken.status != DTRAIN_OK) {
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
     dtrain__recorder_start(comm, op);
-    if (!dtrain__message_reserve(comm, op))
+    dtrain__op_layout(comm, op);
+    if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        dtrain__message_widen(op, 0, op->count, dtrain__message_held(comm, op));
-    if (op->kind == DTRAIN__ALL_GATHER) {
-        shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
-        if (shard > 0)
-            memmove((unsigned char *)op->out + begin * width, op->in, shard * width);
-    }
+    if (dtrain__plan_whole(op))
+        dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
+    else if (!dtrain__op_is_message(op))
+        dtrain__message_own(comm, op);
     op->phase = 1;
     return 0;
 }
 
 static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t begin = 0, n = op->count, width = dtrain__message_width(op);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        n = dtrain_split(op->count, comm->size, comm->rank, &begin);
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
-        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__message_held(comm, op) + begin * width, op->out, n);
-    if (op->kind == DTRAIN__SEND)
-        comm->sent[op->root] = op->number;
-    else if (op->kind == DTRAIN__RECV)
-        comm->received[op->root] = op->number;
-    else
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].begin : 0;
+    size_t n = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].count : op->count;
+    if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
+        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
+                            op->out, n);
+    if (!dtrain__op_is_message(op))
         comm->number = op->number;
+    else if (op->root >= 0)
+        (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root] = op->number;
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        comm->received[op->from] = op->in_number;
     return 1;
+}
+
+/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op *op, int sending)
+{
+    return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
 }
 
 static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op);
-    header.tag = step->tag;
+    header.call = dtrain__op_call(comm, op, 0);
+    header.tag = step->tag_out;
     header.bytes = step->send_bytes;
-    memcpy(comm->message_out, &header, sizeof header);
+    unsigned char *letter = dtrain__message_letter(comm, op, 1);
+    memcpy(letter, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+        memcpy(letter + sizeof header, step->send, step->send_bytes);
 }
 
-/* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
+/* Before anything of a step moves. */
 static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
 {
-    dtrain__halving at;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING && dtrain__plan_where(comm, op, k, &at)) {
-        if (at.step == 0)
-            dtrain__message_widen(op, at.begin, at.n, at.held);
-        if (at.step == at.up && at.blocks.previous_size == 0) {
-            dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
-            dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
-                                at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
-        }
-    }
+    if (step->prepare != NULL)
+        step->prepare(comm, op, k);
     if (step->to >= 0)
         dtrain__message_write_header(comm, op, step);
 }
@@ -9002,7 +10457,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
-    unsigned char *small = sending ? comm->message_out : comm->message_in;
+    unsigned char *small = dtrain__message_letter(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
@@ -9025,13 +10480,15 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    dtrain__call mine = dtrain__op_call(comm, op);
-    memcpy(&came, comm->message_in, sizeof came);
+    dtrain__call mine = dtrain__op_call(comm, op, 1);
+    memcpy(&came, dtrain__message_letter(comm, op, 0), sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
-    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag || came.bytes != step->recv_bytes)
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
+    if (came.bytes != step->recv_bytes)
+        return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
     return DTRAIN_OK;
 }
 
@@ -9051,13 +10508,13 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
-                          (end - begin) / dtrain__message_width(op));
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
+                          (end - begin) / dtrain__step_width(op));
     }
     if (*done < header + payload)
         return DTRAIN_OK;
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
-        memcpy(step->recv, comm->message_in + header, payload);
+        memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
     return DTRAIN_OK;
 }
@@ -9080,7 +10537,7 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
 static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
     if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, step->fold, step->recv, step->fold_count);
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, step->fold, step->recv, step->fold_count);
 }
 
 /* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
@@ -9089,8 +10546,8 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
                                   int *receives)
 {
     for (;;) {
-        int more_in = dtrain__message_plan(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
-        int more_out = dtrain__message_plan(comm, op, (int)op->send_at, out);
+        int more_in = dtrain__plan_step(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
+        int more_out = dtrain__plan_step(comm, op, (int)op->send_at, out);
         if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
             dtrain__message_enter(comm, op, out, op->send_at);
             op->entered++;
@@ -9181,7 +10638,7 @@ static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, con
 static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step step;
-    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+    while (dtrain__plan_step(comm, op, (int)op->at, &step)) {
         if (op->entered == op->at) {
             dtrain__message_enter(comm, op, &step, op->at);
             op->entered++;
@@ -9200,14 +10657,44 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
+    const dtrain__error *aborted = dtrain__comm_aborted(comm);
+    if (aborted != NULL)
+        comm->broken = *aborted;
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
+    if (aborted != NULL) {
+        dtrain__op_blame(comm, op, aborted);
+        return 1;
+    }
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
         return 0;
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
+}
+
+/* Moves the message of one operation out and that of another in, together, until one is complete or wait_ns; either
+ * may be NULL. Both have begun. What fails here is met again, and told, by the operation's own turn; but what came
+ * and does not fit is told at once: returns 1 when that ended the incoming one. */
+static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
+{
+    dtrain__step sends, receives;
+    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
+    dtrain_status taken = DTRAIN_OK;
+    if ((out != NULL && out->sent == SIZE_MAX) || (in != NULL && in->received == SIZE_MAX))
+        return 0; /* complete: it ends at its own turn */
+    if (out != NULL && dtrain__plan_step(comm, out, 0, &sends))
+        sending = dtrain__message_next(comm, out, &sends, 1);
+    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives))
+        receiving = dtrain__message_next(comm, in, &receives, 0);
+    comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
+                             wait_ns);
+    if (out != NULL)
+        dtrain__message_took(comm, out, &sends, 1, sending.moved);
+    if (in != NULL)
+        taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
+    return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
 }
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
@@ -9242,23 +10729,46 @@ static int dtrain__comm_fused(const dtrain__op *op)
     return op->algorithm == DTRAIN_ALGORITHM_FUSED;
 }
 
+/* Ends a cancelled operation. A message that has not begun ends alone: nobody knows of it, and the next one takes its
+ * place. All else breaks the group. */
+static int dtrain__comm_give_up(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__error cause;
+    int message = dtrain__op_is_letter(op);
+    if (op->phase == 0)
+        dtrain__message_number(comm, op);
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
+    if (op->phase == 0 && (message || comm->size == 1)) {
+        dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
+        return 1;
+    }
+    dtrain__comm_break(comm, &cause);
+    if (dtrain__comm_fused(op))
+        return dtrain__fused_end_broken(comm, op);
+    comm->broken = comm->broken.status == DTRAIN_OK ? cause : comm->broken;
+    dtrain__op_blame(comm, op, &cause);
+    return 1;
+}
+
 /* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
  * 0, what goes at once; else until about then. */
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    int64_t slice = wait_ns;
+    if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
+        return dtrain__comm_give_up(comm, op);
     if (dtrain__comm_fused(op)) {
         int ended = dtrain__fused_advance(comm, op, wait_ns);
         if (!ended)
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (wait_ns == INT64_MAX) {
-        /* In slices, so that the log can say who is awaited long before the deadline. */
-        int64_t now = dtrain__os_now_ns();
-        slice = now + 100000000 < op->deadline_ns ? now + 100000000 : op->deadline_ns;
+    if (wait_ns != 0) {
+        /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
+        int64_t slice = dtrain__os_now_ns() + 100000000;
+        slice = slice < op->deadline_ns ? slice : op->deadline_ns;
+        wait_ns = wait_ns < slice ? wait_ns : slice;
     }
-    return dtrain__message_advance(comm, op, slice);
+    return dtrain__message_advance(comm, op, wait_ns);
 }
 
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
@@ -9274,38 +10784,132 @@ static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
         dtrain__trace_failure(comm, op);
 }
 
+/* A number that changes whenever the operation gets on. */
+static size_t dtrain__op_progress(const dtrain__op *op)
+{
+    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
+}
+
+/* Advances one operation and judges its deadline; returns 1 at its end. Sets *moved when it got on. */
+static int dtrain__comm_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
+{
+    size_t before = dtrain__op_progress(op);
+    int ended = dtrain__comm_advance(comm, op, wait_ns);
+    if (!ended && dtrain__op_late(comm, op))
+        ended = dtrain__comm_expire(comm, op);
+    *moved |= ended || dtrain__op_progress(op) != before;
+    return ended;
+}
+
+/* The messages of a queue that are under way together. */
+typedef struct dtrain__sweep {
+    dtrain__op *out; /* the first one that goes out; NULL: none */
+    dtrain_work *in; /* the first one that comes in */
+    int others;      /* how many more there are */
+    int moved;
+} dtrain__sweep;
+
+/* Advances, without waiting, the messages from head to the next collective: of those to one peer the first, of those
+ * from one peer the first. Crossing messages so get past each other, whatever was queued first. */
+static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
+{
+    dtrain__sweep sweep = {NULL, NULL, 0, 0};
+    int taken = 0, lanes = 2 * (comm->size - 1);
+    comm->sweep++;
+    for (dtrain_work *work = head; work != NULL && dtrain__op_is_letter(&work->op) && taken < lanes;
+         work = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE)) {
+        int sends = work->op.kind == DTRAIN__SEND;
+        uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
+        if (work->ended || *lane == comm->sweep)
+            continue;
+        work->ended = dtrain__comm_turn(comm, &work->op, 0, &sweep.moved);
+        if (work->ended)
+            continue;
+        *lane = comm->sweep;
+        taken++;
+        if (sends && sweep.out == NULL)
+            sweep.out = &work->op;
+        else if (!sends && sweep.in == NULL)
+            sweep.in = work;
+        else
+            sweep.others++;
+    }
+    return sweep;
+}
+
+/* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
+static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__sweep *sweep, int64_t slice_ns)
+{
+    int moved = 0;
+    if (comm->transport.exchange == NULL)
+        head->ended = dtrain__comm_turn(comm, &head->op, slice_ns, &moved);
+    else if (dtrain__message_pair(comm, sweep->out, sweep->in != NULL ? &sweep->in->op : NULL, slice_ns))
+        sweep->in->ended = 1;
+}
+
+/* Advances the queue whose head is a message until that has ended, or until_ns (0: what goes at once). Where ranks
+ * share an address space, it never waits: the caller does, for the bell. */
+static int dtrain__queue_mail(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
+{
+    for (;;) {
+        dtrain__sweep sweep = dtrain__queue_sweep(comm, head);
+        int64_t now, slice;
+        int crowded;
+        *moved |= sweep.moved;
+        if (head->ended || comm->transport.board != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
+            return head->ended;
+        /* more than one call of the transport can wait for */
+        crowded = sweep.others > 0 || (comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL);
+        if (sweep.moved && crowded)
+            continue;
+        slice = now + (crowded ? 1000000 : 100000000);
+        dtrain__queue_wait(comm, head, &sweep, slice < until_ns ? slice : until_ns);
+    }
+}
+
 typedef struct dtrain__comm_wait {
     dtrain_comm *comm;
     dtrain__op *op;
-    int ended;
+    dtrain_work *mail; /* the queue's head, where that is a message */
+    int64_t until_ns;
+    int ended, moved;
 } dtrain__comm_wait;
 
 static int dtrain__comm_ready(void *pointer)
 {
     dtrain__comm_wait *wait = (dtrain__comm_wait *)pointer;
-    wait->ended = dtrain__comm_advance(wait->comm, wait->op, INT64_MAX);
+    wait->moved = 0;
+    wait->ended = wait->mail != NULL ? dtrain__queue_mail(wait->comm, wait->mail, wait->until_ns, &wait->moved)
+                                     : dtrain__comm_advance(wait->comm, wait->op, wait->until_ns);
     return wait->ended;
 }
 
-/* Runs one operation to its end on the calling thread. */
-static void dtrain__comm_run(dtrain_comm *comm, dtrain__op *op)
+/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+ * mail: as in dtrain__comm_wait. */
+static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail, int64_t until_ns)
 {
-    dtrain__comm_wait wait = {comm, op, 0};
+    dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
+    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+    int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
     int phase = op->phase;
     size_t at = op->at;
     for (unsigned turn = 0; !dtrain__comm_ready(&wait); turn++) {
-        if (op->phase != phase || op->at != at)
+        if (wait.moved || op->phase != phase || op->at != at)
             turn = 0;
         phase = op->phase;
         at = op->at;
-        if ((turn > comm->bell->spins || !dtrain__comm_fused(op)) && dtrain__op_late(comm, op) &&
-            dtrain__comm_expire(comm, op))
-            return;
-        if (dtrain__comm_fused(op))
-            dtrain__bell_wait(comm->bell, turn, op->deadline_ns, dtrain__comm_ready, &wait);
+        if (turn > comm->bell->spins || !bell) {
+            if (mail == NULL && dtrain__op_late(comm, op) && dtrain__comm_expire(comm, op))
+                return 1;
+            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+                return 0;
+        }
+        if (bell)
+            dtrain__bell_wait(comm->bell, turn, limit, dtrain__comm_ready, &wait);
         if (wait.ended)
-            return;
+            return 1;
     }
+    return 1;
 }
 
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
@@ -9330,24 +10934,17 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
     dtrain__bell_ring(comm->bell);
 }
 
-/* A number that changes whenever the operation gets on. */
-static size_t dtrain__op_progress(const dtrain__op *op)
-{
-    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
-}
-
 /* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
 static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int moved = 0;
     dtrain_work *work;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        size_t before = dtrain__op_progress(&work->op);
-        int ended = dtrain__comm_advance(comm, &work->op, until_ns);
-        if (!ended && dtrain__op_late(comm, &work->op))
-            ended = dtrain__comm_expire(comm, &work->op);
-        moved |= ended || dtrain__op_progress(&work->op) != before;
-        if (!ended)
+        if (!work->ended && dtrain__op_is_letter(&work->op))
+            dtrain__queue_mail(comm, work, until_ns, &moved);
+        else if (!work->ended)
+            work->ended = dtrain__comm_turn(comm, &work->op, until_ns, &moved);
+        if (!work->ended)
             break;
         dtrain__queue_finish(comm, work);
         if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
@@ -9371,7 +10968,7 @@ static int dtrain__service_round(void *pointer)
             continue;
         int messages = comm->transport.board == NULL;
         moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
-        moved |= messages && comm->pending > 0;
+        moved |= messages && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     pthread_mutex_unlock(&service->mutex);
@@ -9510,34 +11107,6 @@ static dtrain_status dtrain__comm_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__comm_small(int ranks, int power_of_two)
-{
-    size_t kib = !power_of_two ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
-static dtrain_algorithm dtrain__comm_select(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain_algorithm asked = comm->desc.algorithm;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    int power_of_two = (comm->size & (comm->size - 1)) == 0;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        return DTRAIN_ALGORITHM_TREE;
-    if (comm->transport.board != NULL &&
-        (!reduces || asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
-        return DTRAIN_ALGORITHM_FUSED;
-    if (!reduces || asked == DTRAIN_ALGORITHM_TREE)
-        return DTRAIN_ALGORITHM_TREE;
-    if (asked == DTRAIN_ALGORITHM_RING)
-        return DTRAIN_ALGORITHM_RING;
-    if (op->kind == DTRAIN__ALL_REDUCE && comm->size > 1 &&
-        (asked == DTRAIN_ALGORITHM_HALVING_DOUBLING ||
-         (asked == DTRAIN_ALGORITHM_AUTO && dtrain__op_bytes(op) > dtrain__comm_small(comm->size, power_of_two))))
-        return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    return power_of_two ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-}
-
 static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
@@ -9545,22 +11114,17 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         status = dtrain__comm_usable(comm, dtrain__kind_name((uint64_t)op->kind));
     if (status != DTRAIN_OK)
         return status;
-    op->algorithm = dtrain__comm_select(comm, op);
+    op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = comm->desc.timeout_ms < 0 || comm->desc.timeout_ms > (INT64_MAX / 2 - op->started_ns) / 1000000
-                          ? INT64_MAX
-                          : op->started_ns + comm->desc.timeout_ms * 1000000;
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+/* Puts an operation at the end of the queue; NULL: no memory. */
+static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain_status status = DTRAIN_OK;
-    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
-        status = dtrain__service_join(comm);
-    if (status != DTRAIN_OK)
-        return status;
     pthread_mutex_lock(&comm->queue_mutex);
     dtrain_work *work = comm->spare;
     if (work != NULL)
@@ -9571,10 +11135,12 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->comm = comm;
         work->next = NULL;
         work->done = 0;
+        work->ended = 0;
         work->op = *op;
+        work->op.letter = dtrain__op_is_letter(op) ? work->letter : NULL;
         work->op.queued = 1;
         if (comm->tail != NULL)
-            comm->tail->next = work;
+            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
         else
             comm->head = work;
         comm->tail = work;
@@ -9582,11 +11148,23 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
     }
     pthread_mutex_unlock(&comm->queue_mutex);
     if (work == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+    return work;
+}
+
+static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK)
+        return status;
+    *out = dtrain__queue_add(comm, op);
+    if (*out == NULL)
+        return DTRAIN_ERR_MEMORY;
     dtrain__bell_ring(comm->bell);
     if (comm->transport.wake != NULL)
         comm->transport.wake(comm->transport.self);
-    *out = work;
     return DTRAIN_OK;
 }
 
@@ -9600,38 +11178,45 @@ static int dtrain__work_ready(void *pointer)
     return dtrain_work_done((const dtrain_work *)pointer);
 }
 
-/* Drives the queue on the calling thread until work has ended, or looks on while another thread does. */
-static void dtrain__work_help(dtrain_work *work)
+/* Drives the queue on the calling thread, or looks on while another thread does, until work has ended or until_ns. */
+static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 {
     dtrain_comm *comm = work->comm;
-    unsigned turn = 0;
-    while (!dtrain_work_done(work)) {
+    for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
         if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
-                dtrain__comm_run(comm, &head->op);
+                dtrain_work *mail = dtrain__op_is_letter(&head->op) ? head : NULL;
+                if (!head->ended && !dtrain__comm_run(comm, &head->op, mail, until_ns))
+                    break;
                 dtrain__queue_finish(comm, head);
             }
             pthread_mutex_unlock(&comm->drive_mutex);
+            if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
+                dtrain__bell_ring(comm->bell); /* the service goes on with the rest */
         } else {
-            dtrain__bell_wait(comm->bell, turn++, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
+            dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
         }
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return;
     }
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+/* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
+static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *ended)
 {
     dtrain_status status;
-    dtrain_comm *comm;
+    dtrain_comm *comm = work->comm;
     int64_t started;
-    if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
-    comm = work->comm;
+    *ended = 1;
     if (comm->transport.board == NULL && (status = dtrain__comm_usable(comm, "work_wait")) != DTRAIN_OK)
         return status;
     started = dtrain__os_now_ns();
-    dtrain__work_help(work);
+    dtrain__work_help(work, until_ns);
     comm->blocked_ns += dtrain__os_now_ns() - started;
+    *ended = dtrain_work_done(work);
+    if (!*ended)
+        return DTRAIN_OK;
     status = dtrain__report(&work->op.error);
     if (status != DTRAIN_OK)
         comm->error = work->op.error;
@@ -9642,6 +11227,33 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     return status;
 }
 
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+{
+    int ended;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+    return dtrain__work_end(work, INT64_MAX, &ended);
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms)
+{
+    int64_t now = dtrain__os_now_ns();
+    int ended;
+    dtrain_status status;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait_for: the handle is NULL; was its call checked?");
+    status = dtrain__work_end(
+        work, timeout_ms < 0 || timeout_ms > (INT64_MAX - now) / 1000000 ? INT64_MAX : now + timeout_ms * 1000000,
+        &ended);
+    if (ended)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "work_wait_for on rank %d: %s of %zu elements is still under way after %lld ms; it goes on, "
+                        "and its handle can be waited for again",
+                        work->comm->rank, dtrain__kind_name((uint64_t)work->op.kind), work->op.count,
+                        (long long)timeout_ms);
+}
+
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 {
     int64_t until;
@@ -9650,7 +11262,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (comm->process != getpid())
         return dtrain__comm_usable(comm, "comm_poll");
-    until = dtrain__os_now_ns() + (budget_us > 0 ? budget_us : 0) * 1000;
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     pthread_mutex_lock(&comm->drive_mutex);
@@ -9663,7 +11275,37 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     return DTRAIN_OK;
 }
 
-/* Runs a call to its end (work NULL), or starts it. */
+/* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
+static dtrain_status dtrain__comm_note(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (comm->noted + 2 > comm->notes_capacity) {
+        size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
+        dtrain__note *notes = (dtrain__note *)dtrain__resize(
+            comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
+        if (notes == NULL)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
+                                comm->noted + 1);
+        comm->notes = notes;
+        comm->notes_capacity = more;
+    }
+    for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
+        dtrain__note *note = &comm->notes[comm->noted];
+        int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
+        if (splits ? peer < 0 : receives)
+            continue;
+        memcpy(&note->op, op, offsetof(dtrain__op, error));
+        note->op.error.status = DTRAIN_OK;
+        note->op.kind = !splits ? op->kind : receives ? DTRAIN__RECV : DTRAIN__SEND;
+        note->op.root = peer;
+        note->op.count = splits && receives ? op->in_count : op->count;
+        note->op.in_count = 0;
+        note->work = NULL;
+        comm->noted++;
+    }
+    return DTRAIN_OK;
+}
+
+/* Runs a call to its end (work NULL), or starts it; inside a fuse notes it. */
 static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
     dtrain_status status;
@@ -9678,13 +11320,20 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     if (status != DTRAIN_OK)
         return status;
     op->async = work != NULL;
+    if (comm->fusing && work != NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
+                            "fuse_end first",
+                            dtrain__kind_name((uint64_t)op->kind), comm->rank);
+    if (comm->fusing)
+        return dtrain__comm_note(comm, op);
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
         status = dtrain__comm_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    dtrain__comm_run(comm, op);
+    dtrain__comm_run(comm, op, NULL, INT64_MAX);
     now = dtrain__os_now_ns();
     dtrain__comm_ended(comm, op, now);
     comm->blocked_ns += now - op->started_ns;
@@ -9720,12 +11369,31 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
+    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
+    dtrain__free(allocator, comm->packed, comm->packed_bytes);
     dtrain__recorder_free(comm);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
     dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+}
+
+/* The algorithms that desc and environment ask for; where nodes are said to be. */
+static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
+{
+    const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
+        comm->asked[kind] = comm->desc.algorithm;
+    comm->node_ranks = comm->desc.node_ranks;
+    if (comm->node_ranks == 0 && ranks != NULL)
+        comm->node_ranks = atoi(ranks);
+    if (comm->node_ranks < 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
+                            comm->node_ranks);
+    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. */
@@ -9755,11 +11423,17 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
+    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
     if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
-        !dtrain__recorder_create(comm))
+        comm->parts == NULL || comm->lanes == NULL || !dtrain__recorder_create(comm))
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     else
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);
+    if (status == DTRAIN_OK) {
+        comm->others = comm->parts + size;
+        status = dtrain__comm_choose(comm);
+    }
     if (status == DTRAIN_OK)
         *out = comm;
     else
@@ -9771,12 +11445,15 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
 {
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_HALVING_DOUBLING))
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
                             algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
                             progress);
+    if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
+                            (int)desc->order);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
                             desc->connections, DTRAIN__MAX_LANES);
@@ -9868,7 +11545,8 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->desc.timeout_ms = place->timeout_ms;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
+    comm->form_deadline_ns =
+        place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
     status = dtrain__comm_open(comm, place, desc);
     if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
         status = dtrain__service_join(comm);
@@ -9921,8 +11599,11 @@ DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
         status = dtrain__socket_formed(comm->socket, &formed, comm->started_ns, comm->form_deadline_ns);
     if (status != DTRAIN_OK)
         comm->error = dtrain__thread_error;
-    else if (formed)
+    else if (formed) {
         comm->forming = 0;
+        if (comm->socket != NULL && comm->node_ranks == 0)
+            comm->node_ranks = dtrain__socket_node_ranks(comm->socket);
+    }
     *ready = status == DTRAIN_OK && formed;
     return status;
 }
@@ -10147,8 +11828,7 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 
-static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
-                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));
@@ -10158,14 +11838,51 @@ static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, co
     op.out = out;
     op.count = count;
     op.dtype = dtype;
+    op.from = -1;
+    return op;
+}
+
+/* The same with parts as the caller says; comm may be NULL, which is found later. */
+static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                      const size_t *counts, const size_t *offsets, dtrain_dtype dtype)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, 0, dtype);
+    op.counts = counts;
+    op.offsets = offsets;
+    for (int rank = 0; comm != NULL && counts != NULL && rank < comm->size; rank++) {
+        size_t sum = op.count + counts[rank];
+        op.count = sum >= op.count ? sum : SIZE_MAX; /* refused as too large */
+    }
+    return op;
+}
+
+/* Runs a call to its end, or starts it when there is a place for its handle. */
+static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
+                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
     return dtrain__comm_call(comm, &op, work);
 }
 
-static dtrain_status dtrain__no_work(const char *call)
+static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                          const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                          dtrain_op reduction, int root, dtrain_work **work)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: nowhere to put the handle (work is NULL)", call);
+    dtrain__op op = dtrain__op_of_parts(comm, kind, in, out, counts, offsets, dtype);
+    op.op = reduction;
+    op.root = root;
+    if (counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__kind_name((uint64_t)kind));
+    return dtrain__comm_call(comm, &op, work);
+}
+
+static dtrain_status dtrain__no_work(dtrain_comm *comm, dtrain__kind kind)
+{
+    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__kind_name((uint64_t)kind));
 }
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
@@ -10187,8 +11904,22 @@ DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_reduce_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_REDUCE);
     return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root)
+{
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE);
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -10201,8 +11932,23 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const vo
                                                      dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("reduce_scatter_async");
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
     return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -10215,8 +11961,22 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_gather_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
     return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype)
+{
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root)
@@ -10228,13 +11988,119 @@ DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer,
                                                 int root, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("broadcast_async");
+        return dtrain__no_work(comm, DTRAIN__BROADCAST);
     return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root)
+{
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root)
+{
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                          const size_t *in_offsets, void *out, const size_t *out_counts,
+                                          const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of_parts(comm, DTRAIN__ALL_TO_ALL, in, out, in_counts, in_offsets, dtype);
+    op.out_counts = out_counts;
+    op.out_offsets = out_offsets;
+    if (in_counts == NULL || out_counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "all_to_all_v: an array of counts, one for each rank, is NULL");
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype)
+{
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, work);
 }
 
 DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
 {
     return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__BARRIER);
+    return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer)
@@ -10246,7 +12112,7 @@ DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, si
                                            int peer, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("send_async");
+        return dtrain__no_work(comm, DTRAIN__SEND);
     return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
 }
 
@@ -10259,8 +12125,42 @@ DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t 
                                            dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("recv_async");
+        return dtrain__no_work(comm, DTRAIN__RECV);
     return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
+}
+
+static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
+    op.in_count = out_count;
+    op.root = to;
+    op.from = from;
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype)
+{
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__EXCHANGE);
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, work);
+}
+
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype)
+{
+    dtrain__kind kind = collective != NULL ? dtrain__plan_kind(collective, strlen(collective)) : DTRAIN__KINDS;
+    dtrain__op op = dtrain__op_of(kind, NULL, NULL, count, dtype);
+    if (comm == NULL || kind == DTRAIN__KINDS)
+        return "?";
+    return dtrain__algorithm_name((uint64_t)dtrain__plan_select(comm, &op));
 }
 
 /* Index of the first element in which a and b differ; count when none does. */
@@ -10301,6 +12201,9 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
     unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
     if (piece == NULL)
@@ -10319,6 +12222,433 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   "replicas took different steps",
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
+    return status;
+}
+
+#endif
+
+/* ---- >>tensor_calls ----
+ * Collectives over tensors: the same calls, with shapes compared first. */
+#ifndef DTRAIN__TENSOR_CALLS
+#define DTRAIN__TENSOR_CALLS
+
+static size_t dtrain__tensor_rows(const dtrain_tensor *tensor)
+{
+    return tensor->ndim > 0 ? tensor->shape[0] : 1;
+}
+
+/* Elements of one row. */
+static size_t dtrain__tensor_row(const dtrain_tensor *tensor)
+{
+    size_t row = 1;
+    for (int i = 1; i < tensor->ndim; i++)
+        row *= tensor->shape[i];
+    return row;
+}
+
+/* Checks that part is whole but for its first size, which must be rows. */
+static dtrain_status dtrain__tensor_fits(dtrain_comm *comm, const char *call, const dtrain_tensor *whole,
+                                         const dtrain_tensor *part, size_t rows)
+{
+    int fits = comm != NULL && whole != NULL && part != NULL;
+    if (!fits)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID, "%s: the group or a tensor is NULL",
+                            call);
+    fits = whole->dtype == part->dtype && whole->ndim == part->ndim && dtrain__tensor_rows(part) == rows;
+    for (int i = 1; fits && i < whole->ndim; i++)
+        fits = whole->shape[i] == part->shape[i];
+    if (fits)
+        return DTRAIN_OK;
+    dtrain_tensor expected = *whole;
+    expected.shape[0] = rows;
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s was expected beside %s, %s came", call,
+                        comm->rank, dtrain__tensor_text(&expected).text, dtrain__tensor_text(whole).text,
+                        dtrain__tensor_text(part).text);
+}
+
+/* The same, where the part is this rank's share of the rows. */
+static dtrain_status dtrain__tensor_splits(dtrain_comm *comm, const char *call, const dtrain_tensor *whole,
+                                           const dtrain_tensor *part)
+{
+    size_t rows = comm != NULL && whole != NULL ? dtrain_shard(comm, dtrain__tensor_rows(whole), comm->rank, NULL) : 0;
+    if (comm != NULL && whole != NULL && whole->ndim == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: a scalar has no dimension 0 to split",
+                            call, comm->rank);
+    return dtrain__tensor_fits(comm, call, whole, part, rows);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op)
+{
+    dtrain_status status =
+        dtrain__tensor_fits(comm, "tensor_all_reduce", in, out, in != NULL ? dtrain__tensor_rows(in) : 0);
+    return status != DTRAIN_OK ? status : dtrain_all_reduce(comm, in->data, out->data, in->count, in->dtype, op);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op)
+{
+    dtrain_status status = dtrain__tensor_splits(comm, "tensor_reduce_scatter", in, out);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__op call = dtrain__op_of(DTRAIN__REDUCE_SCATTER, in->data, out->data, in->count, in->dtype);
+    call.op = op;
+    call.row = dtrain__tensor_row(in);
+    return dtrain__comm_call(comm, &call, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out)
+{
+    dtrain_status status = dtrain__tensor_splits(comm, "tensor_all_gather", out, in);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__op call = dtrain__op_of(DTRAIN__ALL_GATHER, in->data, out->data, out->count, out->dtype);
+    call.row = dtrain__tensor_row(out);
+    return dtrain__comm_call(comm, &call, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root)
+{
+    if (tensor == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "tensor_broadcast: the tensor is NULL");
+    return dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
+}
+
+#endif
+
+/* ---- >>fuse ----
+ * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
+ * among them as one set, then the collectives in the order of their calls, neighbours of one kind as one operation:
+ * over messages packed into one buffer, between ranks of one address space as a list of the buffers. What becomes one
+ * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
+#ifndef DTRAIN__FUSE
+#define DTRAIN__FUSE
+
+#define DTRAIN__FUSE_CALL ((size_t)1 << 20) /* larger buffers are not worth a copy */
+#define DTRAIN__FUSE_SET ((size_t)4 << 20)
+
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
+{
+    if (comm == NULL || comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_begin on rank %d: it was called before; call fuse_end first"
+                                         : "fuse_begin: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    comm->fusing = 1;
+    comm->noted = 0;
+    return DTRAIN_OK;
+}
+
+/* Whether an all_reduce adds in an order that depends on where an element stands. */
+static int dtrain__fuse_has_order(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->desc.order != DTRAIN_ORDER_TREE || op->algorithm == DTRAIN_ALGORITHM_RING ||
+           op->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || op->algorithm == DTRAIN_ALGORITHM_NODES;
+}
+
+/* Whether a call may join the set of the first one, which has `bytes` so far. */
+static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
+{
+    int fusible =
+        next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !dtrain__fuse_has_order(comm, next));
+    return fusible && next->kind == first->kind && next->dtype == first->dtype && next->op == first->op &&
+           next->root == first->root && dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL &&
+           bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
+}
+
+/* The set that begins with a noted collective: its calls as one operation; returns the note after it. */
+static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *packed)
+{
+    size_t end = at, width = dtrain_dtype_bits(comm->notes[at].op.dtype) / 8;
+    memcpy(packed, &comm->notes[at].op, offsetof(dtrain__op, error));
+    packed->error.status = DTRAIN_OK;
+    packed->first = packed->count;
+    packed->count = 0;
+    for (; end < comm->noted; end++) {
+        const dtrain__op *next = &comm->notes[end].op;
+        if (dtrain__op_is_letter(next))
+            continue;
+        if (!dtrain__fuse_fits(comm, &comm->notes[at].op, next, packed->count * width))
+            break;
+        packed->count += next->count;
+        packed->digest = dtrain_random_u64(packed->digest, next->count);
+        packed->form++;
+    }
+    return end;
+}
+
+/* Copies the buffers of a set into the packed one, or the results back. */
+static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back)
+{
+    unsigned char *packed = comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        size_t bytes = dtrain__op_bytes(op);
+        int reads = op->kind == DTRAIN__ALL_REDUCE || op->root == comm->rank;
+        int writes = op->kind == DTRAIN__ALL_REDUCE || op->root != comm->rank;
+        if (dtrain__op_is_letter(op))
+            continue;
+        if (bytes > 0 && !back && reads)
+            memcpy(packed, op->in, bytes);
+        if (bytes > 0 && back && writes)
+            memcpy(op->out, packed, bytes);
+        packed += bytes;
+    }
+}
+
+/* Lists the buffers of a set in the packed one. */
+static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
+{
+    dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        if (dtrain__op_is_letter(op))
+            continue;
+        segment->in = op->in;
+        segment->out = op->out;
+        segment++->count = op->count;
+    }
+}
+
+static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
+{
+    unsigned char *packed;
+    if (comm->packed_bytes >= bytes)
+        return DTRAIN_OK;
+    packed = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (packed == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
+                            bytes);
+    dtrain__free(comm->allocator, comm->packed, comm->packed_bytes);
+    comm->packed = packed;
+    comm->packed_bytes = bytes;
+    return DTRAIN_OK;
+}
+
+static void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
+{
+    if (status != DTRAIN_OK && first->status == DTRAIN_OK)
+        *first = dtrain__thread_error;
+}
+
+/* Runs the set that begins with a noted collective; returns the note after it. */
+static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
+{
+    dtrain__op op;
+    dtrain_status status;
+    size_t end = dtrain__fuse_set(comm, at, &op);
+    if (op.form < 2) {
+        dtrain__fuse_keep(first, dtrain__comm_call(comm, &comm->notes[at].op, NULL));
+        return at + 1;
+    }
+    /* where ranks share an address space, only what is small enough to be posted is worth a copy */
+    op.scattered = dtrain__comm_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    status =
+        dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
+    if (status == DTRAIN_OK) {
+        op.in = op.out = comm->packed;
+        if (op.scattered)
+            dtrain__fuse_list(comm, at, end);
+        else
+            dtrain__fuse_copy(comm, at, end, 0);
+        status = dtrain__comm_call(comm, &op, NULL);
+    }
+    if (status == DTRAIN_OK && !op.scattered)
+        dtrain__fuse_copy(comm, at, end, 1);
+    dtrain__fuse_keep(first, status);
+    return end;
+}
+
+/* Queues the noted messages and waits for all of them. Round k has those to the rank k above and from the rank k
+ * below, so that what two ranks do at one time belongs together. */
+static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
+{
+    int messages = 0;
+    for (size_t i = 0; i < comm->noted; i++)
+        messages |= dtrain__op_is_letter(&comm->notes[i].op);
+    for (int k = 1; k < comm->size && messages && first->status == DTRAIN_OK; k++)
+        for (size_t i = 0; i < comm->noted && first->status == DTRAIN_OK; i++) {
+            dtrain__op *op = &comm->notes[i].op;
+            int distance = op->kind == DTRAIN__SEND ? op->root - comm->rank : comm->rank - op->root;
+            if (!dtrain__op_is_letter(op) || (distance + comm->size) % comm->size != k)
+                continue;
+            dtrain__fuse_keep(first, dtrain__comm_begin(comm, op));
+            comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__queue_add(comm, op) : NULL;
+            if (comm->notes[i].work == NULL)
+                dtrain__fuse_keep(first, dtrain__thread_error.status);
+        }
+    for (size_t i = 0; i < comm->noted; i++)
+        if (comm->notes[i].work != NULL)
+            dtrain__fuse_keep(first, dtrain_work_wait(comm->notes[i].work));
+}
+
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
+{
+    dtrain__error first;
+    if (comm == NULL || !comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_end on rank %d: there was no fuse_begin"
+                                         : "fuse_end: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    first.status = DTRAIN_OK;
+    comm->fusing = 0;
+    dtrain__fuse_mail(comm, &first);
+    for (size_t at = 0; at < comm->noted;)
+        at = dtrain__op_is_letter(&comm->notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
+    comm->noted = 0;
+    if (first.status != DTRAIN_OK)
+        comm->error = first;
+    return dtrain__report(&first);
+}
+
+#endif
+
+/* ---- >>cancel ----
+ * Ending what is under way on purpose, from any thread: one operation, or the group. Nothing of a group that its
+ * own thread writes is touched here but through atomics; the thread that drives finds out at its next turn. */
+#ifndef DTRAIN__CANCEL
+#define DTRAIN__CANCEL
+
+/* These may be called beside another call of the group, whose error text so stays as it is. */
+static dtrain_status dtrain__cancel_check(const dtrain_comm *comm, const char *call)
+{
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: needs a group or handle (got NULL)", call);
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: process %ld made this group, and this is its forked child",
+                            call, (long)comm->process);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work)
+{
+    dtrain_comm *comm = work != NULL ? work->comm : NULL;
+    dtrain_status status = dtrain__cancel_check(comm, "work_cancel");
+    if (status != DTRAIN_OK)
+        return status;
+    __atomic_store_n(&work->op.cancelled, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
+{
+    dtrain__error cause, kept = dtrain__thread_error;
+    dtrain_status status = dtrain__cancel_check(comm, "comm_abort");
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
+                 why != NULL && why[0] != 0 ? why : "it gave no reason");
+    dtrain__thread_error = kept;
+    dtrain__comm_break(comm, &cause);
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>weighted ----
+ * The mean with a weight a rank: the sum of the weights first, so that all ranks agree on whether there is a mean,
+ * then the sum of the weighted inputs, divided once. Both are all-reduces in the tree order that say in their
+ * headers what they are part of. 16-bit inputs are weighted as float32, piece by piece. */
+#ifndef DTRAIN__WEIGHTED_MEAN
+#define DTRAIN__WEIGHTED_MEAN
+
+#include <float.h>
+
+#define DTRAIN__WEIGHTED_PIECE ((size_t)1 << 18) /* elements, where they cannot be weighted in place */
+
+/* Whether a weight is a number that the partial dtype of dtype can hold; by its bits, whatever the compiler assumes
+ * of infinities. *positive: and above 0. */
+static int dtrain__weighted_number(dtrain_dtype dtype, double weight, int *positive)
+{
+    uint64_t bits;
+    memcpy(&bits, &weight, sizeof bits);
+    *positive = bits != 0 && bits >> 63 == 0;
+    return bits >> 52 < 0x7ff ? dtype == DTRAIN_F64 || weight <= (double)FLT_MAX : bits << 1 == 0;
+}
+
+/* One all-reduce of partial sums, in place. */
+static dtrain_status dtrain__weighted_sum(dtrain_comm *comm, void *sums, size_t count, dtrain_dtype dtype,
+                                          const dtrain__op *whole)
+{
+    dtrain__op op;
+    memcpy(&op, whole, offsetof(dtrain__op, error));
+    op.error.status = DTRAIN_OK;
+    op.in = op.out = sums;
+    op.count = count;
+    op.dtype = dtype;
+    op.op = DTRAIN_SUM;
+    op.form = DTRAIN__WEIGHTED;
+    op.first = whole->count;
+    op.digest = (uint64_t)whole->dtype;
+    return dtrain__comm_call(comm, &op, NULL);
+}
+
+static dtrain_status dtrain__weighted_check(dtrain_comm *comm, const dtrain__op *op, double weight)
+{
+    dtrain_status status;
+    int positive;
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted: the group is NULL; was its creation "
+                            "checked?");
+    status = dtrain__op_check(comm, op);
+    if (status != DTRAIN_OK)
+        return status;
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted on rank %d: it cannot be fused; call fuse_end first", comm->rank);
+    if (!dtrain__weighted_number(op->dtype, weight, &positive))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted of %zu elements on rank %d: the weight is %g; a number of at least 0 "
+                            "is expected that %s can hold",
+                            op->count, comm->rank, weight, op->dtype == DTRAIN_F64 ? "a double" : "a float");
+    return DTRAIN_OK;
+}
+
+/* Sums the weights; every rank comes to the same verdict. */
+static dtrain_status dtrain__weighted_total(dtrain_comm *comm, const dtrain__op *op, double weight, double *total)
+{
+    dtrain_status status;
+    int positive;
+    *total = weight;
+    status = dtrain__weighted_sum(comm, total, 1, DTRAIN_F64, op);
+    if (status == DTRAIN_OK && !(dtrain__weighted_number(op->dtype, *total, &positive) && positive))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted of %zu elements: the weights of all %d ranks add up to %g, which "
+                            "nothing can be divided by; one at least must be above 0",
+                            op->count, comm->size, *total);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__ALL_REDUCE, in, out, count, dtype);
+    dtrain_status status;
+    double total;
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    dtrain_dtype partial = dtrain__fold_partial(dtype);
+    op.op = DTRAIN_MEAN;
+    status = dtrain__weighted_check(comm, &op, weight);
+    if (status != DTRAIN_OK)
+        return status;
+    weight = dtype == DTRAIN_F64 ? weight : (double)(float)weight;
+    status = dtrain__weighted_total(comm, &op, weight, &total);
+    size_t piece = partial == dtype ? count : DTRAIN__WEIGHTED_PIECE;
+    if (status == DTRAIN_OK && partial != dtype)
+        status = dtrain__fuse_reserve(comm, (count < piece ? count : piece) * sizeof(float));
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += piece) {
+        size_t n = count - at < piece ? count - at : piece;
+        void *sums = partial == dtype ? out : comm->packed;
+        dtrain__fold_weigh(dtype, weight, (const unsigned char *)in + at * width, sums, n);
+        status = dtrain__weighted_sum(comm, sums, n, partial, &op);
+        if (status == DTRAIN_OK)
+            dtrain__fold_finish(dtype, DTRAIN_MEAN, total, sums, (unsigned char *)out + at * width, n);
+    }
     return status;
 }
 
@@ -10383,11 +12713,11 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
     return DTRAIN_OK;
 }
 
-/* Sends the request, or on rank 0 serves it; the caller holds the hub's mutex. */
+/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
 static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, const void *value, size_t bytes)
 {
     dtrain__member *root = &hub->members[0];
-    uint32_t id = ++hub->store_id;
+    uint32_t id = ++hub->store_id != 0 ? hub->store_id : ++hub->store_id;
     if (hub->rank == 0) {
         dtrain__store_serve(hub, 0, id, what, key, value, bytes);
         return id;
@@ -10397,7 +12727,8 @@ static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, c
     dtrain__give(hub, &root->out, (uint64_t)what, 1);
     dtrain__give_text(hub, &root->out, 2, key);
     dtrain__give_bytes(hub, &root->out, value, bytes);
-    dtrain__frame_close(root, begin);
+    if (!dtrain__frame_close(root, begin))
+        return 0;
     dtrain__hub_flush(hub, 0);
     return id;
 }
@@ -10411,7 +12742,10 @@ static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void
     pthread_mutex_lock(&hub->mutex);
     if (hub->store_answered == id) {
         *status = hub->store_status;
-        if (*status != DTRAIN_OK)
+        if (*status != DTRAIN_OK && hub->store_value.bytes == 0)
+            dtrain__fail(&comm->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0",
+                         dtrain__store_names[what], comm->rank);
+        else if (*status != DTRAIN_OK)
             dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
                          comm->rank, (int)(hub->store_value.bytes < 300 ? hub->store_value.bytes : 300),
                          (const char *)hub->store_value.data);
@@ -10444,6 +12778,9 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
     pthread_mutex_lock(&hub->mutex);
     uint32_t id = dtrain__store_ask(hub, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
     pthread_mutex_unlock(&hub->mutex);
+    if (id == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d (\"%s\"): no memory for the request",
+                            dtrain__store_names[what], comm->rank, key);
     dtrain__hub_kick(hub);
     for (;;) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
@@ -10473,7 +12810,8 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
             "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
             "places for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
+    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX
+                                            : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);
     if (comm->socket != NULL)

@@ -131,6 +131,19 @@ TEST(slurm_gives_ranks_and_the_first_node)
     stands(0, 1, "");
 }
 
+TEST(mpirun_inside_a_slurm_job_says_more_than_the_job)
+{
+    environment("SLURM_PROCID", "0", "SLURM_NTASKS", "4", "OMPI_COMM_WORLD_RANK", "3", "OMPI_COMM_WORLD_SIZE", "4",
+                "DTRAIN_ROOT", "m:1234", NULL);
+    stands(3, 4, "m:1234");
+    environment("SLURM_PROCID", "0", "SLURM_NTASKS", "4", "PMI_RANK", "3", "PMI_SIZE", "4", "MPI_LOCALNRANKS", "2",
+                "DTRAIN_ROOT", "m:1234", NULL);
+    stands(3, 4, "m:1234");
+    environment("SLURM_PROCID", "2", "SLURM_NTASKS", "4", "PMI_RANK", "2", "PMI_SIZE", "4", "SLURM_JOB_ID", "7",
+                "SLURM_JOB_NODELIST", "alpha,beta", NULL); /* srun --mpi=pmi2 */
+    stands(2, 4, "alpha:15007");
+}
+
 TEST(open_mpi_meets_by_a_socket_of_its_own_on_one_host)
 {
     char expected[128], directory[] = "/tmp/test-place-XXXXXX";
@@ -144,6 +157,10 @@ TEST(open_mpi_meets_by_a_socket_of_its_own_on_one_host)
                 "PMIX_NAMESPACE", "prterun-a@1", "TMPDIR", directory, NULL);
     snprintf(expected, sizeof expected, "unix:%s/dtrain-%lu/prterun_a_1", directory, (unsigned long)getuid());
     stands(1, 4, expected);
+    setenv("PMIX_NAMESPACE", "prterun-a-host-with-a-long-name.cluster.example.org-123456@1", 1);
+    snprintf(expected, sizeof expected, "unix:%s/dtrain-%lu/me_cluster_example_org_123456_1", directory,
+             (unsigned long)getuid()); /* the end of a long name, which tells jobs apart */
+    stands(1, 4, expected);
     *strrchr(expected, '/') = 0;
     CHECK(lstat(expected + 5, &what) == 0 && (what.st_mode & 0777) == 0700);
     CHECK_EQ(chmod(expected + 5, 0755), 0); /* others might have put their socket there */
@@ -151,6 +168,10 @@ TEST(open_mpi_meets_by_a_socket_of_its_own_on_one_host)
     CHECK_CONTAINS(dtrain_last_error(), "nobody else may enter");
     rmdir(expected + 5);
     rmdir(directory);
+    setenv("TMPDIR", "/a/directory/whose/name/is/too/long/for/the/path/of/a/socket/in/it", 1);
+    snprintf(expected, sizeof expected, "unix:/tmp/dtrain-%lu/%s", (unsigned long)getuid(),
+             "me_cluster_example_org_123456_1");
+    stands(1, 4, expected);
     unsetenv("TMPDIR");
 }
 

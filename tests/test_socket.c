@@ -167,6 +167,46 @@ TEST(async_work_is_driven_by_the_service_thread)
     run_ranks(&s, in_flight);
 }
 
+/* The first call after the group has formed comes while the service thread is about to sleep; it is not slept through,
+ * which took half a second in one group of ten. */
+static int calls_at_once(scene *s, int rank)
+{
+    int slow = 0, before = test_failures;
+    for (int round = 0; round < 100; round++) {
+        dtrain_comm_desc desc = scene_desc(s, rank);
+        dtrain_comm *world;
+        dtrain_work *work;
+        float x = 1;
+        if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+            TEST_FAIL("round %d, rank %d: %s", round, rank, dtrain_last_error());
+            return 1;
+        }
+        double begin = now_s();
+        CHECK_EQ(dtrain_all_reduce_async(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+        while (!dtrain_work_done(work))
+            sched_yield();
+        slow += now_s() - begin > 0.4;
+        CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        dtrain_comm_destroy(world);
+    }
+    CHECK(slow <= 2);
+    return test_failures != before;
+}
+
+TEST(async_work_is_not_slept_through)
+{
+    scene s;
+    pid_t pids[2];
+    scene_begin(&s, 2, 1);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(calls_at_once(&s, rank));
+    }
+    CHECK_EQ(end_of(pids[0], 120), 0);
+    CHECK_EQ(end_of(pids[1], 120), 0);
+}
+
 /* What a rank says of the end of its group; the victim dies or stops in the 20th step. */
 typedef struct victim {
     int rank, signal;
@@ -237,6 +277,25 @@ TEST(a_stopped_rank_is_named_when_its_heartbeat_is_overdue)
     v.rank = 0;
     v.text = "rank 0 (";
     with_a_victim(v, 60000, 1000);
+}
+
+TEST(a_stopped_rank_that_goes_on_hears_that_it_was_lost)
+{
+    victim v = {1, SIGSTOP, DTRAIN_ERR_PEER_LOST, "rank 1 (", 20};
+    scene s;
+    pid_t pids[3];
+    for (; v.rank >= 0; v.rank--, v.text = "rank 0 (") {
+        scene_begin(&s, 3, 1);
+        s.user = &v;
+        s.desc.heartbeat_ms = 1000;
+        for (int rank = 0; rank < 3; rank++)
+            pids[rank] = start_rank(&s, rank, until_it_breaks);
+        for (int rank = 0; rank < 3; rank++)
+            if (rank != v.rank)
+                CHECK_EQ(end_of(pids[rank], 30), 0);
+        kill(pids[v.rank], SIGCONT);
+        CHECK_EQ(end_of(pids[v.rank], 10), 0);
+    }
 }
 
 TEST(a_stopped_rank_is_named_at_the_deadline)
@@ -380,6 +439,41 @@ TEST(beyond_this_host_a_token_is_needed)
     CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_DENIED, "192.0.2.1:29500 is beyond this host"), 5), 0);
 }
 
+/* Where rank 0 listens, as text. */
+static dtrain__address_text listens_at(const char *root, const char *secret)
+{
+    dtrain_comm_desc desc;
+    dtrain_comm *world;
+    dtrain__address_text text = {""};
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 2;
+    desc.root = root;
+    desc.token = secret;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    if (world != NULL)
+        text = dtrain__net_text(&world->socket->hub.listening);
+    dtrain_comm_destroy(world);
+    return text;
+}
+
+TEST(a_hosts_name_that_means_loopback_there_is_for_other_hosts_as_well)
+{
+    char root[80] = "";
+    dtrain__address addresses[DTRAIN__MAX_ADDRESSES];
+    int count;
+    CHECK(strncmp(listens_at("127.0.0.1:0", token).text, "127.0.0.1:", 10) == 0);
+    CHECK(strncmp(listens_at("localhost:0", NULL).text, "0.0.0.0:", 8) != 0);
+    CHECK_EQ(gethostname(root, 64), 0);
+    strcat(root, ":0");
+    if (dtrain__net_resolve(root, addresses, &count) != DTRAIN_OK || !dtrain__net_is_local(&addresses[0]) ||
+        strncmp(root, "localhost:", 10) == 0) {
+        printf("skipped: this host's name does not mean loopback\n");
+        return;
+    }
+    CHECK_CONTAINS(listens_at(root, token).text, addresses[0].at.any.sa_family == AF_INET ? "0.0.0.0:" : "[::]:");
+    CHECK(strstr(listens_at(root, NULL).text, "0.0.0.0:") == NULL); /* without a token nobody else may come */
+}
+
 TEST(another_world_size_is_a_mismatch_that_names_both)
 {
     scene s, larger;
@@ -437,7 +531,7 @@ TEST(a_timeout_says_who_is_missing_and_what_was_believed)
     scene s;
     scene_begin(&s, 4, 1);
     s.desc.timeout_ms = 700;
-    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "for rank 1, 3;");
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "for rank 1, 2 (came and left), 3;");
     s.desc.timeout_ms = 500;
     pid_t two = start_refused(&s, 2, DTRAIN_ERR_TIMEOUT, "waited 0.5 s for other ranks");
     CHECK_EQ(end_of(root, 10), 0);
@@ -459,6 +553,48 @@ TEST(early_and_late_starters_meet)
     CHECK_EQ(end_of(two, 10), 0);
 }
 
+/* Gives up before the others come, and starts again. */
+static int comes_twice(scene *s)
+{
+    dtrain_comm_desc desc = scene_desc(s, 1);
+    dtrain_comm *world;
+    desc.timeout_ms = 300;
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_TIMEOUT);
+    usleep(400000);
+    return rank_main(s, 1, nothing);
+}
+
+TEST(a_rank_that_gave_up_may_come_again)
+{
+    for (int again = 0; again < 2; again++) {
+        scene s;
+        scene_begin(&s, 3, 1);
+        fflush(stdout);
+        pid_t root = start_rank(&s, 0, nothing), one = fork();
+        if (one == 0)
+            _exit(comes_twice(&s));
+        usleep(again ? 1000000 : 500000); /* rank 2 comes when rank 1 has come back, or is away */
+        pid_t two = start_rank(&s, 2, nothing);
+        CHECK_EQ(end_of(root, 20), 0);
+        CHECK_EQ(end_of(one, 20), 0);
+        CHECK_EQ(end_of(two, 20), 0);
+    }
+}
+
+TEST(a_connection_that_met_itself_counts_as_refused)
+{
+    dtrain__address address;
+    int count, fd, one = 1;
+    CHECK_EQ(dtrain__net_resolve("127.0.0.1:0", &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_socket(AF_INET, &fd), 0);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    CHECK_EQ(bind(fd, &address.at.any, address.bytes), 0);
+    CHECK_EQ(getsockname(fd, &address.at.any, &address.bytes), 0);
+    CHECK(connect(fd, &address.at.any, address.bytes) == 0 || errno == EINPROGRESS);
+    CHECK_EQ(dtrain__net_connected(fd), ECONNREFUSED);
+    close(fd);
+}
+
 static int address_pipe[2];
 
 static void tell_address(void *user, const char *address)
@@ -466,6 +602,36 @@ static void tell_address(void *user, const char *address)
     (void)user;
     ssize_t ignored = write(address_pipe[1], address, strlen(address) + 1);
     (void)ignored;
+}
+
+/* Nobody can reach the others for data, as where a firewall lets the root's port through alone. */
+static int behind_a_firewall(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    (void)s;
+    CHECK_EQ(dtrain_broadcast(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK); /* rank 0 to 1 and 2 */
+    if (dtrain_comm_rank(world) == 0) {
+        usleep(2000000);
+        return 0;
+    }
+    shutdown(world->socket->hub.listener, SHUT_RDWR);
+    usleep(200000);
+    CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 3 - dtrain_comm_rank(world)), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(dtrain_comm_error(world), "no connection to it: connect: the connection to 127.0.0.1:");
+    CHECK_CONTAINS(dtrain_comm_error(world), "(Connection refused)");
+    CHECK_CONTAINS(dtrain_comm_error(world), "the call can be made again");
+    usleep(500000); /* or the other one would hear that this one has left */
+    return 0;
+}
+
+TEST(a_timeout_says_that_no_connection_could_be_made)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    s.desc.timeout_ms = 700;
+    dtrain_set_log(quiet, NULL);
+    run_ranks(&s, behind_a_firewall);
+    dtrain_set_log(NULL, NULL);
 }
 
 TEST(port_0_becomes_a_port_that_rank_0_is_told)
@@ -589,6 +755,27 @@ TEST(a_wait_for_a_key_that_nobody_sets_ends_at_the_deadline)
     run_ranks(&s, waits_in_vain);
 }
 
+static int waits_for_a_key(dtrain_comm *world, scene *s)
+{
+    char value = 'x';
+    size_t bytes;
+    (void)s;
+    if (dtrain_comm_rank(world) == 0)
+        CHECK_EQ(dtrain_store_wait(world, "key", &value, 1, &bytes), DTRAIN_OK);
+    else
+        CHECK_EQ(dtrain_store_set(world, "key", &value, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(the_longest_times_are_long)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    s.desc.timeout_ms = s.desc.heartbeat_ms = s.desc.reconnect_ms = INT64_MAX;
+    run_ranks(&s, waits_for_a_key);
+}
+
 /* Cuts this rank's data connections and, on the last rank, its control connection, as a lost link would. */
 static int cut_and_go_on(dtrain_comm *world, scene *s)
 {
@@ -667,6 +854,34 @@ TEST(what_a_cut_link_lost_is_sent_again_by_a_rank_that_sends_no_more)
     run_ranks(&s, lost_after_the_last_word);
 }
 
+/* While a second process says that it is rank 1. */
+static int undisturbed(dtrain_comm *world, scene *s)
+{
+    float x[2];
+    double until = now_s() + 2;
+    (void)s;
+    do {
+        x[0] = 1;
+        x[1] = now_s() < until;
+        CHECK_EQ(dtrain_all_reduce(world, x, x, 2, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    } while (x[0] == 2 && x[1] > 0);
+    CHECK(world->socket->hub.members[1 - dtrain_comm_rank(world)].down_ns == 0);
+    return 0;
+}
+
+TEST(a_second_rank_1_comes_too_late_to_disturb_the_first)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.reconnect_ms = 5000;
+    pid_t root = start_rank(&s, 0, undisturbed), one = start_rank(&s, 1, undisturbed);
+    usleep(500000);
+    s.desc.timeout_ms = 700;
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "its group is complete and runs"), 10), 0);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+}
+
 static int descriptors(void)
 {
     int open_now = 0;
@@ -721,6 +936,79 @@ TEST(coming_and_going_a_thousand_times_leaves_no_descriptor_thread_or_byte)
     }
     CHECK_EQ(end_of(pids[0], 60), 0);
     CHECK_EQ(end_of(pids[1], 60), 0);
+}
+
+/* An allocator whose nth new block, counted from when it is armed, is refused. */
+typedef struct miser {
+    uint32_t armed, count, refused;
+} miser;
+
+static void *resize_or_refuse(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    miser *m = (miser *)user;
+    if (new_bytes > 0 && __atomic_load_n(&m->armed, __ATOMIC_SEQ_CST) &&
+        __atomic_add_fetch(&m->count, 1, __ATOMIC_SEQ_CST) == m->refused)
+        return NULL;
+    return dtrain__resize_default(pointer, old_bytes, new_bytes, align);
+}
+
+static dtrain_status keeps_and_sums(dtrain_comm *world)
+{
+    static unsigned char value[5000], got[5000];
+    int rank = dtrain_comm_rank(world);
+    char mine[2] = {(char)('a' + rank), 0}, other[2] = {(char)('b' - rank), 0};
+    float x = 1;
+    size_t bytes = 0;
+    memset(value, 'a' + rank, sizeof value);
+    dtrain_status status = dtrain_store_set(world, mine, value, sizeof value);
+    if (status == DTRAIN_OK && (status = dtrain_store_wait(world, other, got, sizeof got, &bytes)) == DTRAIN_OK)
+        CHECK(bytes == sizeof got && got[0] == other[0] && got[sizeof got - 1] == other[0]);
+    if (status == DTRAIN_OK && (status = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM)) == DTRAIN_OK)
+        CHECK(x == 2);
+    return status;
+}
+
+/* One rank whose nth block is refused (0: none is); its results are right, or it has an error of its own. */
+static int short_of_memory(scene *s, int rank, uint32_t refused)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    miser m = {0, 0, refused};
+    dtrain_allocator heap = {resize_or_refuse, &m, 0, 0};
+    dtrain_comm *world;
+    dtrain_status status;
+    int before = test_failures, ready = 0;
+    desc.allocator = &heap;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    __atomic_store_n(&m.armed, 1, __ATOMIC_SEQ_CST);
+    while ((status = dtrain_comm_ready(world, &ready)) == DTRAIN_OK && !ready)
+        usleep(100);
+    if (status == DTRAIN_OK)
+        status = keeps_and_sums(world);
+    if (status != DTRAIN_OK) {
+        CHECK(status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_PEER_LOST || status == DTRAIN_ERR_TIMEOUT);
+        CHECK(strstr(dtrain_comm_error(world), "no control message") == NULL);
+    }
+    dtrain_comm_destroy(world);
+    CHECK_EQ(heap.bytes, 0);
+    return test_failures != before;
+}
+
+TEST(a_refused_block_is_an_error_and_never_half_a_message)
+{
+    for (uint32_t nth = 1; nth <= 16; nth++)
+        for (int who = 0; who < 2; who++) {
+            scene s;
+            pid_t pids[2];
+            scene_begin(&s, 2, 0);
+            s.desc.timeout_ms = 500;
+            for (int rank = 0; rank < 2; rank++) {
+                fflush(stdout);
+                if ((pids[rank] = fork()) == 0)
+                    _exit(short_of_memory(&s, rank, rank == who ? nth : 0));
+            }
+            CHECK_EQ(end_of(pids[0], 20), 0);
+            CHECK_EQ(end_of(pids[1], 20), 0);
+        }
 }
 
 static int has_a_child(dtrain_comm *world, scene *s)

@@ -31,6 +31,12 @@ static int64_t dtrain__os_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+/* Milliseconds that a caller chose, as nanoseconds that can be added to any time. */
+static int64_t dtrain__os_ms_to_ns(int64_t ms)
+{
+    return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
+}
+
 static struct timespec dtrain__os_timespec(int64_t ns)
 {
     struct timespec span;

@@ -5,8 +5,7 @@
 #include "op.c"
 #include "comm.c"
 
-static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
-                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));
@@ -16,14 +15,51 @@ static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, co
     op.out = out;
     op.count = count;
     op.dtype = dtype;
+    op.from = -1;
+    return op;
+}
+
+/* The same with parts as the caller says; comm may be NULL, which is found later. */
+static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                      const size_t *counts, const size_t *offsets, dtrain_dtype dtype)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, 0, dtype);
+    op.counts = counts;
+    op.offsets = offsets;
+    for (int rank = 0; comm != NULL && counts != NULL && rank < comm->size; rank++) {
+        size_t sum = op.count + counts[rank];
+        op.count = sum >= op.count ? sum : SIZE_MAX; /* refused as too large */
+    }
+    return op;
+}
+
+/* Runs a call to its end, or starts it when there is a place for its handle. */
+static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
+                                        dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
     return dtrain__comm_call(comm, &op, work);
 }
 
-static dtrain_status dtrain__no_work(const char *call)
+static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                          const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                          dtrain_op reduction, int root, dtrain_work **work)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: nowhere to put the handle (work is NULL)", call);
+    dtrain__op op = dtrain__op_of_parts(comm, kind, in, out, counts, offsets, dtype);
+    op.op = reduction;
+    op.root = root;
+    if (counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__kind_name((uint64_t)kind));
+    return dtrain__comm_call(comm, &op, work);
+}
+
+static dtrain_status dtrain__no_work(dtrain_comm *comm, dtrain__kind kind)
+{
+    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__kind_name((uint64_t)kind));
 }
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
@@ -45,8 +81,22 @@ DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_reduce_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_REDUCE);
     return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root)
+{
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE);
+    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -59,8 +109,23 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const vo
                                                      dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("reduce_scatter_async");
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
     return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -73,8 +138,22 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("all_gather_async");
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
     return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype)
+{
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
+    return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root)
@@ -86,13 +165,119 @@ DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer,
                                                 int root, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("broadcast_async");
+        return dtrain__no_work(comm, DTRAIN__BROADCAST);
     return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root)
+{
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__GATHER);
+    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root)
+{
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root)
+{
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__SCATTER);
+    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype)
+{
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, work);
+}
+
+static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                          const size_t *in_offsets, void *out, const size_t *out_counts,
+                                          const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of_parts(comm, DTRAIN__ALL_TO_ALL, in, out, in_counts, in_offsets, dtype);
+    op.out_counts = out_counts;
+    op.out_offsets = out_offsets;
+    if (in_counts == NULL || out_counts == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "all_to_all_v: an array of counts, one for each rank, is NULL");
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype)
+{
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
+    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, work);
 }
 
 DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
 {
     return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__BARRIER);
+    return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer)
@@ -104,7 +289,7 @@ DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, si
                                            int peer, dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("send_async");
+        return dtrain__no_work(comm, DTRAIN__SEND);
     return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
 }
 
@@ -117,8 +302,42 @@ DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t 
                                            dtrain_work **work)
 {
     if (work == NULL)
-        return dtrain__no_work("recv_async");
+        return dtrain__no_work(comm, DTRAIN__RECV);
     return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
+}
+
+static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
+    op.in_count = out_count;
+    op.root = to;
+    op.from = from;
+    return dtrain__comm_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype)
+{
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
+{
+    if (work == NULL)
+        return dtrain__no_work(comm, DTRAIN__EXCHANGE);
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, work);
+}
+
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype)
+{
+    dtrain__kind kind = collective != NULL ? dtrain__plan_kind(collective, strlen(collective)) : DTRAIN__KINDS;
+    dtrain__op op = dtrain__op_of(kind, NULL, NULL, count, dtype);
+    if (comm == NULL || kind == DTRAIN__KINDS)
+        return "?";
+    return dtrain__algorithm_name((uint64_t)dtrain__plan_select(comm, &op));
 }
 
 /* Index of the first element in which a and b differ; count when none does. */
@@ -159,6 +378,9 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
     unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
     if (piece == NULL)

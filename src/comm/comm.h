@@ -20,13 +20,26 @@ extern "C" {
 typedef struct dtrain_comm dtrain_comm;
 typedef struct dtrain_work dtrain_work;
 
+/* The order in which a reduction combines the ranks' values. */
+typedef enum dtrain_order {
+    DTRAIN_ORDER_TREE = 0, /* see >>order */
+    DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
+} dtrain_order;
+
+/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
+ * the ranks of a node are no power of two; the others in the tree order. What
+ * a collective has no form of, or not for this number of ranks, is chosen for it. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank folds its shard of every rank's buffer */
-    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* messages, tree order; power-of-two worlds, others use TREE */
-    DTRAIN_ALGORITHM_TREE,               /* messages, tree order: up to rank 0 and down again */
-    DTRAIN_ALGORITHM_RING,               /* messages; adds around the ring, not in the tree order */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING /* messages, tree order: all_reduce in pieces of which each rank folds a part */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; worlds of a power of two, others TREE */
+    DTRAIN_ALGORITHM_TREE,               /* whole vectors up to a rank and down again */
+    DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING,   /* all_reduce: halves of halves, each rank folds a part */
+    DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
+    DTRAIN_ALGORITHM_BRUCK,              /* everything to everyone in few steps, folded by each */
+    DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside nodes, then between their first ranks */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces in turn over two trees */
 } dtrain_algorithm;
 
 typedef enum dtrain_progress {
@@ -42,10 +55,13 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
  *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
- *   Slurm       SLURM_PROCID, SLURM_NTASKS
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS, unless mpirun has started the rank inside the job
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
+ *
+ * DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, in groups of threads too, and
+ * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
  * to all of them. DTRAIN_TOKEN or the file named by
@@ -67,7 +83,9 @@ typedef struct dtrain_comm_desc {
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
     int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
     int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
-    dtrain_algorithm algorithm;  /* all_reduce and reduce_scatter; 0: chosen by size and transport */
+    dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
+    dtrain_order order;          /* of reductions; 0: the tree's */
+    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
@@ -132,6 +150,17 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
  * any thread */
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                     const dtrain_comm_desc *desc);
+
+/* Returns the name of the algorithm that a call would use: "halving_doubling".
+ *
+ *   collective   "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+ *                "all_to_all" or "barrier"
+ *   count        elements, as the call has them
+ *   returns      "?" for another name or a NULL comm
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
+                                             dtrain_dtype dtype);
 
 /* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
  *
@@ -201,7 +230,8 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *
  *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
  *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
- *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size
+ *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
+ *             DTRAIN_AND, OR, XOR for integers
  *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
  *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
@@ -212,6 +242,20 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op);
 
+/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart; any alignment
+ *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
+ *             divided once and rounded once
+ *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
+ *   order     as dtrain_all_reduce
+ *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
+ *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight);
+
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
@@ -221,6 +265,17 @@ DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, vo
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                dtrain_dtype dtype, dtrain_op op);
+
+/* dtrain_reduce_scatter with parts as the caller says: rank r gets elements [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
+ *                     one after the other
+ *   out               counts[rank] elements; in place means out == in + this rank's offset
+ *   others            as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                 const size_t *offsets, dtrain_dtype dtype, dtrain_op op);
 
 /* Joins every rank's shard of `count` elements; every rank gets them all.
  *
@@ -233,6 +288,15 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype);
 
+/* dtrain_all_gather with parts as the caller says: rank r's goes to [offsets[r], offsets[r] + counts[r]).
+ *
+ *   counts, offsets   as in dtrain_reduce_scatter_v; parts do not overlap, what lies between them is unchanged
+ *   in                counts[rank] elements; in place means in == out + this rank's offset
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                             const size_t *offsets, dtrain_dtype dtype);
+
 /* Copies `count` elements from rank root to every rank, in place.
  *
  *   dtype    any of whole bytes
@@ -240,6 +304,69 @@ DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, vo
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype, int root);
+
+/* Reduces `count` elements over all ranks to rank root.
+ *
+ *   out      count elements on the root, where it may be in; on other ranks not touched, may be NULL
+ *   others   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op, int root);
+
+/* Joins every rank's shard of `count` elements on rank root.
+ *
+ *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
+ *   out      count elements on the root; on other ranks not touched, may be NULL
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       int root);
+DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                         const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands rank root's `count` elements out, to each rank its shard.
+ *
+ *   in       count elements on the root; on other ranks not read, may be NULL
+ *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                        int root);
+DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                          const size_t *offsets, dtrain_dtype dtype, int root);
+
+/* Hands each rank's `count` elements out, to each rank its shard of them.
+ *
+ *   in       count elements: rank r gets shard r (see dtrain_shard)
+ *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
+ *            where count is a multiple of the world size
+ *   dtype    any of whole bytes
+ *   errors   as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype);
+
+/* dtrain_all_to_all with parts as the caller says.
+ *
+ *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
+ *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
+ *   in place                  in == out with the same arrays for both
+ *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                             const size_t *in_offsets, void *out, const size_t *out_counts,
+                                             const size_t *out_offsets, dtrain_dtype dtype);
 
 /* Returns when every rank has called it; errors as dtrain_all_reduce.
  *
@@ -263,10 +390,24 @@ DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t c
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
 
+/* Sends to one rank while it receives from another; of use to rings and halos, where sends alone would cross.
+ *
+ *   to, from   other ranks than this one, the same or two; -1: none. They call dtrain_exchange, or dtrain_send and
+ *              dtrain_recv, with the same counts
+ *   in, out    apart
+ *   errors     as dtrain_recv
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype);
+
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
+ * Between two collectives, sends and recvs move together, so that messages of any size may cross; those to one peer,
+ * and those from one, keep their order.
+ *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
- *   buffers  belong to the operation until it is done
+ *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
  *
  * collective: every rank of comm, same order; never blocks */
@@ -278,10 +419,66 @@ DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *
                                                  dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                 int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                              dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
+                                                       dtrain_op op, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                const size_t *offsets, dtrain_dtype dtype, int root,
+                                                dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
+                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
+                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work);
+DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                            int peer, dtrain_work **work);
 DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
                                            dtrain_work **work);
+
+/* Reduces tensors of one shape and dtype over all ranks; in may be out. Otherwise as dtrain_all_reduce.
+ *
+ *   errors   DTRAIN_ERR_INVALID  shapes or dtypes of in and out differ
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_reduce(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                  dtrain_op op);
+
+/* Reduces tensors of one shape over all ranks and splits the result along dimension 0.
+ *
+ *   out      in's shape but for dimension 0, of which rank r has the rows that dtrain_shard gives it
+ *   errors   DTRAIN_ERR_INVALID  out has another shape or dtype; the text says which was expected
+ *   others   as dtrain_reduce_scatter
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_reduce_scatter(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out,
+                                                      dtrain_op op);
+
+/* Concatenates the ranks' tensors along dimension 0, in the order of the ranks.
+ *
+ *   out      of which in has the rows that dtrain_shard gives this rank; otherwise of in's shape
+ *   errors   DTRAIN_ERR_INVALID  in has another shape or dtype; the text says which was expected
+ *   others   as dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_all_gather(dtrain_comm *comm, const dtrain_tensor *in, dtrain_tensor *out);
+
+/* Copies rank root's tensor to tensors of its dtype and element count on every rank, in place.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tensor *tensor, int root);
 
 /* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
  *
@@ -294,6 +491,64 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
+
+/* As dtrain_work_wait, but gives up after timeout_ms; the operation goes on, and the handle can be waited for again.
+ *
+ *   timeout_ms   0: only what can be done at once; negative: no limit but the operation's deadline
+ *   returns      DTRAIN_ERR_TIMEOUT with the handle still valid (dtrain_work_done tells this from the operation's own
+ *                deadline); else as dtrain_work_wait, and the handle is gone
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms);
+
+/* Ends an operation before its time, on every rank. Its handle ends with DTRAIN_ERR_ABORTED and is still waited for,
+ * as soon as the operations before it have ended; one that has ended already stays as it is.
+ *
+ * A collective's other ranks get DTRAIN_ERR_ABORTED with this rank's number and the operation, and the group is
+ * broken; so it is by a send or recv of which a byte may have moved. A send or recv that has not begun, because
+ * earlier work of the same peer and direction or an earlier collective is under way, ends alone, and so does whatever
+ * has not begun in a world of one: the group can be used as though it had never been called, so that the next
+ * message between the two takes its place.
+ *
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_work_wait has returned */
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work);
+
+/* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
+ * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
+ *
+ * A call that is blocked, on any rank, returns at once; over a transport of your own within 100 ms of its send or recv
+ * keeping its deadline, and on the other ranks only where the transport has `fail`. A group that is broken already
+ * keeps its first cause.
+ *
+ *   why       at most 300 characters are kept; NULL: none
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_comm_destroy; never blocks */
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
+
+/* Opens a fuse: blocking calls of the group are noted, and run by dtrain_fuse_end, many small ones as one.
+ *
+ * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
+ * belong to the fuse until the end; none may overlap another that is written.
+ *
+ *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive from
+ * every other, of any size, in any order collectives   run in the order of their calls. Neighbours, messages aside,
+ * become one operation where they are all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and
+ * root, of up to 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls errors
+ * DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
+
+/* Runs the noted calls, all of them, and closes the fuse.
+ *
+ *   returns   the first error. Texts call operations of several calls by the first one: "all_reduce #4 (sum,
+ *             f32 x 1024, 3 fused)"; DTRAIN_ERR_INVALID without dtrain_fuse_begin
+ *
+ * collective: every rank of comm, same order, where collectives were noted; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *

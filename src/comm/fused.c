@@ -20,28 +20,45 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     size_t bytes = dtrain__op_bytes(op);
     if (op->kind == DTRAIN__BARRIER)
         return 1;
-    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST) && bytes <= DTRAIN__POST_INLINE_BYTES &&
-           bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
+           bytes <= DTRAIN__POST_INLINE_BYTES && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
 }
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    return &comm->transport.board->slots[rank].posts[op->number & 1];
+    return &comm->transport.board->slots[rank].posts[op->turn & 1];
+}
+
+/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
+static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t bytes = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
+        return 1;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t end = (comm->parts[rank].begin + comm->parts[rank].count) * (dtrain_dtype_bits(op->dtype) / 8);
+        bytes = comm->parts[rank].count > 0 && end > bytes ? end : bytes;
+    }
+    if (!dtrain__comm_reserve(comm, op, bytes))
+        return 0;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+    return 1;
 }
 
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    dtrain__call call;
-    dtrain__post *post;
-    post = dtrain__fused_post_of(comm, op, comm->rank);
-    call = dtrain__op_call(comm, op);
+    dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     memcpy(post->call, &call, sizeof post->call);
-    post->in = op->in;
+    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
+    post->counts = op->counts;
+    post->offsets = op->offsets;
     if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
         memcpy(post->data, op->in, dtrain__op_bytes(op));
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -50,7 +67,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
     uint64_t word = __atomic_load_n(&comm->transport.board->slots[peer].arrived, __ATOMIC_SEQ_CST);
-    return word == 2 * op->number || word / 2 > op->number;
+    return word == 2 * op->turn || word / 2 > op->turn;
 }
 
 /* Ends the operation with the board broken: first makes sure that no peer is inside its buffers. */
@@ -65,7 +82,7 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 /* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
 static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__call mine = dtrain__op_call(comm, op), first, other;
+    dtrain__call mine = dtrain__op_call(comm, op, 0), first, other;
     memcpy(&first, dtrain__fused_post_of(comm, op, 0)->call, sizeof first);
     for (int peer = 1; peer < comm->size; peer++) {
         memcpy(&other, dtrain__fused_post_of(comm, op, peer)->call, sizeof other);
@@ -80,11 +97,45 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Where in `rank`'s input the elements for this rank begin, and how many it gives. */
+static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+    dtrain__extent given = comm->parts[comm->rank];
+    if (op->kind == DTRAIN__ALL_GATHER)
+        given.begin = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return given;
+    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
+    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
+        given.begin += post->counts[to];
+    given.count = post->counts[comm->rank];
+    return given;
+}
+
+/* Says whether each two ranks of an uneven all-to-all agree on what goes between them, as far as this rank is one
+ * of them. The rest will go on, so that the group ends where not. */
+static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
+        size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
+        if (gives == awaits)
+            continue;
+        dtrain__op_uneven(comm, op, peer, comm->rank, gives * width, awaits * width);
+        dtrain__board_break(comm->transport.board, &op->error);
+        dtrain__board_revoke(comm->transport.board, comm->rank);
+        return 0;
+    }
+    return 1;
+}
+
 static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 {
+    int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
         memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
-    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0)
+    if (!folds || op->count == 0)
         return;
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
@@ -95,7 +146,7 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    __atomic_store_n(&slot->arrived, 2 * op->number + 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
             /* the one awaited all along, rather than one that has just taken its post back */
@@ -104,7 +155,7 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
             dtrain__op_expire(comm, op);
             return 1;
         }
-    __atomic_store_n(&slot->arrived, 2 * op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     return 0;
 }
@@ -130,7 +181,8 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             return 0;
     op->awaited = -1;
     comm->number = op->number;
-    if (!dtrain__fused_agree(comm, op))
+    comm->turn = op->turn;
+    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
         return 1;
     if (dtrain__fused_inline(comm, op)) {
         dtrain__fused_small(comm, op);
@@ -142,44 +194,101 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
-/* Folds elements [begin, begin + n) of all inputs, into every rank's output or into this rank's shard. */
-static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n, size_t shard_begin)
+/* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
+static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
+    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
         comm->ins[rank] = (const unsigned char *)post->in + begin * width;
-        comm->outs[rank] = op->kind == DTRAIN__ALL_REDUCE ? (unsigned char *)post->out + begin * width : NULL;
+        if (op->kind == DTRAIN__ALL_REDUCE)
+            comm->outs[rank] = (unsigned char *)post->out + offset * width;
     }
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        comm->outs[0] = (unsigned char *)op->out + (begin - shard_begin) * width;
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs,
-                 op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1, 0, n);
+    if (outs == 1)
+        comm->outs[0] =
+            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
+            offset * width;
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
 }
 
-/* Copies the part of [begin, begin + n) of this rank's output that lies in `rank`'s shard. */
-static void dtrain__fused_copy_shard(dtrain_comm *comm, dtrain__op *op, int rank, size_t begin, size_t n)
+/* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
+static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, low, shard = dtrain_split(op->count, comm->size, rank, &low);
-    size_t from = begin > low ? begin : low, to = begin + n < low + shard ? begin + n : low + shard;
-    const unsigned char *source = (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in;
-    unsigned char *target = (unsigned char *)op->out;
-    if (from < to && source != target + low * width)
-        memcpy(target + from * width, source + (from - low) * width, (to - from) * width);
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, before = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
+        size_t low = from > before ? from : before, end = before + part->count;
+        end = end < from + n ? end : from + n;
+        if (low < end) {
+            size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
+            const unsigned char *source =
+                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
+            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
+            if (source != target)
+                memcpy(target, source, (end - low) * width);
+        }
+        before += part->count;
+    }
 }
 
-/* This rank's part of the work, in elements: its own shard for reductions, everything for copies. All-reduce
- * cuts at cache lines, so that no two ranks write one line. */
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
+static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    const dtrain__segment *mine = (const dtrain__segment *)op->in;
+    for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
+        if (begin >= low + mine[k].count)
+            continue;
+        size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
+        for (int rank = 0; rank < comm->size; rank++) {
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
+            comm->outs[rank] = (unsigned char *)theirs[k].out + at;
+        }
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
+        else
+            dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, comm->size, 0, part);
+        begin += part;
+        n -= part;
+    }
+}
+
+/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
+static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, part = comm->parts[comm->rank].begin;
+    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
+    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
+    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
+    if (op->kind == DTRAIN__SCATTER)
+        source += part * width;
+    else if (op->kind == DTRAIN__GATHER)
+        target += part * width;
+    if (source != target)
+        memcpy(target + from * width, source + from * width, n * width);
+}
+
+/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so that no two
+ * ranks write one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
-    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n;
+    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n, total = 0;
     *begin = 0;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        return dtrain_split(op->count, comm->size, comm->rank, begin);
-    if (op->kind == DTRAIN__BROADCAST && op->root == comm->rank)
-        return 0;
-    if (op->kind != DTRAIN__ALL_REDUCE)
-        return op->count;
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
+    case DTRAIN__GATHER:
+    case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
+    case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
+    case DTRAIN__ALL_GATHER: return op->count;
+    case DTRAIN__ALL_TO_ALL:
+        for (int rank = 0; rank < comm->size; rank++)
+            total += comm->others[rank].count;
+        return total;
+    default: break;
+    }
     n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
     end = (*begin + n) * line;
     *begin *= line;
@@ -198,20 +307,20 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
         if (!dtrain__board_enter(board, comm->rank))
             return dtrain__fused_end_broken(comm, op);
-        if (op->kind == DTRAIN__BROADCAST)
-            memcpy((unsigned char *)op->out + from * width,
-                   (const unsigned char *)dtrain__fused_post_of(comm, op, op->root)->in + from * width, n * width);
-        else if (op->kind == DTRAIN__ALL_GATHER)
-            for (int rank = 0; rank < comm->size; rank++)
-                dtrain__fused_copy_shard(comm, op, rank, from, n);
+        if (op->scattered)
+            dtrain__fused_segments(comm, op, from, n);
+        else if (dtrain__op_reduces(op))
+            dtrain__fused_reduce(comm, op, from, n);
+        else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
+            dtrain__fused_collect(comm, op, from, n);
         else
-            dtrain__fused_reduce(comm, op, from, n, begin);
+            dtrain__fused_copy(comm, op, from, n);
         dtrain__board_leave(board, comm->rank);
         op->at += n;
         if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
             return 0;
     }
-    __atomic_store_n(&board->slots[comm->rank].finished, op->number, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&board->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
@@ -223,7 +332,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
     dtrain__board *board = comm->transport.board;
     for (int peer = (int)op->at; peer < comm->size; peer++) {
         int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->number)
+        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
@@ -239,8 +348,12 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
 {
     if (op->phase == DTRAIN__FUSED_POST) {
         op->number = comm->number + 1;
+        op->turn = comm->turn + 1;
         if (dtrain__board_broken(comm->transport.board))
             return dtrain__fused_end_broken(comm, op);
+        dtrain__op_layout(comm, op);
+        if (!dtrain__fused_lend(comm, op))
+            return 1;
         dtrain__fused_post(comm, op);
     }
     if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))

@@ -28,12 +28,31 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
+    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
+    dtrain__free(allocator, comm->packed, comm->packed_bytes);
     dtrain__recorder_free(comm);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
     dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+}
+
+/* The algorithms that desc and environment ask for; where nodes are said to be. */
+static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
+{
+    const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
+        comm->asked[kind] = comm->desc.algorithm;
+    comm->node_ranks = comm->desc.node_ranks;
+    if (comm->node_ranks == 0 && ranks != NULL)
+        comm->node_ranks = atoi(ranks);
+    if (comm->node_ranks < 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
+                            comm->node_ranks);
+    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. */
@@ -63,11 +82,17 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
+    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
     if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
-        !dtrain__recorder_create(comm))
+        comm->parts == NULL || comm->lanes == NULL || !dtrain__recorder_create(comm))
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     else
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);
+    if (status == DTRAIN_OK) {
+        comm->others = comm->parts + size;
+        status = dtrain__comm_choose(comm);
+    }
     if (status == DTRAIN_OK)
         *out = comm;
     else
@@ -79,12 +104,15 @@ static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
 {
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_HALVING_DOUBLING))
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
                             algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
                             progress);
+    if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
+                            (int)desc->order);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
                             desc->connections, DTRAIN__MAX_LANES);
@@ -176,7 +204,8 @@ static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place
     comm->desc.timeout_ms = place->timeout_ms;
     comm->forming = 1;
     comm->started_ns = dtrain__os_now_ns();
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + place->timeout_ms * 1000000;
+    comm->form_deadline_ns =
+        place->timeout_ms < 0 ? INT64_MAX : comm->started_ns + dtrain__os_ms_to_ns(place->timeout_ms);
     status = dtrain__comm_open(comm, place, desc);
     if (status == DTRAIN_OK && desc->progress == DTRAIN_PROGRESS_THREAD)
         status = dtrain__service_join(comm);
@@ -229,8 +258,11 @@ DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
         status = dtrain__socket_formed(comm->socket, &formed, comm->started_ns, comm->form_deadline_ns);
     if (status != DTRAIN_OK)
         comm->error = dtrain__thread_error;
-    else if (formed)
+    else if (formed) {
         comm->forming = 0;
+        if (comm->socket != NULL && comm->node_ranks == 0)
+            comm->node_ranks = dtrain__socket_node_ranks(comm->socket);
+    }
     *ready = status == DTRAIN_OK && formed;
     return status;
 }

@@ -13,24 +13,6 @@
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
 
-typedef struct dtrain__message_header {
-    uint64_t magic;
-    dtrain__call call;
-    uint64_t tag;
-    uint64_t bytes;
-} dtrain__message_header;
-
-/* `count` elements of this rank's input, from `begin` on, as partial sums. */
-static void dtrain__message_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
-{
-    dtrain_dtype partial = dtrain__message_dtype(op);
-    const unsigned char *in = (const unsigned char *)op->in + begin * (dtrain_dtype_bits(op->dtype) / 8);
-    if (partial != op->dtype)
-        dtrain_convert(in, op->dtype, out, partial, count);
-    else if (in != out && count > 0)
-        memcpy(out, in, count * dtrain__message_width(op));
-}
-
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
@@ -41,103 +23,95 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-static size_t dtrain__message_scratch(const dtrain_comm *comm, const dtrain__op *op)
+/* Puts what this rank already has of its result in its place. */
+static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t piece = dtrain__plan_piece(comm, op) * dtrain__message_width(op);
-    int narrow = dtrain__message_dtype(op) == op->dtype;
-    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER)
-        return 0;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        return DTRAIN__MESSAGE_CHUNK + (narrow ? 0 : 2 * piece);
-    return (op->kind == DTRAIN__ALL_REDUCE && narrow ? 1 : 2) * dtrain__message_half(op);
+    size_t width = dtrain__step_out_width(op), count = comm->parts[comm->rank].count;
+    size_t begin = comm->parts[comm->rank].begin, from = 0, to = begin;
+    int wanted = comm->rank == op->root;
+    switch (op->kind) {
+    case DTRAIN__ALL_GATHER: wanted = op->algorithm != DTRAIN_ALGORITHM_BRUCK; break;
+    case DTRAIN__GATHER: break;
+    case DTRAIN__SCATTER: from = begin, to = 0; break;
+    case DTRAIN__ALL_TO_ALL: from = begin, to = comm->others[comm->rank].begin, wanted = 1; break;
+    default: return;
+    }
+    if (wanted && count > 0)
+        memmove((unsigned char *)op->out + to * width, (const unsigned char *)op->in + from * width, count * width);
 }
 
-static int dtrain__message_reserve(dtrain_comm *comm, dtrain__op *op)
+static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
 {
-    size_t bytes = dtrain__message_scratch(comm, op);
-    if (comm->scratch_bytes >= bytes)
-        return 1;
-    unsigned char *scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
-    if (scratch == NULL) {
-        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes of partial sums",
-                     dtrain__op_text(comm, op).text, comm->rank, bytes);
-        return 0;
+    if (!dtrain__op_is_message(op)) {
+        op->number = comm->number + 1;
+        return;
     }
-    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
-    comm->scratch = scratch;
-    comm->scratch_bytes = bytes;
-    return 1;
+    if (op->root >= 0)
+        op->number = 1 + (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root];
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        op->in_number = 1 + comm->received[op->from];
 }
 
 /* Returns 1 when the operation has ended already. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t width = dtrain__message_width(op), begin, shard;
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV)
-        op->number = 1 + (op->kind == DTRAIN__SEND ? comm->sent : comm->received)[op->root];
-    else
-        op->number = comm->number + 1;
+    dtrain__message_number(comm, op);
     if (comm->broken.status != DTRAIN_OK) {
         dtrain__op_blame(comm, op, &comm->broken);
         return 1;
     }
     dtrain__recorder_start(comm, op);
-    if (!dtrain__message_reserve(comm, op))
+    dtrain__op_layout(comm, op);
+    if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING)
-        dtrain__message_widen(op, 0, op->count, dtrain__message_held(comm, op));
-    if (op->kind == DTRAIN__ALL_GATHER) {
-        shard = dtrain_split(op->count, comm->size, comm->rank, &begin);
-        if (shard > 0)
-            memmove((unsigned char *)op->out + begin * width, op->in, shard * width);
-    }
+    if (dtrain__plan_whole(op))
+        dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
+    else if (!dtrain__op_is_message(op))
+        dtrain__message_own(comm, op);
     op->phase = 1;
     return 0;
 }
 
 static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t begin = 0, n = op->count, width = dtrain__message_width(op);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (op->kind == DTRAIN__REDUCE_SCATTER)
-        n = dtrain_split(op->count, comm->size, comm->rank, &begin);
-    if (reduces && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING && n > 0)
-        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__message_held(comm, op) + begin * width, op->out, n);
-    if (op->kind == DTRAIN__SEND)
-        comm->sent[op->root] = op->number;
-    else if (op->kind == DTRAIN__RECV)
-        comm->received[op->root] = op->number;
-    else
+    size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].begin : 0;
+    size_t n = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].count : op->count;
+    if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
+        dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
+                            op->out, n);
+    if (!dtrain__op_is_message(op))
         comm->number = op->number;
+    else if (op->root >= 0)
+        (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root] = op->number;
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
+        comm->received[op->from] = op->in_number;
     return 1;
+}
+
+/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op *op, int sending)
+{
+    return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
 }
 
 static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op);
-    header.tag = step->tag;
+    header.call = dtrain__op_call(comm, op, 0);
+    header.tag = step->tag_out;
     header.bytes = step->send_bytes;
-    memcpy(comm->message_out, &header, sizeof header);
+    unsigned char *letter = dtrain__message_letter(comm, op, 1);
+    memcpy(letter, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+        memcpy(letter + sizeof header, step->send, step->send_bytes);
 }
 
-/* Before a step: writes its header; a halving-doubling loads a piece, or turns its own sums into results. */
+/* Before anything of a step moves. */
 static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
 {
-    dtrain__halving at;
-    if (op->algorithm == DTRAIN_ALGORITHM_HALVING_DOUBLING && dtrain__plan_where(comm, op, k, &at)) {
-        if (at.step == 0)
-            dtrain__message_widen(op, at.begin, at.n, at.held);
-        if (at.step == at.up && at.blocks.previous_size == 0) {
-            dtrain__part mine = dtrain__plan_half(at.blocks.index, at.blocks.levels, at.n);
-            dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__message_width(op),
-                                at.out + mine.begin * (dtrain_dtype_bits(op->dtype) / 8), mine.end - mine.begin);
-        }
-    }
+    if (step->prepare != NULL)
+        step->prepare(comm, op, k);
     if (step->to >= 0)
         dtrain__message_write_header(comm, op, step);
 }
@@ -147,7 +121,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
-    unsigned char *small = sending ? comm->message_out : comm->message_in;
+    unsigned char *small = dtrain__message_letter(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
@@ -170,13 +144,15 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    dtrain__call mine = dtrain__op_call(comm, op);
-    memcpy(&came, comm->message_in, sizeof came);
+    dtrain__call mine = dtrain__op_call(comm, op, 1);
+    memcpy(&came, dtrain__message_letter(comm, op, 0), sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
-    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag || came.bytes != step->recv_bytes)
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
+    if (came.bytes != step->recv_bytes)
+        return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
     return DTRAIN_OK;
 }
 
@@ -196,13 +172,13 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
-                          (end - begin) / dtrain__message_width(op));
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
+                          (end - begin) / dtrain__step_width(op));
     }
     if (*done < header + payload)
         return DTRAIN_OK;
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
-        memcpy(step->recv, comm->message_in + header, payload);
+        memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
     return DTRAIN_OK;
 }
@@ -225,7 +201,7 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
 static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
     if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
-        dtrain__fold_pair(dtrain__message_dtype(op), op->op, step->fold, step->recv, step->fold_count);
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, step->fold, step->recv, step->fold_count);
 }
 
 /* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
@@ -234,8 +210,8 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
                                   int *receives)
 {
     for (;;) {
-        int more_in = dtrain__message_plan(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
-        int more_out = dtrain__message_plan(comm, op, (int)op->send_at, out);
+        int more_in = dtrain__plan_step(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
+        int more_out = dtrain__plan_step(comm, op, (int)op->send_at, out);
         if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
             dtrain__message_enter(comm, op, out, op->send_at);
             op->entered++;
@@ -326,7 +302,7 @@ static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, con
 static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step step;
-    while (dtrain__message_plan(comm, op, (int)op->at, &step)) {
+    while (dtrain__plan_step(comm, op, (int)op->at, &step)) {
         if (op->entered == op->at) {
             dtrain__message_enter(comm, op, &step, op->at);
             op->entered++;
@@ -345,14 +321,44 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
+    const dtrain__error *aborted = dtrain__comm_aborted(comm);
+    if (aborted != NULL)
+        comm->broken = *aborted;
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
+    if (aborted != NULL) {
+        dtrain__op_blame(comm, op, aborted);
+        return 1;
+    }
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
         return 0;
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
+}
+
+/* Moves the message of one operation out and that of another in, together, until one is complete or wait_ns; either
+ * may be NULL. Both have begun. What fails here is met again, and told, by the operation's own turn; but what came
+ * and does not fit is told at once: returns 1 when that ended the incoming one. */
+static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
+{
+    dtrain__step sends, receives;
+    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
+    dtrain_status taken = DTRAIN_OK;
+    if ((out != NULL && out->sent == SIZE_MAX) || (in != NULL && in->received == SIZE_MAX))
+        return 0; /* complete: it ends at its own turn */
+    if (out != NULL && dtrain__plan_step(comm, out, 0, &sends))
+        sending = dtrain__message_next(comm, out, &sends, 1);
+    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives))
+        receiving = dtrain__message_next(comm, in, &receives, 0);
+    comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
+                             wait_ns);
+    if (out != NULL)
+        dtrain__message_took(comm, out, &sends, 1, sending.moved);
+    if (in != NULL)
+        taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
+    return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
 }
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)

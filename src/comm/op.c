@@ -15,17 +15,24 @@
 
 #define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
-#define DTRAIN__MESSAGE_BYTES (96 + DTRAIN__MESSAGE_SMALL)
 
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
     DTRAIN__REDUCE_SCATTER,
     DTRAIN__ALL_GATHER,
     DTRAIN__BROADCAST,
+    DTRAIN__REDUCE,
+    DTRAIN__GATHER,
+    DTRAIN__SCATTER,
+    DTRAIN__ALL_TO_ALL,
     DTRAIN__BARRIER,
     DTRAIN__SEND,
-    DTRAIN__RECV
+    DTRAIN__RECV,
+    DTRAIN__EXCHANGE,
+    DTRAIN__KINDS
 } dtrain__kind;
+
+#define DTRAIN__WEIGHTED 1u
 
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
 typedef struct dtrain__call {
@@ -37,39 +44,81 @@ typedef struct dtrain__call {
     uint64_t root;
     uint64_t algorithm;
     uint64_t ranks;
+    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
 } dtrain__call;
+
+typedef struct dtrain__message_header {
+    uint64_t magic;
+    dtrain__call call;
+    uint64_t tag;
+    uint64_t bytes;
+} dtrain__message_header;
+
+/* Where a rank's part of a vector is, in elements. */
+typedef struct dtrain__extent {
+    size_t begin, count;
+} dtrain__extent;
+
+/* The buffers of one of several fused calls. */
+typedef struct dtrain__segment {
+    const void *in;
+    void *out;
+    size_t count;
+} dtrain__segment;
 
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
     dtrain_op op;
-    int root; /* of a broadcast; the peer of a send or recv */
+    int root; /* or the peer: of a send, of a recv, of an exchange's message out; -1: none */
+    int from; /* of an exchange's message in; -1: none */
     size_t count;
+    size_t in_count;                                           /* of an exchange's message in */
+    size_t row;                                                /* parts are cut between rows of so many elements */
+    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
     const void *in;
     void *out;
+    int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
-    uint64_t number;
+    uint64_t number, in_number;
+    uint64_t turn;                   /* among the operations that went over the board */
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
     uint64_t serial;                 /* of its record; 0: none yet */
     int async, queued;               /* has a handle of the caller's; waited for its turn */
+    uint64_t form, first, digest;    /* as in the call */
+    unsigned char *letter;           /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;              /* set by any thread, seen by the one that drives */
     int phase;
-    int warned;            /* the log has said whom this operation awaits */
-    int awaited;           /* the peer it awaits, or -1 */
-    int touched;           /* peers may be inside this rank's buffers, or bytes have moved */
-    size_t at;             /* progress inside the phase */
+    int warned;              /* the log has said whom this operation awaits */
+    int awaited;             /* the peer it awaits, or -1 */
+    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
-    size_t sent, received; /* bytes of it that have moved, headers included; SIZE_MAX: all */
+    size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
+
+#define DTRAIN__MESSAGE_BYTES (sizeof(dtrain__message_header) + DTRAIN__MESSAGE_SMALL)
 
 struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
     uint32_t done;
+    int ended; /* done once it is the queue's head */
     dtrain__op op;
+    unsigned char letter[DTRAIN__MESSAGE_BYTES];
 };
+
+/* Calls between fuse_begin and fuse_end. */
+typedef struct dtrain__note {
+    dtrain_work *work;
+    dtrain__op op;
+} dtrain__note;
 
 typedef struct dtrain__service dtrain__service;
 typedef struct dtrain__recorder dtrain__recorder;
@@ -79,20 +128,26 @@ struct dtrain_comm {
     dtrain_transport transport;
     dtrain__socket *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
-    pid_t process; /* that made it */
+    pid_t process;         /* that made it */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator, own;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;      /* by a message operation; the board keeps its own */
-    uint64_t number;           /* of the last collective */
-    uint64_t group;            /* names it among the groups of these ranks; 0: the first */
+    dtrain__error abort_cause; /* on a transport of the user's own; readable once aborted is 2 */
+    uint32_t aborted;
+    uint64_t number; /* of the last collective */
+    uint64_t turn;   /* of the last one over the board */
     dtrain__recorder *recorder;
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
     void **outs;
+    uint64_t group;                        /* names it among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others;        /* of the operation under way; others: of what an all-to-all receives */
+    dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     size_t scratch_bytes;
@@ -100,7 +155,13 @@ struct dtrain_comm {
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare;
-    uint32_t pending; /* queued and not done */
+    uint32_t pending;       /* queued and not done */
+    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
+    int fusing;             /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted, notes_capacity;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+    size_t packed_bytes;
     dtrain__service *service;
 };
 
@@ -109,36 +170,80 @@ static size_t dtrain__op_bytes(const dtrain__op *op)
     return op->count * (dtrain_dtype_bits(op->dtype) / 8);
 }
 
+/* One message in one direction; of these, several may be under way at once. */
+static int dtrain__op_is_letter(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+}
+
+static int dtrain__op_reduces(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__REDUCE;
+}
+
+static int dtrain__op_is_message(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
+}
+
 static const char *dtrain__kind_name(uint64_t kind)
 {
-    static const char *const names[] = {"no call",   "all_reduce", "reduce_scatter", "all_gather",
-                                        "broadcast", "barrier",    "send",           "recv"};
+    static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                        "reduce",  "gather",     "scatter",        "all_to_all", "barrier",
+                                        "send",    "recv",       "exchange"};
     return kind < sizeof names / sizeof names[0] ? names[kind] : "an unknown call";
 }
 
 static const char *dtrain__op_name(uint64_t op)
 {
-    return op == DTRAIN_SUM    ? "sum"
-           : op == DTRAIN_MEAN ? "mean"
-           : op == DTRAIN_PROD ? "product"
-           : op == DTRAIN_MIN  ? "min"
-           : op == DTRAIN_MAX  ? "max"
-                               : "no operation";
+    static const char *const names[] = {"sum", "mean", "product", "min", "max", "and", "or", "xor"};
+    return op - DTRAIN_SUM < sizeof names / sizeof names[0] ? names[op - DTRAIN_SUM] : "no operation";
 }
 
-static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op)
+static const char *dtrain__algorithm_name(uint64_t algorithm)
+{
+    static const char *const names[] = {
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
+    size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
+    return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
+           : index < sizeof names / sizeof names[0] ? names[index]
+                                                    : "no algorithm";
+}
+
+/* A hash of what a rank was told of the parts; never 0 where it was told anything.
+ * Source: FNV-1a, RFC 9923. */
+static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op *op)
+{
+    uint64_t hash = 0xcbf29ce484222325u;
+    if (op->kind == DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return op->row > 1 ? op->row : op->counts != NULL;
+    for (int rank = 0; rank < comm->size; rank++) {
+        hash = (hash ^ op->counts[rank]) * 0x100000001b3u;
+        hash = (hash ^ (op->offsets != NULL ? op->offsets[rank] : 0)) * 0x100000001b3u;
+    }
+    return hash | (uint64_t)1 << 63;
+}
+
+/* What the peer of one direction must have called as well; only an exchange has two. */
+static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
 {
     dtrain__call call;
-    int message = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
     call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
-    call.number = op->number;
+    call.number = other ? op->in_number : op->number;
     call.dtype = (uint64_t)op->dtype;
     call.op = (uint64_t)op->op;
-    call.count = op->count;
+    call.count = other ? op->in_count : op->count;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
+        call.count = 0; /* every rank has a count of its own */
     call.root = message ? 0 : (uint64_t)op->root;
-    call.algorithm = (uint64_t)op->algorithm;
+    call.algorithm = message ? 0 : (uint64_t)op->algorithm;
     call.ranks = (uint64_t)comm->size;
+    call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
     call.group = comm->group;
+    call.form = op->form;
+    call.first = op->first;
+    call.digest = op->digest;
     return call;
 }
 
@@ -146,49 +251,86 @@ typedef struct dtrain__text {
     char text[128];
 } dtrain__text;
 
-/* "all_reduce #412 (sum, f32 x 1048576)" */
+/* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
 static dtrain__text dtrain__call_text(const dtrain__call *call)
 {
     dtrain__text out;
-    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", ring[8] = "";
+    int weighted = call->form == DTRAIN__WEIGHTED;
+    uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
+    const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
+    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "";
     size_t n = 0;
+    int reduces =
+        call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
     for (; name[n] != 0 && n < sizeof dtype - 1; n++)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
-    if (call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER)
-        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
-    if (call->algorithm == DTRAIN_ALGORITHM_RING)
-        snprintf(ring, sizeof ring, ", ring");
+    if (reduces)
+        snprintf(detail, sizeof detail, "%s, ", weighted ? "weighted mean" : dtrain__op_name(call->op));
+    if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
+        snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
+    if (call->form > DTRAIN__WEIGHTED)
+        snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
-    else if (call->kind == DTRAIN__BROADCAST)
-        snprintf(out.text, sizeof out.text, "broadcast #%llu (%s x %llu, root %llu)", (unsigned long long)call->number,
-                 dtype, (unsigned long long)call->count, (unsigned long long)call->root);
     else
-        snprintf(out.text, sizeof out.text, "%s #%llu (%s%s x %llu%s)", dtrain__kind_name(call->kind),
-                 (unsigned long long)call->number, detail, dtype, (unsigned long long)call->count, ring);
+        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s%s)", dtrain__kind_name(call->kind),
+                 call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
+                 dtype, (unsigned long long)count, root,
+                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
     return out;
 }
 
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     call.kind = (uint64_t)op->kind;
+    call.count = op->kind == DTRAIN__EXCHANGE && op->root < 0 ? op->in_count : op->count;
     return dtrain__call_text(&call);
 }
 
+/* What another rank called does not fit; says what it was, or, where the calls look the same, what differs. */
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
+                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
             "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
             peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+    if (theirs->group != comm->group)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx", mine.text, peer,
+                            other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
+                            (unsigned long long)comm->group);
+    if (alike && theirs->parts != call.parts)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
+                            "rank the same arrays",
+                            mine.text, peer, other.text, comm->rank);
+    if (alike && theirs->algorithm != call.algorithm)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s by %s, this rank %d by %s; give every rank the same desc.algorithm, "
+                            "order and DTRAIN_ALGORITHM",
+                            mine.text, peer, other.text, dtrain__algorithm_name(theirs->algorithm), comm->rank,
+                            dtrain__algorithm_name(call.algorithm));
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
                         mine.text, peer, other.text, comm->rank, mine.text);
+}
+
+/* Both called the same, but the sender gives another number of bytes than the receiver awaits. */
+static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
+                                       size_t awaits)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                        "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
+                        "must fit",
+                        dtrain__op_text(comm, op).text, comm->rank, from, gives / width, to, awaits / width);
 }
 
 /* The operation ends because of something that broke the group; quotes the first cause. */
@@ -199,15 +341,174 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
 }
 
-static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op, size_t in_bytes,
-                                              size_t out_bytes, size_t offset)
+/* Why the group was aborted; NULL: it was not. */
+static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
+{
+    const dtrain__error *cause = NULL;
+    if (comm->transport.board != NULL)
+        cause = dtrain__board_broken(comm->transport.board) ? dtrain__board_cause(comm->transport.board) : NULL;
+    else if (comm->socket != NULL)
+        cause = __atomic_load_n(&comm->socket->hub.broken, __ATOMIC_SEQ_CST) ? &comm->socket->hub.cause : NULL;
+    else
+        cause = __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) == 2 ? &comm->abort_cause : NULL;
+    return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;
+}
+
+/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+static void dtrain__comm_break(dtrain_comm *comm, const dtrain__error *cause)
+{
+    uint32_t whole = 0;
+    if (comm->transport.board != NULL) {
+        dtrain__board_break(comm->transport.board, cause);
+        return;
+    }
+    if (__atomic_compare_exchange_n(&comm->aborted, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        comm->abort_cause = *cause;
+        __atomic_store_n(&comm->aborted, 2, __ATOMIC_SEQ_CST);
+    }
+    if (comm->transport.fail != NULL)
+        comm->transport.fail(comm->transport.self, cause->status, cause->text);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    dtrain__bell_ring(comm->bell);
+}
+
+/* Scratch memory for an operation, kept for the next ones. */
+static int dtrain__comm_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
+{
+    unsigned char *scratch;
+    if (comm->scratch_bytes >= bytes)
+        return 1;
+    scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (scratch == NULL) {
+        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
+                     "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
+                     dtrain__op_text(comm, op).text, comm->rank, bytes);
+        return 0;
+    }
+    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    comm->scratch = scratch;
+    comm->scratch_bytes = bytes;
+    return 1;
+}
+
+/* Where every rank's part is: as given, else counted from the start, rows whole. */
+static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                               const size_t *offsets, dtrain__extent *parts)
+{
+    size_t row = op->row > 0 ? op->row : 1, next = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__extent *part = &parts[rank];
+        if (counts == NULL) {
+            part->count = dtrain_split(op->count / row, comm->size, rank, &part->begin) * row;
+            part->begin *= row;
+        } else {
+            part->count = counts[rank];
+            part->begin = offsets != NULL ? offsets[rank] : next;
+            next += counts[rank];
+        }
+    }
+}
+
+/* Lays out the operation that starts now. */
+static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t mine;
+    if (op->kind < DTRAIN__ALL_REDUCE || op->kind > DTRAIN__ALL_TO_ALL)
+        return;
+    dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
+    if (op->kind != DTRAIN__ALL_TO_ALL)
+        return;
+    mine = comm->parts[comm->rank].count;
+    if (op->counts != NULL)
+        dtrain__op_extents(comm, op, op->out_counts, op->out_offsets, comm->others);
+    else
+        for (int rank = 0; rank < comm->size; rank++) {
+            comm->others[rank].begin = (size_t)rank * mine;
+            comm->others[rank].count = mine;
+        }
+}
+
+static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
+{
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
+                        dtrain__kind_name((uint64_t)op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
+}
+
+/* Bytes from a vector's start to the end of its last part, in *bytes. */
+static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
+                                      const size_t *offsets, size_t *bytes)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = SIZE_MAX / 4 / width, next = 0;
+    *bytes = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        size_t begin = offsets != NULL ? offsets[rank] : next;
+        if (counts[rank] > most || begin > most - counts[rank])
+            return dtrain__op_too_large(comm, op, counts[rank]);
+        next = begin + counts[rank];
+        if (counts[rank] > 0 && next * width > *bytes)
+            *bytes = next * width;
+    }
+    return DTRAIN_OK;
+}
+
+/* Bytes of the operation's vectors: *in and *out as this rank's buffers have them, and how far into the longer one
+ * the shorter begins when they are one. */
+static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, whole = op->count * width, begin = 0, part, row;
+    dtrain_status status = DTRAIN_OK;
+    int root = comm->rank == op->root;
+    *offset = 0;
+    *in = *out = whole;
+    if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, in);
+        return status == DTRAIN_OK ? dtrain__op_reach(comm, op, op->out_counts, op->out_offsets, out) : status;
+    }
+    if (op->counts != NULL) {
+        status = dtrain__op_reach(comm, op, op->counts, op->offsets, &whole);
+        part = op->counts[comm->rank];
+        for (int rank = 0; op->offsets == NULL && rank < comm->rank; rank++)
+            begin += op->counts[rank];
+        begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
+    } else {
+        row = op->row > 0 ? op->row : 1;
+        part = dtrain_split(op->count / row, comm->size, comm->rank, &begin) * row;
+        begin *= row;
+    }
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *in = whole, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__ALL_GATHER: *in = part * width, *out = whole, *offset = begin * width; break;
+    case DTRAIN__GATHER: *in = part * width, *out = root ? whole : 0, *offset = begin * width; break;
+    case DTRAIN__SCATTER: *in = root ? whole : 0, *out = part * width, *offset = begin * width; break;
+    case DTRAIN__REDUCE: *out = root ? whole : 0; break;
+    case DTRAIN__ALL_TO_ALL: *out = (size_t)comm->size * part * width; break;
+    case DTRAIN__SEND: *out = 0; break;
+    case DTRAIN__RECV: *in = 0; break;
+    case DTRAIN__EXCHANGE: *in = op->root >= 0 ? whole : 0, *out = op->from >= 0 ? op->in_count * width : 0; break;
+    default: break;
+    }
+    return status;
+}
+
+/* Buffers are one, with the shorter at its place in the longer, or apart. */
+static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op)
 {
     uintptr_t in = (uintptr_t)op->in, out = (uintptr_t)op->out;
+    size_t in_bytes, out_bytes, offset;
+    dtrain_status status = dtrain__op_sizes(comm, op, &in_bytes, &out_bytes, &offset);
+    if (status != DTRAIN_OK)
+        return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
                             dtrain__kind_name((uint64_t)op->kind), op->count, comm->rank,
                             op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
+    if (op->kind == DTRAIN__EXCHANGE)
+        in_place = 0;
+    else if (op->kind == DTRAIN__ALL_TO_ALL && in_place && in_bytes > 0)
+        in_place = in_bytes == out_bytes &&
+                   (op->counts == NULL || (op->counts == op->out_counts && op->offsets == op->out_offsets));
     if (in_bytes > 0 && out_bytes > 0 && !in_place && in < out + out_bytes && out < in + in_bytes)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s of %zu elements on rank %d: in and out overlap; give the same buffer, with this "
@@ -216,36 +517,39 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
     return DTRAIN_OK;
 }
 
+static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
+{
+    const char *kind = dtrain__kind_name((uint64_t)op->kind);
+    if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
+        return DTRAIN_OK;
+    if (peer < 0 || peer >= comm->size)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
+                            comm->rank, peer, comm->size);
+    if (dtrain__op_is_message(op) && peer == comm->rank)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
+                            comm->rank);
+    return DTRAIN_OK;
+}
+
 /* Checks a call's arguments before anything of it is seen by a peer. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);
-    size_t bytes, begin, shard;
-    const char *kind = dtrain__kind_name((uint64_t)op->kind);
-    int reduces = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER;
-    if (bits == 0 || bits % 8 != 0 || (reduces && !dtrain__fold_supported(op->dtype, op->op)))
+    dtrain_status status;
+    if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(
             &comm->error, DTRAIN_ERR_INVALID,
-            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?", kind,
-            comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op));
-    if (!dtrain__mul_size(op->count, bits / 8, &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
-                            kind, comm->rank, op->count, bits);
-    if (op->root < 0 || op->root >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
-                            comm->rank, op->root, comm->size);
-    if ((op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV) && op->root == comm->rank)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
-                            comm->rank);
-    shard = dtrain_split(op->count, comm->size, comm->rank, &begin) * (bits / 8);
-    begin *= bits / 8;
-    switch (op->kind) {
-    case DTRAIN__REDUCE_SCATTER: return dtrain__op_check_buffers(comm, op, bytes, shard, begin);
-    case DTRAIN__ALL_GATHER: return dtrain__op_check_buffers(comm, op, shard, bytes, begin);
-    case DTRAIN__SEND: return dtrain__op_check_buffers(comm, op, bytes, 0, 0);
-    case DTRAIN__RECV: return dtrain__op_check_buffers(comm, op, 0, bytes, 0);
-    default: return dtrain__op_check_buffers(comm, op, bytes, bytes, 0);
-    }
+            "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; are the two swapped?",
+            dtrain__kind_name((uint64_t)op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
+            (int)op->op, dtrain__op_name((uint64_t)op->op));
+    if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
+        return dtrain__op_too_large(comm, op, op->count);
+    if (op->in_count > SIZE_MAX / 4 / (bits / 8))
+        return dtrain__op_too_large(comm, op, op->in_count);
+    status = dtrain__op_check_peer(comm, op, op->root);
+    if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
+        status = dtrain__op_check_peer(comm, op, op->from);
+    return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
 }
 
 #endif

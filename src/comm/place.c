@@ -84,6 +84,10 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    /* In a Slurm job mpirun hands on the variables of the task that it runs in itself, the same to all its ranks; srun
+     * sets neither of these two. */
+    int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
+                (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
     place->world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
@@ -92,7 +96,7 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
-    if (dtrain__place_get("SLURM_PROCID") != NULL)
+    if (!inner && dtrain__place_get("SLURM_PROCID") != NULL)
         return dtrain__place_pair(place, "SLURM_PROCID", tasks);
     *launcher = DTRAIN__LAUNCHER_OPENMPI;
     if (dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL)
@@ -140,7 +144,9 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 {
     const char *base = dtrain__place_get("TMPDIR");
     struct stat what;
-    snprintf(out, capacity, "%.60s/dtrain-%lu", base != NULL ? base : "/tmp", (unsigned long)getuid());
+    if (base == NULL || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)getuid());
     if (mkdir(out, 0700) != 0 && errno != EEXIST)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
     if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != getuid() || (what.st_mode & 077) != 0)
@@ -152,12 +158,14 @@ static dtrain_status dtrain__place_directory(char *out, size_t capacity)
 /* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
-    char directory[128], name[48];
+    char directory[128], name[32];
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
         local != place->world_size)
         return DTRAIN_OK;
+    if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
+        job += strlen(job) - (sizeof name - 1);
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
         name[n] =
             (job[n] >= '0' && job[n] <= '9') || (job[n] >= 'a' && job[n] <= 'z') || (job[n] >= 'A' && job[n] <= 'Z')

@@ -119,13 +119,13 @@ static int dtrain__record_read(dtrain__recorder *recorder, uint64_t serial, dtra
 
 static int dtrain__call_is_message(const dtrain__call *call)
 {
-    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV;
+    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
 }
 
 /* The call as it was made, for people: messages keep their direction and peer. */
 static dtrain__call dtrain__recorder_call(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
     call.kind = (uint64_t)op->kind;
     call.root = (uint64_t)op->root;
     return call;
@@ -323,16 +323,16 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char silent[64] = "", does[400] = "";
+    char reason[200] = "", does[400] = "";
     dtrain__last last;
     int culprit = dtrain__recorder_culprit(comm, op, &last);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, silent, sizeof silent);
+        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
     dtrain__recorder_chain(comm, op, does, sizeof does);
     return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, does, silent,
+                        comm->rank, seconds, op->awaited, does, reason,
                         op->touched ? "data had moved, so the group is broken"
                                     : "nothing had moved, so the call can be made again");
 }

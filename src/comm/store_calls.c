@@ -59,11 +59,11 @@ static dtrain_status dtrain__store_on_board(dtrain_comm *comm, int what, const c
     return DTRAIN_OK;
 }
 
-/* Sends the request, or on rank 0 serves it; the caller holds the hub's mutex. */
+/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
 static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, const void *value, size_t bytes)
 {
     dtrain__member *root = &hub->members[0];
-    uint32_t id = ++hub->store_id;
+    uint32_t id = ++hub->store_id != 0 ? hub->store_id : ++hub->store_id;
     if (hub->rank == 0) {
         dtrain__store_serve(hub, 0, id, what, key, value, bytes);
         return id;
@@ -73,7 +73,8 @@ static uint32_t dtrain__store_ask(dtrain__hub *hub, int what, const char *key, c
     dtrain__give(hub, &root->out, (uint64_t)what, 1);
     dtrain__give_text(hub, &root->out, 2, key);
     dtrain__give_bytes(hub, &root->out, value, bytes);
-    dtrain__frame_close(root, begin);
+    if (!dtrain__frame_close(root, begin))
+        return 0;
     dtrain__hub_flush(hub, 0);
     return id;
 }
@@ -87,7 +88,10 @@ static int dtrain__store_answered(dtrain_comm *comm, uint32_t id, int what, void
     pthread_mutex_lock(&hub->mutex);
     if (hub->store_answered == id) {
         *status = hub->store_status;
-        if (*status != DTRAIN_OK)
+        if (*status != DTRAIN_OK && hub->store_value.bytes == 0)
+            dtrain__fail(&comm->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0",
+                         dtrain__store_names[what], comm->rank);
+        else if (*status != DTRAIN_OK)
             dtrain__fail(&comm->error, *status, "%s on rank %d: rank 0 says: %.*s", dtrain__store_names[what],
                          comm->rank, (int)(hub->store_value.bytes < 300 ? hub->store_value.bytes : 300),
                          (const char *)hub->store_value.data);
@@ -120,6 +124,9 @@ static dtrain_status dtrain__store_over_sockets(dtrain_comm *comm, int what, con
     pthread_mutex_lock(&hub->mutex);
     uint32_t id = dtrain__store_ask(hub, what, key, value, what == DTRAIN__STORE_SET ? capacity : 0);
     pthread_mutex_unlock(&hub->mutex);
+    if (id == 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d (\"%s\"): no memory for the request",
+                            dtrain__store_names[what], comm->rank, key);
     dtrain__hub_kick(hub);
     for (;;) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
@@ -149,7 +156,8 @@ static dtrain_status dtrain__store_call(dtrain_comm *comm, int what, const char 
             "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
             "places for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + comm->desc.timeout_ms * 1000000;
+    deadline_ns = comm->desc.timeout_ms < 0 ? INT64_MAX
+                                            : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     if (comm->transport.board != NULL)
         return dtrain__store_on_board(comm, what, key, value, capacity, bytes, deadline_ns);
     if (comm->socket != NULL)

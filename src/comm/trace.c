@@ -19,13 +19,6 @@ typedef struct dtrain__trace {
     int64_t now;
 } dtrain__trace;
 
-static const char *dtrain__algorithm_name(uint64_t algorithm)
-{
-    static const char *const names[] = {"fused", "recursive_doubling", "tree", "ring", "halving_doubling"};
-    uint64_t index = algorithm - DTRAIN_ALGORITHM_FUSED;
-    return index < sizeof names / sizeof names[0] ? names[index] : "no algorithm";
-}
-
 static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t bytes)
 {
     const unsigned char *at = (const unsigned char *)data;

@@ -15,13 +15,14 @@
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
-    if (op != DTRAIN_SUM && op != DTRAIN_MEAN && op != DTRAIN_PROD && op != DTRAIN_MIN && op != DTRAIN_MAX)
+    int bits = op == DTRAIN_AND || op == DTRAIN_OR || op == DTRAIN_XOR;
+    if (op < DTRAIN_SUM || op > DTRAIN_XOR)
         return 0;
     switch (dtype) {
     case DTRAIN_F64:
     case DTRAIN_F32:
     case DTRAIN_F16:
-    case DTRAIN_BF16: return 1;
+    case DTRAIN_BF16: return !bits;
     case DTRAIN_I8:
     case DTRAIN_U8:
     case DTRAIN_I32:
@@ -89,6 +90,9 @@ DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
 DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__PAIR_INT(dtrain__and_u8, uint8_t, a[i] & b[i])
+DTRAIN__PAIR_INT(dtrain__or_u8, uint8_t, a[i] | b[i])
+DTRAIN__PAIR_INT(dtrain__xor_u8, uint8_t, a[i] ^ b[i])
 DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
 DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
@@ -114,6 +118,19 @@ DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
 DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
+
+/* y[i] = x[i] * factor; y may be x */
+#define DTRAIN__WEIGH(name, type)                                                                                      \
+    DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
+    {                                                                                                                  \
+        const type *x = (const type *)in;                                                                              \
+        type *y = (type *)out, by = (type)factor;                                                                      \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = x[i] * by;                                       \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
+
+DTRAIN__WEIGH(dtrain__weigh_f32, dtrain__f32)
+DTRAIN__WEIGH(dtrain__weigh_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
 #define DTRAIN__DIRECT(name, type)                                                                                     \
@@ -197,7 +214,11 @@ static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const v
                                 dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
     int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
     int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
-    if (op == DTRAIN_SUM)
+    if (op >= DTRAIN_AND)
+        (op == DTRAIN_AND  ? dtrain__and_u8
+         : op == DTRAIN_OR ? dtrain__or_u8
+                           : dtrain__xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
+    else if (op == DTRAIN_SUM)
         sums[width](a, b, count);
     else if (op == DTRAIN_PROD)
         products[width](a, b, count);
@@ -248,6 +269,26 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fold_divide(wide, op, divisor, partial, count);
     if (partial != out)
         dtrain__convert(partial, wide, out, dtype, count);
+    dtrain__fpmode_restore(mode);
+}
+
+/* partial[i] = in[i] * weight, in the partial dtype of dtype. A weight of 0 gives -0, which any sum leaves as it is,
+ * whatever is in `in`. */
+static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in, void *partial, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    int wide = dtype == DTRAIN_F64;
+    if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
+        dtrain__convert(in, dtype, partial, DTRAIN_F32, count);
+        in = partial;
+    }
+    if (weight != 0)
+        (wide ? dtrain__weigh_f64 : dtrain__weigh_f32)(in, weight, partial, count);
+    for (size_t i = 0; weight == 0 && i < count; i++)
+        if (wide)
+            ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
+        else
+            ((dtrain__u32 *)partial)[i] = (uint32_t)1 << 31;
     dtrain__fpmode_restore(mode);
 }
 

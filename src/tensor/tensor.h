@@ -42,7 +42,10 @@ typedef enum dtrain_op {
     DTRAIN_MEAN, /* the sum divided once; floats only */
     DTRAIN_PROD,
     DTRAIN_MIN, /* a NaN wins; -0 is below +0 */
-    DTRAIN_MAX
+    DTRAIN_MAX,
+    DTRAIN_AND, /* bit by bit; integers only, as are the next two */
+    DTRAIN_OR,
+    DTRAIN_XOR
 } dtrain_op;
 
 #define DTRAIN_MAX_DIMS 8

@@ -45,6 +45,7 @@ typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 on alpha" */
     char why[DTRAIN__WHY_BYTES];             /* it left; may be empty */
+    char trouble[160];                       /* of the last try to connect to it for data */
     uint64_t host;                           /* equal on ranks of one host */
     int joined, left, expected;              /* expected: the control connection may come back */
     dtrain__stream control;                  /* rank 0 has one to each; the others one, to rank 0 */
@@ -84,7 +85,7 @@ typedef struct dtrain__hub {
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2], wake[2]; /* pipes: to whoever steps, to a caller that waits */
-    uint32_t stepping, waiting;
+    uint32_t stepping, waiting, kicked;
     uint64_t news;
     dtrain__door *doors;
     int inbound;
@@ -125,9 +126,10 @@ static void dtrain__hub_tell(dtrain__hub *hub)
         dtrain__net_poke(hub->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do. */
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
 static void dtrain__hub_kick(dtrain__hub *hub)
 {
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
         dtrain__net_poke(hub->kick[1]);
 }
@@ -162,10 +164,10 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     return 1;
 }
 
-/* Appends to a frame under way; a frame that lacks memory is noticed when it is sent. */
+/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
 static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
 {
-    if (!dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
         return;
     dtrain__put_le(frame->data + frame->bytes, value, bytes);
     frame->bytes += (size_t)bytes;
@@ -173,7 +175,7 @@ static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value,
 
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
-    if (bytes == 0 || !dtrain__bytes_room(hub->allocator, frame, bytes))
+    if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
@@ -189,17 +191,21 @@ static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
+    to->out.short_of = 0;
     dtrain__give(hub, &to->out, 0, 4);
     dtrain__give(hub, &to->out, (uint64_t)type, 2);
     return begin;
 }
 
-static void dtrain__frame_close(dtrain__member *to, size_t begin)
+/* Returns 0 when memory was short: then nothing of the frame is left, as a part of one would accuse its sender. */
+static int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
-    if (to->out.bytes >= begin + 6)
-        dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
-    else
+    if (to->out.short_of) {
         to->out.bytes = begin;
+        return 0;
+    }
+    dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    return 1;
 }
 
 static void dtrain__frame_reason(dtrain__hub *hub, dtrain__member *to, int type, int rank, dtrain_status status,
@@ -240,7 +246,7 @@ static void dtrain__hub_end(dtrain__hub *hub, int from, int rank, dtrain_status 
     dtrain__hub_kick(hub);
 }
 
-/* A member is gone without a word. */
+/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
     dtrain__error lost;
@@ -249,10 +255,12 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank,
                  member->name[0] != 0 ? member->name : "unknown process", how);
     dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
+    if (member->control.fd >= 0)
+        dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
     member->left = 1;
     member->expected = 0;
-    dtrain__hub_end(hub, hub->rank, rank, lost.status, lost.text);
 }
 
 /* Stops a member's control connection; where it may come back, the clock runs. */
@@ -278,6 +286,19 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
+/* Keeps the answer to this rank's own request. */
+static void dtrain__store_keep(dtrain__hub *hub, uint32_t id, dtrain_status status, int found, const void *data,
+                               size_t bytes)
+{
+    hub->store_value.bytes = 0;
+    hub->store_value.short_of = 0;
+    dtrain__give_bytes(hub, &hub->store_value, data, bytes);
+    hub->store_status = hub->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
+    hub->store_found = found;
+    hub->store_answered = id;
+    dtrain__hub_tell(hub);
+}
+
 /* Answers a store request: rank 0's own at once, another's by a frame. */
 static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain_status status, int found,
                                  const void *data, size_t bytes)
@@ -285,12 +306,7 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__member *member = &hub->members[rank];
     size_t begin;
     if (rank == hub->rank) {
-        hub->store_value.bytes = 0;
-        dtrain__give_bytes(hub, &hub->store_value, data, bytes);
-        hub->store_status = hub->store_value.bytes == bytes ? status : DTRAIN_ERR_MEMORY;
-        hub->store_found = found;
-        hub->store_answered = id;
-        dtrain__hub_tell(hub);
+        dtrain__store_keep(hub, id, status, found, data, bytes);
         return;
     }
     begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
@@ -298,7 +314,8 @@ static void dtrain__store_answer(dtrain__hub *hub, int rank, uint32_t id, dtrain
     dtrain__give(hub, &member->out, (uint64_t)status, 2);
     dtrain__give(hub, &member->out, (uint64_t)found, 1);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    dtrain__frame_close(member, begin);
+    if (!dtrain__frame_close(member, begin) && bytes > 0)
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
 }
 
 /* Answers every get that waited for a key which is there now. */
@@ -354,7 +371,7 @@ static void dtrain__store_serve(dtrain__hub *hub, int rank, uint32_t id, int wha
     dtrain__store_forget(hub, rank);
     asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
     if (asker == NULL) {
-        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, "no memory to wait", 15);
+        dtrain__store_answer(hub, rank, id, DTRAIN_ERR_MEMORY, 0, NULL, 0);
         return;
     }
     asker->rank = rank;
@@ -385,12 +402,7 @@ static int dtrain__take_answer(dtrain__hub *hub, dtrain__reader *reader)
         return 0;
     if (id != hub->store_id)
         return 1; /* of a request that was given up */
-    hub->store_value.bytes = 0;
-    dtrain__give_bytes(hub, &hub->store_value, reader->at, reader->left);
-    hub->store_status = hub->store_value.bytes == reader->left ? (dtrain_status)status : DTRAIN_ERR_MEMORY;
-    hub->store_found = found != 0;
-    hub->store_answered = (uint32_t)id;
-    dtrain__hub_tell(hub);
+    dtrain__store_keep(hub, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
     return 1;
 }
 
@@ -449,6 +461,10 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     if (type == DTRAIN__FRAME_BYE) {
         if ((hub->rank == 0 && (int)about != from) || (int)about == hub->rank)
             return 0;
+        if (!hub->formed && hub->rank == 0) {
+            member->joined = 0; /* it gave up waiting for others, and may start again; its connection ends next */
+            return 1;
+        }
         member->left = 1;
         snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, text);
         dtrain__store_forget(hub, (int)about);
@@ -563,13 +579,25 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
+/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    dtrain__thread_error = kept;
+    dtrain__hub_end(hub, hub->rank, hub->rank, cause.status, cause.text);
+}
+
 /* Reads what a member's control connection holds. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
-        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096))
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096)) {
+            dtrain__hub_short_of_memory(hub);
             return;
+        }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
                                         member->in.capacity - member->in.bytes);
         if (n < 0)

@@ -293,6 +293,18 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     return error;
 }
 
+/* Whether a connection has met itself: TCP allows it where nobody listens and the port that the system chose for this
+ * end is the very one that is asked for. */
+static int dtrain__net_is_mirror(int fd)
+{
+    dtrain__address here, there;
+    memset(&here, 0, sizeof here);
+    memset(&there, 0, sizeof there);
+    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
+    return getsockname(fd, &here.at.any, &here.bytes) == 0 && getpeername(fd, &there.at.any, &there.bytes) == 0 &&
+           !dtrain__net_is_unix(&here) && here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+}
+
 /* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
 static int dtrain__net_connected(int fd)
 {
@@ -304,7 +316,9 @@ static int dtrain__net_connected(int fd)
     one.revents = 0;
     if (poll(&one, 1, 0) <= 0)
         return EINPROGRESS;
-    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 ? errno : error;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
+        return errno;
+    return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
 /* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */

@@ -38,6 +38,7 @@ static dtrain__door *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose
         errno = error;
         return NULL;
     }
+    door->initiator = 1;
     door->peer = peer;
     door->purpose = purpose;
     door->lane = lane;
@@ -84,7 +85,7 @@ static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
 static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__lane *lane = &hub->members[door->peer].lanes[door->lane];
-    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL)
+    if (hub->reconnect_ns > 0 && lane->stream.replay == NULL && lane->stream.sent == 0) /* it must hold all */
         lane->stream.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&lane->stream, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -95,13 +96,14 @@ static int dtrain__hub_adopt_data(dtrain__hub *hub, dtrain__door *door)
     lane->links = (door->peer_links > lane->links ? door->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = 0;
+    hub->members[door->peer].trouble[0] = 0;
     return 1;
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
 {
     dtrain__member *member = &hub->members[door->peer];
-    if (hub->reconnect_ns > 0 && member->control.replay == NULL)
+    if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
         dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
@@ -113,12 +115,20 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     member->heard_ns = dtrain__os_now_ns();
 }
 
+/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
+ * expected from elsewhere; where only this host may come, it does not matter. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
+           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+}
+
 /* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
  * ranks that reach rank 0 as this one does can come there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
-    const char *root = hub->root;
     char path[DTRAIN__ADDRESS_BYTES];
     here->bytes = (socklen_t)sizeof here->at.storage;
     if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
@@ -126,7 +136,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
-        snprintf(path, sizeof path, "%.200s.%d", root + 5, hub->rank);
+        snprintf(path, sizeof path, "%.200s.%d", hub->root + 5, hub->rank);
         return dtrain__net_unix_address(here, path);
     }
     if (hub->listen_on[0] != 0) {
@@ -135,9 +145,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
         dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
         if (status != DTRAIN_OK)
             return status;
-    } else if (*local && hub->keys.token_bytes > 0 && strncmp(root, "127.", 4) != 0 && strncmp(root, "[::1]", 5) != 0 &&
-               strncmp(root, "localhost:", 10) != 0) {
-        dtrain__net_set_any(here); /* a host name that means loopback here only: other hosts may come */
+    } else if (dtrain__hub_more_than_loopback(hub, here)) {
+        dtrain__net_set_any(here);
     }
     dtrain__net_set_port(here, 0);
     return DTRAIN_OK;
@@ -166,8 +175,9 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
-    dtrain__frame_close(root, begin);
-    return DTRAIN_OK;
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Rank 0: when all have joined, tells everyone where everyone is. */
@@ -186,7 +196,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
-        dtrain__frame_close(member, begin);
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
     }
     hub->formed = 1;
     dtrain__hub_tell(hub);
@@ -206,13 +219,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
 {
     char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[door->peer];
-    int again = hub->formed && member->expected;
-    if (hub->formed && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
+    int ours = hub->formed && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
+    int again = ours && member->expected;
+    if (ours && hub->reconnect_ns > 0 && !member->left && member->control.fd >= 0) {
         dtrain__stream_cut(&member->control); /* the peer saw the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
-    if (again && memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0) {
+    if (again) {
         door->received = member->control.received;
         dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
         return;
@@ -347,6 +361,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         door = dtrain__hub_new_door(hub, &peer);
         if (door == NULL) {
             close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
             return;
         }
         door->fd = fd;
@@ -409,10 +424,11 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 
 static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t now)
 {
-    dtrain__lane *lane = &hub->members[peer].lanes[index];
+    dtrain__member *member = &hub->members[peer];
+    dtrain__lane *lane = &member->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !hub->members[peer].left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !member->left) {
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, peer, &address))
             return;
@@ -420,7 +436,9 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         if (door != NULL) {
             door->received = lane->stream.received;
             door->links = lane->links;
-        }
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
     }
     if (door == NULL)
         return;
@@ -431,6 +449,10 @@ static void dtrain__hub_step_lane(dtrain__hub *hub, int peer, int index, int64_t
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
         return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 door->state == DTRAIN__DOOR_CLOSED ? door->error.text : door->peer_name,
+                 door->state == DTRAIN__DOOR_CLOSED ? "" : ": no answer");
     lane->door = NULL;
     dtrain__hub_free_door(hub, door);
     dtrain__hub_tell(hub);
@@ -516,7 +538,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < links; rank++)
         if (hub->members[rank].poll_index > 0 && hub->fds[hub->members[rank].poll_index].revents != 0)
             dtrain__hub_listen_to(hub, rank);
-    if (hub->rank == 0 && !hub->formed)
+    if (hub->rank == 0 && !hub->formed && !hub->broken)
         dtrain__hub_complete(hub);
     for (int peer = 0; hub->formed && peer < hub->size; peer++)
         for (int lane = 0; peer != hub->rank && lane < hub->connections; lane++) {
@@ -593,8 +615,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         hub->fds[count++] = extra[i];
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);

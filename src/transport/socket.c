@@ -87,7 +87,7 @@ static dtrain_status dtrain__socket_try(dtrain__socket *s, dtrain_transfer *tran
 }
 
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
- * what a peer sent before it failed still completes what it was sent for. */
+ * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
 static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out, dtrain_transfer *in, size_t most,
                                          int *moved)
 {
@@ -97,7 +97,7 @@ static dtrain_status dtrain__socket_turn(dtrain__socket *s, dtrain_transfer *out
         status = dtrain__socket_try(s, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(s, out, 1, most, moved);
-    if (s->hub.broken && (status != DTRAIN_OK || !*moved))
+    if (s->hub.broken && (status != DTRAIN_OK || !*moved || s->hub.cause.status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(&s->hub.cause);
     pthread_mutex_unlock(&s->hub.mutex);
     return status;
@@ -208,14 +208,23 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(&((dtrain__socket *)self)->hub);
 }
 
+/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
+ * asks again after this. */
+static void dtrain__socket_flush(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
+        for (int turn = 0; turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 &&
+                           hub->members[rank].control.fd >= 0;
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__hub *hub = &((dtrain__socket *)self)->hub;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_end(hub, hub->rank, hub->rank, why, text);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -226,9 +235,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         return;
     pthread_mutex_lock(&hub->mutex);
     dtrain__hub_relay(hub, -1, DTRAIN__FRAME_BYE, hub->rank, DTRAIN_OK, why);
-    for (int rank = 0; rank < dtrain__hub_links(hub); rank++)
-        if (rank != hub->rank)
-            dtrain__hub_flush(hub, rank);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -312,11 +319,15 @@ static void dtrain__socket_destroy(void *self)
     dtrain__free(allocator, s, sizeof *s);
 }
 
-/* Names the rank that has been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__socket *s, char *text, size_t capacity)
+/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
+ * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_suspect(dtrain__socket *s, int awaited, char *text, size_t capacity)
 {
+    const dtrain__member *member = awaited >= 0 ? &s->hub.members[awaited] : NULL;
     pthread_mutex_lock(&s->hub.mutex);
-    if (s->hub.suspect >= 0)
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (s->hub.suspect >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", s->hub.suspect,
                  (double)s->hub.suspect_ns * 1e-9);
     pthread_mutex_unlock(&s->hub.mutex);
@@ -396,6 +407,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         if (status != DTRAIN_OK)
             return status;
         dtrain__net_set_port(&chosen, port);
+    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
+        dtrain__net_set_any(&chosen);
     }
     if (!dtrain__socket_allowed(hub, &chosen))
         return dtrain__socket_closed(hub);
@@ -457,8 +470,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns = desc->heartbeat_ms < 0 ? 0 : (desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000) * 1000000;
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? desc->reconnect_ms * 1000000 : 0;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = hub->wake[0] = hub->wake[1] = -1;
     hub->suspect = -1;
@@ -543,8 +557,9 @@ static dtrain_status dtrain__socket_unformed(dtrain__socket *s, double seconds)
     char missing[160] = "";
     size_t used = 0;
     for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 16)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d", used > 0 ? ", " : "", rank);
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
@@ -585,6 +600,20 @@ static dtrain_status dtrain__socket_formed(dtrain__socket *s, int *formed, int64
     s->crowded = neighbours > dtrain__os_processors();
     pthread_mutex_unlock(&hub->mutex);
     return status;
+}
+
+/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
+static int dtrain__socket_node_ranks(dtrain__socket *s)
+{
+    const dtrain__member *members = s->hub.members;
+    int n = 1;
+    while (n < s->hub.size && members[n].host == members[0].host)
+        n++;
+    for (int rank = 0; rank < s->hub.size; rank++)
+        if (members[rank].host != members[rank - rank % n].host ||
+            (rank >= n && rank % n == 0 && members[rank].host == members[rank - 1].host))
+            return 0;
+    return n;
 }
 
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__socket *s)

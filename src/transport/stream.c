@@ -84,6 +84,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
 typedef struct dtrain__bytes {
     unsigned char *data;
     size_t bytes, capacity;
+    int short_of; /* memory: there was none for something that belongs here */
 } dtrain__bytes;
 
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
@@ -96,8 +97,10 @@ static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block,
     while (capacity - block->bytes < more)
         capacity *= 2;
     data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
-    if (data == NULL)
+    if (data == NULL) {
+        block->short_of = 1;
         return 0;
+    }
     block->data = data;
     block->capacity = capacity;
     return 1;

@@ -16,7 +16,7 @@
 #include "transport.h"
 #include "store.c"
 
-#define DTRAIN__POST_WORDS 9
+#define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
@@ -25,12 +25,13 @@ typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
+    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
     unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x number of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* number of the last operation whose buffers this rank has left */
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed */
     char pad[DTRAIN__CACHE_LINE - 24];
@@ -38,7 +39,7 @@ typedef struct dtrain__slot {
     void *recorder;        /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes; /* 0: none */
     dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read number s while s + 1 is posted */
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__ring {

@@ -1,0 +1,198 @@
+/* ---- >>halving ----
+ * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
+#ifndef DTRAIN__HALVING_PLAN
+#define DTRAIN__HALVING_PLAN
+#include "step.c"
+
+/* Rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
+typedef struct dtrain__blocks {
+    int first, size, levels; /* of this rank's block */
+    int index;               /* of the rank in it */
+    int next_size;           /* of the block after it; 0: none */
+    int previous_size;       /* of the one before; 0: none */
+} dtrain__blocks;
+
+static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
+{
+    dtrain__blocks blocks = {0, 1, 0, 0, 0, 0};
+    for (;;) {
+        int left = ranks - blocks.first;
+        for (blocks.size = 1; 2 * blocks.size <= left;)
+            blocks.size *= 2;
+        if (rank < blocks.first + blocks.size)
+            break;
+        blocks.previous_size = blocks.size;
+        blocks.first += blocks.size;
+    }
+    int after = ranks - blocks.first - blocks.size;
+    while (after > 0 && 2 * blocks.next_size <= after)
+        blocks.next_size = blocks.next_size > 0 ? 2 * blocks.next_size : 1;
+    blocks.index = rank - blocks.first;
+    while ((1 << blocks.levels) < blocks.size)
+        blocks.levels++;
+    return blocks;
+}
+
+typedef struct dtrain__part {
+    size_t begin, end;
+} dtrain__part;
+
+/* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
+ * lines of the output, whatever the partial sums are. */
+static dtrain__part dtrain__halving_part(int index, int halvings, size_t n)
+{
+    dtrain__part range = {0, n};
+    for (int level = 0; level < halvings; level++) {
+        size_t middle = range.begin + (range.end - range.begin + 1) / 2;
+        middle = (middle + 63) / 64 * 64;
+        middle = middle < range.end ? middle : range.end;
+        if (index >> level & 1)
+            range.begin = middle;
+        else
+            range.end = middle;
+    }
+    return range;
+}
+
+/* Where step k of a halving-doubling stands. */
+typedef struct dtrain__halving {
+    dtrain__blocks blocks;
+    size_t begin, n;     /* elements of the whole that this piece of work covers */
+    unsigned char *held; /* its partial sums, n of them */
+    unsigned char *out;  /* its results */
+    unsigned char *recv;
+    int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
+    int paired;                          /* another piece is under way in turn with this one */
+} dtrain__halving;
+
+/* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
+static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
+    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__step_width(op);
+    pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
+    return (op->count / (2 * pairs) / 64 + 1) * 64;
+}
+
+/* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
+ * nothing later than the one before the last. */
+static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
+{
+    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op), pair, turn, index;
+    int peers;
+    at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
+    peers = at->blocks.previous_size / at->blocks.size;
+    at->up = at->blocks.levels + (at->blocks.next_size > 0);
+    at->down = at->up + peers;
+    at->doubling = at->down + peers + (at->blocks.next_size > 0);
+    at->steps = at->doubling + at->blocks.levels;
+    pair = k / (size_t)(2 * at->steps);
+    turn = k % (size_t)(2 * at->steps);
+    at->paired = (2 * pair + 1) * piece < op->count;
+    index = 2 * pair + (at->paired ? turn % 2 : 0);
+    at->step = (int)(at->paired ? turn / 2 : turn);
+    at->begin = index * piece;
+    if (at->begin >= op->count || at->step >= at->steps)
+        return 0;
+    at->n = op->count - at->begin < piece ? op->count - at->begin : piece;
+    at->out = (unsigned char *)op->out + at->begin * width;
+    at->recv = comm->scratch;
+    at->held = dtrain__step_dtype(op) == op->dtype
+                   ? at->out
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__step_width(op);
+    return 1;
+}
+
+static void dtrain__halving_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
+{
+    dtrain__step_send(step, to, base + range.begin * width, (range.end - range.begin) * width);
+}
+
+static void dtrain__halving_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
+{
+    dtrain__step_recv(step, from, base + range.begin * width, (range.end - range.begin) * width);
+}
+
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
+                                 size_t width)
+{
+    dtrain__part all = {0, range.end - range.begin};
+    dtrain__halving_recv(step, from, at->recv, all, width);
+    step->fold = at->held + range.begin * width;
+    step->fold_count = all.end;
+    step->fold_early = 1;
+}
+
+/* Between binary blocks: the smaller one's partial sums go up to the larger one, the results come down again. */
+static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
+{
+    const dtrain__blocks *b = &at->blocks;
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    dtrain__part mine = dtrain__halving_part(b->index, b->levels, at->n);
+    int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
+    int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
+    int index = b->index + turn * b->size, levels = 0, previous = b->first - b->previous_size + index;
+    while ((1 << levels) < b->previous_size)
+        levels++;
+    if (at->step < at->up)
+        dtrain__halving_fold(step, next, at, mine, wide);
+    else if (at->step < at->down)
+        dtrain__halving_send(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
+    else if (index < b->previous_size)
+        dtrain__halving_recv(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
+    else
+        dtrain__halving_send(step, next, at->out, mine, width);
+}
+
+/* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
+static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    dtrain__halving at;
+    if (!dtrain__halving_where(comm, op, k, &at))
+        return;
+    if (at.step == 0)
+        dtrain__step_widen(op, at.begin, at.n, at.held);
+    if (at.step == at.up && at.blocks.previous_size == 0) {
+        dtrain__part mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
+                            at.out + mine.begin * dtrain__step_out_width(op), mine.end - mine.begin);
+    }
+}
+
+/* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold
+ * first and the lower block of ranks is the left operand, so the sums are the tree's. Where the world is no power
+ * of two, binary blocks each do so and hand their partial sums to the next larger one. */
+static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    dtrain__halving at;
+    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    if (!dtrain__halving_where(comm, op, (size_t)k, &at))
+        return 0;
+    int level = at.step < at.blocks.levels ? at.step : at.steps - 1 - at.step;
+    int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
+    step->tag_out = step->tag_in = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
+    step->send_first = comm->rank < peer;
+    step->ahead = at.paired;
+    step->prepare = dtrain__halving_prepare;
+    if (at.step < at.blocks.levels) {
+        dtrain__halving_send(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
+        dtrain__halving_fold(step, peer, &at, dtrain__halving_part(at.blocks.index, level + 1, at.n), wide);
+    } else if (at.step >= at.doubling) {
+        dtrain__halving_send(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
+        dtrain__halving_recv(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
+    } else {
+        step->tag_out = step->tag_in = at.begin << 8 | 64;
+        dtrain__halving_between(op, &at, step);
+    }
+    return 1;
+}
+
+static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
+    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : 2 * piece);
+}
+
+#endif

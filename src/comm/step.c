@@ -1,0 +1,145 @@
+/* ---- >>step ----
+ * What collectives over messages are made of: a step is at most one message out and one in. A plan computes step k
+ * of an operation from nothing but the call, so that an operation can stop anywhere and go on later. Here are the
+ * step itself and what all plans share; each plan has a file of its own and >>plan chooses between them. */
+#ifndef DTRAIN__STEP
+#define DTRAIN__STEP
+#include "op.c"
+
+#ifndef DTRAIN__BLOCK_BYTES
+#define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
+#endif
+#define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
+#ifndef DTRAIN__MESSAGE_CHUNK
+#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
+#endif
+
+typedef struct dtrain__step {
+    int to, from; /* -1: none */
+    int send_first;
+    const unsigned char *send;
+    size_t send_bytes;
+    unsigned char *recv;
+    size_t recv_bytes;
+    void *fold; /* what the received partial sums are folded into; NULL: nothing */
+    size_t fold_count;
+    int fold_early;           /* nothing of it is still to be sent: folds while more arrives */
+    int ahead;                /* may be sent before the step before it has been received */
+    uint64_t tag_out, tag_in; /* the same at both ends of a message */
+    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* done before any of it moves; may be NULL */
+} dtrain__step;
+
+/* Ranks in a row of their own: every stride-th from first on. */
+typedef struct dtrain__line {
+    int index; /* of this rank in it */
+    int size, first, stride;
+} dtrain__line;
+
+static int dtrain__line_rank(const dtrain__line *line, int index)
+{
+    return line->first + index * line->stride;
+}
+
+static dtrain__line dtrain__line_of(const dtrain_comm *comm)
+{
+    dtrain__line line = {comm->rank, comm->size, 0, 1};
+    return line;
+}
+
+/* The number of bits that ranks below size have. */
+static int dtrain__step_levels(int size)
+{
+    int levels = 0;
+    while ((1 << levels) < size)
+        levels++;
+    return levels;
+}
+
+static int dtrain__step_power_of_two(int size)
+{
+    return (size & (size - 1)) == 0;
+}
+
+/* Where partial sums are kept, all of them in the partial dtype. */
+static dtrain_dtype dtrain__step_dtype(const dtrain__op *op)
+{
+    return dtrain__op_reduces(op) ? dtrain__fold_partial(op->dtype) : op->dtype;
+}
+
+static size_t dtrain__step_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(dtrain__step_dtype(op)) / 8;
+}
+
+/* Of elements as the caller has them. */
+static size_t dtrain__step_out_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(op->dtype) / 8;
+}
+
+static size_t dtrain__step_line(size_t bytes)
+{
+    return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+/* Plans that keep partial sums of the whole vector have scratch = [these, unless they are in out | what was received].
+ */
+static size_t dtrain__step_half(const dtrain__op *op)
+{
+    return dtrain__step_line(op->count * dtrain__step_width(op));
+}
+
+static int dtrain__step_holds_in_out(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE && dtrain__step_dtype(op) == op->dtype;
+}
+
+static unsigned char *dtrain__step_held(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__step_holds_in_out(op) ? (unsigned char *)op->out : comm->scratch;
+}
+
+static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));
+}
+
+static size_t dtrain__step_whole_scratch(const dtrain__op *op)
+{
+    return (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op);
+}
+
+static void dtrain__step_send(dtrain__step *step, int to, const unsigned char *data, size_t bytes)
+{
+    step->to = to;
+    step->send = data;
+    step->send_bytes = bytes;
+}
+
+static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data, size_t bytes)
+{
+    step->from = from;
+    step->recv = data;
+    step->recv_bytes = bytes;
+}
+
+/* Receives partial sums of `count` elements and folds them into held. */
+static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
+{
+    dtrain__step_recv(step, from, data, count * width);
+    step->fold = held;
+    step->fold_count = count;
+}
+
+/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
+{
+    dtrain_dtype partial = dtrain__step_dtype(op);
+    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    if (partial != op->dtype)
+        dtrain_convert(in, op->dtype, out, partial, count);
+    else if (in != out && count > 0)
+        memcpy(out, in, count * dtrain__step_width(op));
+}
+
+#endif
