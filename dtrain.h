@@ -8604,11 +8604,14 @@ struct dtrain__recorder {
     uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
     uint32_t awaited;                  /* by the operation under way, + 1 */
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
-    pthread_mutex_t mutex;             /* guards what follows */
+    pthread_mutex_t error_mutex;       /* guards error and failed; held for a few instructions */
     dtrain__error error;               /* of the first of the last failures in a row */
     uint64_t failed;                   /* its record; 0: none */
-    uint64_t good;                     /* the last record that ended well */
-    int written;                       /* the file of trace_on_failure, or its writing was tried */
+    uint64_t good;                     /* the last record that ended well; of whoever records */
+    pthread_mutex_t mutex;             /* held while a file is written; guards what follows */
+    dtrain__error shown;               /* error and failed, as the file has them */
+    uint64_t shown_failed;
+    int written; /* the file of trace_on_failure, or its writing was tried */
     char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
     unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
     dtrain__record_place places[DTRAIN__RECORDS];
@@ -8635,6 +8638,7 @@ static int dtrain__recorder_create(dtrain_comm *comm)
     clock_gettime(CLOCK_REALTIME, &now);
     recorder->monotonic_ns = dtrain__os_now_ns();
     recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    pthread_mutex_init(&recorder->error_mutex, NULL);
     pthread_mutex_init(&recorder->mutex, NULL);
     comm->recorder = recorder;
     if (comm->transport.board != NULL) {
@@ -8648,6 +8652,7 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 {
     if (comm->recorder == NULL)
         return;
+    pthread_mutex_destroy(&comm->recorder->error_mutex);
     pthread_mutex_destroy(&comm->recorder->mutex);
     if (comm->transport.board == NULL)
         dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
@@ -8730,7 +8735,7 @@ static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
     dtrain__recorder_note(comm, op, 0);
 }
 
-/* The first bytes of the operation move. */
+/* The first bytes of the operation move. Of messages peers are told so at once: see dtrain__recorder_contradicts. */
 static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->moved_ns != 0)
@@ -8738,7 +8743,7 @@ static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
     op->moved_ns = dtrain__os_now_ns();
     if (op->serial == 0)
         dtrain__recorder_start(comm, op);
-    else
+    else if (op->algorithm != DTRAIN_ALGORITHM_FUSED)
         dtrain__recorder_note(comm, op, 0);
 }
 
@@ -8753,12 +8758,12 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
         recorder->good = op->serial;
         return;
     }
-    pthread_mutex_lock(&recorder->mutex);
+    pthread_mutex_lock(&recorder->error_mutex);
     if (recorder->failed <= recorder->good) {
         recorder->failed = op->serial;
         recorder->error = op->error;
     }
-    pthread_mutex_unlock(&recorder->mutex);
+    pthread_mutex_unlock(&recorder->error_mutex);
 }
 
 /* What the rank of this recorder does now; 0 when it cannot be read. */
@@ -9104,8 +9109,8 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
     dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
     dtrain__trace_text(trace, "status",
                        record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
-    if (serial == trace->comm->recorder->failed)
-        dtrain__trace_text(trace, "error", trace->comm->recorder->error.text);
+    if (serial == trace->comm->recorder->shown_failed)
+        dtrain__trace_text(trace, "error", trace->comm->recorder->shown.text);
     dtrain__json_end(&trace->json);
 }
 
@@ -9151,6 +9156,10 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     if (trace.fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
                             strerror(errno));
+    pthread_mutex_lock(&recorder->error_mutex);
+    recorder->shown = recorder->error;
+    recorder->shown_failed = recorder->failed;
+    pthread_mutex_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
     if (trace.error == 0 && fsync(trace.fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
@@ -9737,7 +9746,9 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
     __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
-            op->awaited = peer;
+            /* the one awaited all along, rather than one that has just taken its post back */
+            if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
+                op->awaited = peer;
             dtrain__op_expire(comm, op);
             return 1;
         }
