@@ -7477,6 +7477,10 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
 #ifndef DTRAIN__SOCKET
 #define DTRAIN__SOCKET
 
+#ifndef DTRAIN__TURN_BYTES
+#define DTRAIN__TURN_BYTES ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache  \
+                                              */
+#endif
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
@@ -7534,19 +7538,20 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         transfer->moved += (size_t)n;
         *total += (uint64_t)n;
         *moved = 1;
-        if ((size_t)n < bytes || most < SIZE_MAX)
+        if ((size_t)n < bytes || bytes == most)
             return DTRAIN_OK; /* the other direction may go on meanwhile */
     }
     return DTRAIN_OK;
 }
 
-/* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
- * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
-static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in,
-                                         size_t most, int *moved)
+/* Tries both directions once; asked: for a caller that will not wait here. A broken group ends every operation with the
+ * group's cause, once nothing more moves: what a peer sent before it failed still completes what it was sent for. An
+ * aborted one ends them at once. */
+static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int asked,
+                                         int *moved)
 {
     dtrain_status status = DTRAIN_OK;
-    int asked = most < SIZE_MAX; /* by a caller that will not wait here */
+    size_t most = asked ? DTRAIN__POLL_BYTES : DTRAIN__TURN_BYTES;
     pthread_mutex_lock(&channel->hub->mutex);
     if (in != NULL)
         status = dtrain__socket_try(channel, in, 0, most, moved);
@@ -7600,8 +7605,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     for (;;) {
         uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
         int moved = 0;
-        dtrain_status status =
-            dtrain__socket_turn(channel, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
+        dtrain_status status = dtrain__socket_turn(channel, out, in, deadline_ns == 0, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return status;
         if (moved && deadline_ns != 0) {
@@ -10781,7 +10785,8 @@ static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, in
 #define DTRAIN__PLAN
 
 #define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
-#define DTRAIN__PLAN_WHOLE ((size_t)64 << 10) /* bytes that travel in few whole messages */
+#define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* bytes that are reduced in few whole messages */
+#define DTRAIN__PLAN_PIPE ((size_t)2 << 20)   /* bytes above which a broadcast goes from rank to rank */
 
 /* Keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
 static int dtrain__plan_whole(const dtrain__op *op)
@@ -10872,12 +10877,13 @@ static size_t dtrain__plan_small(int ranks)
 
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
-    int power_of_two = dtrain__step_power_of_two(comm->size);
     if (comm->size > 1 && bytes > dtrain__plan_small(comm->size))
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    if (power_of_two)
+    if (dtrain__step_power_of_two(comm->size))
         return DTRAIN_ALGORITHM_RECURSIVE_DOUBLING;
-    return bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_TREE;
+    /* fewer steps between hosts, fewer messages on one */
+    return comm->node_ranks != comm->size && bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK
+                                                                                              : DTRAIN_ALGORITHM_TREE;
 }
 
 static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
@@ -10900,13 +10906,14 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     switch (op->kind) {
     case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);
     case DTRAIN__REDUCE_SCATTER:
-        if (bytes > DTRAIN__PLAN_WHOLE)
+        if (bytes > (comm->size == 2 ? DTRAIN__MESSAGE_SMALL : DTRAIN__PLAN_WHOLE))
             return DTRAIN_ALGORITHM_DIRECT;
         return dtrain__step_power_of_two(comm->size) ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-    case DTRAIN__ALL_GATHER: return bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__ALL_GATHER:
+        return comm->size > 3 && bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
     case DTRAIN__BROADCAST:
-        return bytes <= DTRAIN__PLAN_WHOLE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
-    case DTRAIN__REDUCE: return bytes <= DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
+        return bytes <= DTRAIN__PLAN_PIPE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__REDUCE: return bytes <= 4 * DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
     case DTRAIN__BARRIER: return DTRAIN_ALGORITHM_BRUCK;
     default: return DTRAIN_ALGORITHM_DIRECT;
     }

@@ -103,8 +103,8 @@ static void wire_limit(bench *b, int rank, int variant)
         wire_exchange(b, rank, data, scratch, part, part, variant);
     if (b->op == ALL_REDUCE || b->op == ALL_GATHER || b->op == ALL_TO_ALL)
         wire_exchange(b, rank, data, scratch, part, 0, variant);
-    if (b->op == BROADCAST)
-        wire_exchange(b, rank, data, scratch, b->bytes / 2, 0, variant);
+    if (b->op == BROADCAST) /* n - 1 ranks get all of it: as many bytes, if everybody sends alike */
+        wire_exchange(b, rank, data, scratch, part, 0, variant);
 }
 
 #endif

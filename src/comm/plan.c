@@ -11,7 +11,8 @@
 #include "direct.c"
 
 #define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
-#define DTRAIN__PLAN_WHOLE ((size_t)64 << 10) /* bytes that travel in few whole messages */
+#define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* bytes that are reduced in few whole messages */
+#define DTRAIN__PLAN_PIPE ((size_t)2 << 20)   /* bytes above which a broadcast goes from rank to rank */
 
 /* Keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
 static int dtrain__plan_whole(const dtrain__op *op)
@@ -102,12 +103,13 @@ static size_t dtrain__plan_small(int ranks)
 
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
-    int power_of_two = dtrain__step_power_of_two(comm->size);
     if (comm->size > 1 && bytes > dtrain__plan_small(comm->size))
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    if (power_of_two)
+    if (dtrain__step_power_of_two(comm->size))
         return DTRAIN_ALGORITHM_RECURSIVE_DOUBLING;
-    return bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_TREE;
+    /* fewer steps between hosts, fewer messages on one */
+    return comm->node_ranks != comm->size && bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK
+                                                                                              : DTRAIN_ALGORITHM_TREE;
 }
 
 static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
@@ -130,13 +132,14 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     switch (op->kind) {
     case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);
     case DTRAIN__REDUCE_SCATTER:
-        if (bytes > DTRAIN__PLAN_WHOLE)
+        if (bytes > (comm->size == 2 ? DTRAIN__MESSAGE_SMALL : DTRAIN__PLAN_WHOLE))
             return DTRAIN_ALGORITHM_DIRECT;
         return dtrain__step_power_of_two(comm->size) ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
-    case DTRAIN__ALL_GATHER: return bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__ALL_GATHER:
+        return comm->size > 3 && bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
     case DTRAIN__BROADCAST:
-        return bytes <= DTRAIN__PLAN_WHOLE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
-    case DTRAIN__REDUCE: return bytes <= DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
+        return bytes <= DTRAIN__PLAN_PIPE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
+    case DTRAIN__REDUCE: return bytes <= 4 * DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
     case DTRAIN__BARRIER: return DTRAIN_ALGORITHM_BRUCK;
     default: return DTRAIN_ALGORITHM_DIRECT;
     }

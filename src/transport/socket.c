@@ -7,6 +7,10 @@
 #include "transport.h"
 #include "channel.c"
 
+#ifndef DTRAIN__TURN_BYTES
+#define DTRAIN__TURN_BYTES ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache  \
+                                              */
+#endif
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
@@ -64,19 +68,20 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         transfer->moved += (size_t)n;
         *total += (uint64_t)n;
         *moved = 1;
-        if ((size_t)n < bytes || most < SIZE_MAX)
+        if ((size_t)n < bytes || bytes == most)
             return DTRAIN_OK; /* the other direction may go on meanwhile */
     }
     return DTRAIN_OK;
 }
 
-/* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
- * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
-static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in,
-                                         size_t most, int *moved)
+/* Tries both directions once; asked: for a caller that will not wait here. A broken group ends every operation with the
+ * group's cause, once nothing more moves: what a peer sent before it failed still completes what it was sent for. An
+ * aborted one ends them at once. */
+static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int asked,
+                                         int *moved)
 {
     dtrain_status status = DTRAIN_OK;
-    int asked = most < SIZE_MAX; /* by a caller that will not wait here */
+    size_t most = asked ? DTRAIN__POLL_BYTES : DTRAIN__TURN_BYTES;
     pthread_mutex_lock(&channel->hub->mutex);
     if (in != NULL)
         status = dtrain__socket_try(channel, in, 0, most, moved);
@@ -130,8 +135,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     for (;;) {
         uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
         int moved = 0;
-        dtrain_status status =
-            dtrain__socket_turn(channel, out, in, deadline_ns == 0 ? DTRAIN__POLL_BYTES : SIZE_MAX, &moved);
+        dtrain_status status = dtrain__socket_turn(channel, out, in, deadline_ns == 0, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return status;
         if (moved && deadline_ns != 0) {
