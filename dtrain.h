@@ -834,6 +834,20 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op);
 
+/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart; any alignment
+ *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
+ *             divided once and rounded once
+ *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
+ *   order     as dtrain_all_reduce
+ *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
+ *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight);
+
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
@@ -981,6 +995,9 @@ DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size
 
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
+ * Between two collectives, sends and recvs move together, so that messages of any size may cross; those to one peer,
+ * and those from one, keep their order.
+ *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
  *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
@@ -1066,6 +1083,64 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
+
+/* As dtrain_work_wait, but gives up after timeout_ms; the operation goes on, and the handle can be waited for again.
+ *
+ *   timeout_ms   0: only what can be done at once; negative: no limit but the operation's deadline
+ *   returns      DTRAIN_ERR_TIMEOUT with the handle still valid (dtrain_work_done tells this from the operation's own
+ *                deadline); else as dtrain_work_wait, and the handle is gone
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms);
+
+/* Ends an operation before its time, on every rank. Its handle ends with DTRAIN_ERR_ABORTED and is still waited for,
+ * as soon as the operations before it have ended; one that has ended already stays as it is.
+ *
+ * A collective's other ranks get DTRAIN_ERR_ABORTED with this rank's number and the operation, and the group is
+ * broken; so it is by a send or recv of which a byte may have moved. A send or recv that has not begun, because
+ * earlier work of the same peer and direction or an earlier collective is under way, ends alone, and so does whatever
+ * has not begun in a world of one: the group can be used as though it had never been called, so that the next
+ * message between the two takes its place.
+ *
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_work_wait has returned */
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work);
+
+/* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
+ * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
+ *
+ * A call that is blocked, on any rank, returns at once; over a transport of your own within 100 ms of its send or recv
+ * keeping its deadline, and on the other ranks only where the transport has `fail`. A group that is broken already
+ * keeps its first cause.
+ *
+ *   why       at most 300 characters are kept; NULL: none
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_comm_destroy; never blocks */
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
+
+/* Opens a fuse: blocking calls of the group are noted, and run by dtrain_fuse_end, many small ones as one.
+ *
+ * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
+ * belong to the fuse until the end; none may overlap another that is written.
+ *
+ *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive from
+ * every other, of any size, in any order collectives   run in the order of their calls. Neighbours, messages aside,
+ * become one operation where they are all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and
+ * root, of up to 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls errors
+ * DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
+
+/* Runs the noted calls, all of them, and closes the fuse.
+ *
+ *   returns   the first error. Texts call operations of several calls by the first one: "all_reduce #4 (sum,
+ *             f32 x 1024, 3 fused)"; DTRAIN_ERR_INVALID without dtrain_fuse_begin
+ *
+ * collective: every rank of comm, same order, where collectives were noted; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
@@ -3323,6 +3398,19 @@ DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
 DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
 
+/* y[i] = x[i] * factor; y may be x */
+#define DTRAIN__WEIGH(name, type)                                                                                      \
+    DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
+    {                                                                                                                  \
+        const type *x = (const type *)in;                                                                              \
+        type *y = (type *)out, by = (type)factor;                                                                      \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = x[i] * by;                                       \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
+
+DTRAIN__WEIGH(dtrain__weigh_f32, dtrain__f32)
+DTRAIN__WEIGH(dtrain__weigh_f64, dtrain__f64)
+
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
 #define DTRAIN__DIRECT(name, type)                                                                                     \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
@@ -3460,6 +3548,26 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fold_divide(wide, op, divisor, partial, count);
     if (partial != out)
         dtrain__convert(partial, wide, out, dtype, count);
+    dtrain__fpmode_restore(mode);
+}
+
+/* partial[i] = in[i] * weight, in the partial dtype of dtype. A weight of 0 gives -0, which any sum leaves as it is,
+ * whatever is in `in`. */
+static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in, void *partial, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    int wide = dtype == DTRAIN_F64;
+    if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
+        dtrain__convert(in, dtype, partial, DTRAIN_F32, count);
+        in = partial;
+    }
+    if (weight != 0)
+        (wide ? dtrain__weigh_f64 : dtrain__weigh_f32)(in, weight, partial, count);
+    for (size_t i = 0; weight == 0 && i < count; i++)
+        if (wide)
+            ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
+        else
+            ((dtrain__u32 *)partial)[i] = (uint32_t)1 << 31;
     dtrain__fpmode_restore(mode);
 }
 
@@ -4278,7 +4386,7 @@ static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 
-#define DTRAIN__POST_WORDS 10
+#define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 
@@ -5602,6 +5710,7 @@ typedef struct dtrain__lane {
 typedef struct dtrain__peer {
     int world;               /* its rank there */
     int left;                /* its end of the group is gone */
+    int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
     char *why;               /* it left; NULL: nothing was said */
     uint64_t sent, received; /* bytes of data to and from it, over all lanes */
     dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
@@ -5621,8 +5730,8 @@ typedef struct dtrain__channel {
     dtrain__error cause;
     int wake[2]; /* a pipe to the caller that waits */
     uint32_t waiting;
-    int awaits[2]; /* peers that the service thread could send nothing to, receive nothing from; -1: none */
-    int forked;    /* the end of a child's copy: touches nothing that the parent still uses */
+    int awaiting;                      /* some peer has awaits */
+    int forked;                        /* the end of a child's copy: touches nothing that the parent still uses */
     uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
     dtrain_status store_status;
     int store_found;
@@ -7129,13 +7238,16 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 /* Adds what the service thread could not move in the channel. */
 static void dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
 {
-    for (int sending = 0; sending < 2; sending++) {
-        size_t room;
-        int peer = channel->awaits[sending];
-        dtrain__lane *lane = peer >= 0 ? dtrain__channel_lane(channel, peer, sending, &room) : NULL;
-        if (lane != NULL && lane->stream.fd >= 0)
-            dtrain__hub_watch(channel->hub, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
-    }
+    size_t room;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        for (int sending = 0; sending < 2; sending++) {
+            int event = sending ? POLLOUT : POLLIN;
+            if ((channel->peers[rank].awaits & event) == 0)
+                continue;
+            dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            if (lane->stream.fd >= 0)
+                dtrain__hub_watch(channel->hub, count, lane->stream.fd, event);
+        }
 }
 
 /* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
@@ -7256,7 +7368,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->id = id;
         channel->rank = rank;
         channel->size = size;
-        channel->wake[0] = channel->wake[1] = channel->awaits[0] = channel->awaits[1] = -1;
+        channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
         if (channel->peers != NULL && (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);
@@ -7427,22 +7539,32 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
     return DTRAIN_OK;
 }
 
+/* Notes that this direction could go on when its peer moves. */
+static void dtrain__socket_await(dtrain__channel *channel, const dtrain_transfer *transfer, int sending)
+{
+    if (transfer == NULL || transfer->moved == transfer->bytes)
+        return;
+    channel->peers[transfer->peer].awaits |= sending ? POLLOUT : POLLIN;
+    channel->awaiting = 1;
+}
+
 /* Tries both directions once. A broken group ends every operation with the group's cause, once nothing more moves:
- * what a peer sent before it failed still completes what it was sent for. */
+ * what a peer sent before it failed still completes what it was sent for. An aborted one ends them at once. */
 static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in,
                                          size_t most, int *moved)
 {
     dtrain_status status = DTRAIN_OK;
-    int asked = most < SIZE_MAX; /* by a caller that will not wait here */
     pthread_mutex_lock(&channel->hub->mutex);
     if (in != NULL)
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(channel, out, 1, most, moved);
-    if (channel->broken && (status != DTRAIN_OK || !*moved))
+    if (channel->broken && (status != DTRAIN_OK || !*moved || channel->cause.status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(&channel->cause);
-    channel->awaits[0] = asked && in != NULL ? in->peer : -1;
-    channel->awaits[1] = asked && out != NULL ? out->peer : -1;
+    if (most < SIZE_MAX) { /* the caller will not wait here */
+        dtrain__socket_await(channel, in, 0);
+        dtrain__socket_await(channel, out, 1);
+    }
     pthread_mutex_unlock(&channel->hub->mutex);
     return status;
 }
@@ -7558,7 +7680,9 @@ static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 static void dtrain__socket_rest(dtrain__channel *channel)
 {
     pthread_mutex_lock(&channel->hub->mutex);
-    channel->awaits[0] = channel->awaits[1] = -1;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        channel->peers[rank].awaits = 0;
+    channel->awaiting = 0;
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -7567,12 +7691,23 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(((dtrain__channel *)self)->hub);
 }
 
+/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
+ * asks again after this. */
+static void dtrain__socket_flush(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        for (int turn = 0;
+             turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 && hub->members[rank].control.fd >= 0;
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     pthread_mutex_lock(&channel->hub->mutex);
     dtrain__channel_end(channel, channel->rank, why, text);
-    dtrain__hub_flush_all(channel->hub);
+    dtrain__socket_flush(channel->hub);
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -7590,7 +7725,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         dtrain__hub_relay(hub, -1, &gone);
     else
         dtrain__channel_relay(channel, -1, &bye);
-    dtrain__hub_flush_all(hub);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -7931,6 +8066,8 @@ typedef enum dtrain__kind {
     DTRAIN__KINDS
 } dtrain__kind;
 
+#define DTRAIN__WEIGHTED 1u
+
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
 typedef struct dtrain__call {
     uint64_t kind; /* a message is a DTRAIN__SEND on both sides */
@@ -7943,6 +8080,9 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
 } dtrain__call;
 
 typedef struct dtrain__message_header {
@@ -7957,6 +8097,13 @@ typedef struct dtrain__extent {
     size_t begin, count;
 } dtrain__extent;
 
+/* The buffers of one of several fused calls. */
+typedef struct dtrain__segment {
+    const void *in;
+    void *out;
+    size_t count;
+} dtrain__segment;
+
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
@@ -7969,6 +8116,7 @@ typedef struct dtrain__op {
     const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
     const void *in;
     void *out;
+    int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
     uint64_t turn;                   /* among the operations that went over the board */
@@ -7976,6 +8124,9 @@ typedef struct dtrain__op {
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
     uint64_t serial;                 /* of its record; 0: none yet */
     int async, queued;               /* has a handle of the caller's; waited for its turn */
+    uint64_t form, first, digest;    /* as in the call */
+    unsigned char *letter;           /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;              /* set by any thread, seen by the one that drives */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -7992,8 +8143,16 @@ struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
     uint32_t done;
+    int ended; /* done once it is the queue's head */
     dtrain__op op;
+    unsigned char letter[DTRAIN__MESSAGE_BYTES];
 };
+
+/* Calls between fuse_begin and fuse_end. */
+typedef struct dtrain__note {
+    dtrain_work *work;
+    dtrain__op op;
+} dtrain__note;
 
 typedef struct dtrain__service dtrain__service;
 typedef struct dtrain__recorder dtrain__recorder;
@@ -8012,8 +8171,10 @@ struct dtrain_comm {
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;      /* by a message operation; the board keeps its own */
-    uint64_t number;           /* of the last collective */
-    uint64_t turn;             /* of the last one over the board */
+    dtrain__error abort_cause; /* on a transport of the user's own; readable once aborted is 2 */
+    uint32_t aborted;
+    uint64_t number; /* of the last collective */
+    uint64_t turn;   /* of the last one over the board */
     dtrain__recorder *recorder;
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
@@ -8028,7 +8189,13 @@ struct dtrain_comm {
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare;
-    uint32_t pending; /* queued and not done */
+    uint32_t pending;       /* queued and not done */
+    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
+    int fusing;             /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted, notes_capacity;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+    size_t packed_bytes;
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
 };
@@ -8036,6 +8203,12 @@ struct dtrain_comm {
 static size_t dtrain__op_bytes(const dtrain__op *op)
 {
     return op->count * (dtrain_dtype_bits(op->dtype) / 8);
+}
+
+/* One message in one direction; of these, several may be under way at once. */
+static int dtrain__op_is_letter(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
 }
 
 static int dtrain__op_reduces(const dtrain__op *op)
@@ -8103,6 +8276,9 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     call.ranks = (uint64_t)comm->size;
     call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
     call.group = comm->group;
+    call.form = op->form;
+    call.first = op->first;
+    call.digest = op->digest;
     return call;
 }
 
@@ -8110,12 +8286,14 @@ typedef struct dtrain__text {
     char text[128];
 } dtrain__text;
 
-/* "all_reduce #412 (sum, f32 x 1048576)" */
+/* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
 static dtrain__text dtrain__call_text(const dtrain__call *call)
 {
     dtrain__text out;
-    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", root[32] = "";
+    int weighted = call->form == DTRAIN__WEIGHTED;
+    uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
+    const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
+    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "";
     size_t n = 0;
     int reduces =
         call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
@@ -8123,16 +8301,18 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
     if (reduces)
-        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
+        snprintf(detail, sizeof detail, "%s, ", weighted ? "weighted mean" : dtrain__op_name(call->op));
     if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
         snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
+    if (call->form > DTRAIN__WEIGHTED)
+        snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
     else
-        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s)", dtrain__kind_name(call->kind),
+        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s%s)", dtrain__kind_name(call->kind),
                  call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
-                 dtype, (unsigned long long)call->count, root,
-                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "");
+                 dtype, (unsigned long long)count, root,
+                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
     return out;
 }
 
@@ -8194,6 +8374,38 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     dtrain__text mine = dtrain__op_text(comm, op);
     dtrain__error first = *cause;
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
+}
+
+/* Why the group was aborted; NULL: it was not. */
+static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
+{
+    const dtrain__error *cause = NULL;
+    if (comm->transport.board != NULL)
+        cause = dtrain__board_broken(comm->transport.board) ? dtrain__board_cause(comm->transport.board) : NULL;
+    else if (comm->socket != NULL)
+        cause = __atomic_load_n(&comm->socket->broken, __ATOMIC_SEQ_CST) ? &comm->socket->cause : NULL;
+    else
+        cause = __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) == 2 ? &comm->abort_cause : NULL;
+    return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;
+}
+
+/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+static void dtrain__comm_break(dtrain_comm *comm, const dtrain__error *cause)
+{
+    uint32_t whole = 0;
+    if (comm->transport.board != NULL) {
+        dtrain__board_break(comm->transport.board, cause);
+        return;
+    }
+    if (__atomic_compare_exchange_n(&comm->aborted, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        comm->abort_cause = *cause;
+        __atomic_store_n(&comm->aborted, 2, __ATOMIC_SEQ_CST);
+    }
+    if (comm->transport.fail != NULL)
+        comm->transport.fail(comm->transport.self, cause->status, cause->text);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    dtrain__bell_ring(comm->bell);
 }
 
 /* Scratch memory for an operation, kept for the next ones. */
@@ -9623,6 +9835,29 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
     }
 }
 
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
+static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    const dtrain__segment *mine = (const dtrain__segment *)op->in;
+    for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
+        if (begin >= low + mine[k].count)
+            continue;
+        size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
+        for (int rank = 0; rank < comm->size; rank++) {
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
+            comm->outs[rank] = (unsigned char *)theirs[k].out + at;
+        }
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
+        else
+            dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, comm->size, 0, part);
+        begin += part;
+        n -= part;
+    }
+}
+
 /* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
 static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
@@ -9674,7 +9909,9 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
         if (!dtrain__board_enter(board, comm->rank))
             return dtrain__fused_end_broken(comm, op);
-        if (dtrain__op_reduces(op))
+        if (op->scattered)
+            dtrain__fused_segments(comm, op, from, n);
+        else if (dtrain__op_reduces(op))
             dtrain__fused_reduce(comm, op, from, n);
         else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
             dtrain__fused_collect(comm, op, from, n);
@@ -9913,6 +10150,7 @@ static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, co
         dtrain__step_recv(step, peer, held, op->count * width);
     else if (low)
         dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, width);
+    step->fold_early = step->fold != NULL;
 }
 
 static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int level,
@@ -10026,6 +10264,7 @@ static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k
         dtrain__step_recv(step, peer, held, n * width);
     else
         dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, n, width);
+    step->fold_early = step->fold != NULL;
     step->tag_out = step->tag_in = index << 1 | (uint64_t)down;
     return 1;
 }
@@ -10059,6 +10298,7 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
         dtrain__step_recv(step, left, held + in->begin * width, in->count * width);
     else
         dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in->begin * width, in->count, width);
+    step->fold_early = !gathers;
     step->send_first = comm->rank % 2 == 0;
     return 1;
 }
@@ -10813,6 +11053,12 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op *op, int sending)
+{
+    return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
+}
+
 static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
@@ -10820,9 +11066,10 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     header.call = dtrain__op_call(comm, op, 0);
     header.tag = step->tag_out;
     header.bytes = step->send_bytes;
-    memcpy(comm->message_out, &header, sizeof header);
+    unsigned char *letter = dtrain__message_letter(comm, op, 1);
+    memcpy(letter, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+        memcpy(letter + sizeof header, step->send, step->send_bytes);
 }
 
 /* Before anything of a step moves. */
@@ -10839,7 +11086,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
-    unsigned char *small = sending ? comm->message_out : comm->message_in;
+    unsigned char *small = dtrain__message_letter(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
@@ -10863,7 +11110,7 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
 {
     dtrain__message_header came;
     dtrain__call mine = dtrain__op_call(comm, op, 1);
-    memcpy(&came, comm->message_in, sizeof came);
+    memcpy(&came, dtrain__message_letter(comm, op, 0), sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
@@ -10896,7 +11143,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (*done < header + payload)
         return DTRAIN_OK;
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
-        memcpy(step->recv, comm->message_in + header, payload);
+        memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
     return DTRAIN_OK;
 }
@@ -11039,14 +11286,44 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
+    const dtrain__error *aborted = dtrain__comm_aborted(comm);
+    if (aborted != NULL)
+        comm->broken = *aborted;
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
+    if (aborted != NULL) {
+        dtrain__op_blame(comm, op, aborted);
+        return 1;
+    }
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
         return 0;
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
+}
+
+/* Moves the message of one operation out and that of another in, together, until one is complete or wait_ns; either
+ * may be NULL. Both have begun. What fails here is met again, and told, by the operation's own turn; but what came
+ * and does not fit is told at once: returns 1 when that ended the incoming one. */
+static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
+{
+    dtrain__step sends, receives;
+    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
+    dtrain_status taken = DTRAIN_OK;
+    if ((out != NULL && out->sent == SIZE_MAX) || (in != NULL && in->received == SIZE_MAX))
+        return 0; /* complete: it ends at its own turn */
+    if (out != NULL && dtrain__plan_step(comm, out, 0, &sends))
+        sending = dtrain__message_next(comm, out, &sends, 1);
+    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives))
+        receiving = dtrain__message_next(comm, in, &receives, 0);
+    comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
+                             wait_ns);
+    if (out != NULL)
+        dtrain__message_took(comm, out, &sends, 1, sending.moved);
+    if (in != NULL)
+        taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
+    return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
 }
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
@@ -11084,24 +11361,46 @@ static int dtrain__comm_fused(const dtrain__op *op)
     return op->algorithm == DTRAIN_ALGORITHM_FUSED;
 }
 
+/* Ends a cancelled operation. A message that has not begun ends alone: nobody knows of it, and the next one takes its
+ * place. All else breaks the group. */
+static int dtrain__comm_give_up(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__error cause;
+    int message = dtrain__op_is_letter(op);
+    if (op->phase == 0)
+        dtrain__message_number(comm, op);
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
+    if (op->phase == 0 && (message || comm->size == 1)) {
+        dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
+        return 1;
+    }
+    dtrain__comm_break(comm, &cause);
+    if (dtrain__comm_fused(op))
+        return dtrain__fused_end_broken(comm, op);
+    comm->broken = comm->broken.status == DTRAIN_OK ? cause : comm->broken;
+    dtrain__op_blame(comm, op, &cause);
+    return 1;
+}
+
 /* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
  * 0, what goes at once; else until about then. */
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    int64_t slice = wait_ns;
+    if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
+        return dtrain__comm_give_up(comm, op);
     if (dtrain__comm_fused(op)) {
         int ended = dtrain__fused_advance(comm, op, wait_ns);
         if (!ended)
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (wait_ns == INT64_MAX) {
-        /* In slices, so that the log can say who is awaited long before the deadline. */
-        int64_t now = dtrain__os_now_ns();
-        slice = now + 100000000 < op->deadline_ns ? now + 100000000 : op->deadline_ns;
-    } else if (comm->transport.board != NULL)
-        slice = 0; /* other ranks' queues are driven on this thread as well */
-    return dtrain__message_advance(comm, op, slice);
+    if (wait_ns != 0) {
+        /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
+        int64_t slice = dtrain__os_now_ns() + 100000000;
+        slice = slice < op->deadline_ns ? slice : op->deadline_ns;
+        wait_ns = wait_ns < slice ? wait_ns : slice;
+    }
+    return dtrain__message_advance(comm, op, wait_ns);
 }
 
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
@@ -11117,38 +11416,132 @@ static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
         dtrain__trace_failure(comm, op);
 }
 
+/* A number that changes whenever the operation gets on. */
+static size_t dtrain__op_progress(const dtrain__op *op)
+{
+    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
+}
+
+/* Advances one operation and judges its deadline; returns 1 at its end. Sets *moved when it got on. */
+static int dtrain__comm_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
+{
+    size_t before = dtrain__op_progress(op);
+    int ended = dtrain__comm_advance(comm, op, wait_ns);
+    if (!ended && dtrain__op_late(comm, op))
+        ended = dtrain__comm_expire(comm, op);
+    *moved |= ended || dtrain__op_progress(op) != before;
+    return ended;
+}
+
+/* The messages of a queue that are under way together. */
+typedef struct dtrain__sweep {
+    dtrain__op *out; /* the first one that goes out; NULL: none */
+    dtrain_work *in; /* the first one that comes in */
+    int others;      /* how many more there are */
+    int moved;
+} dtrain__sweep;
+
+/* Advances, without waiting, the messages from head to the next collective: of those to one peer the first, of those
+ * from one peer the first. Crossing messages so get past each other, whatever was queued first. */
+static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
+{
+    dtrain__sweep sweep = {NULL, NULL, 0, 0};
+    int taken = 0, lanes = 2 * (comm->size - 1);
+    comm->sweep++;
+    for (dtrain_work *work = head; work != NULL && dtrain__op_is_letter(&work->op) && taken < lanes;
+         work = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE)) {
+        int sends = work->op.kind == DTRAIN__SEND;
+        uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
+        if (work->ended || *lane == comm->sweep)
+            continue;
+        work->ended = dtrain__comm_turn(comm, &work->op, 0, &sweep.moved);
+        if (work->ended)
+            continue;
+        *lane = comm->sweep;
+        taken++;
+        if (sends && sweep.out == NULL)
+            sweep.out = &work->op;
+        else if (!sends && sweep.in == NULL)
+            sweep.in = work;
+        else
+            sweep.others++;
+    }
+    return sweep;
+}
+
+/* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
+static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__sweep *sweep, int64_t slice_ns)
+{
+    int moved = 0;
+    if (comm->transport.exchange == NULL)
+        head->ended = dtrain__comm_turn(comm, &head->op, slice_ns, &moved);
+    else if (dtrain__message_pair(comm, sweep->out, sweep->in != NULL ? &sweep->in->op : NULL, slice_ns))
+        sweep->in->ended = 1;
+}
+
+/* Advances the queue whose head is a message until that has ended, or until_ns (0: what goes at once). Where ranks
+ * share an address space, it never waits: the caller does, for the bell. */
+static int dtrain__queue_mail(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
+{
+    for (;;) {
+        dtrain__sweep sweep = dtrain__queue_sweep(comm, head);
+        int64_t now, slice;
+        int crowded;
+        *moved |= sweep.moved;
+        if (head->ended || comm->transport.board != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
+            return head->ended;
+        /* more than one call of the transport can wait for */
+        crowded = sweep.others > 0 || (comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL);
+        if (sweep.moved && crowded)
+            continue;
+        slice = now + (crowded ? 1000000 : 100000000);
+        dtrain__queue_wait(comm, head, &sweep, slice < until_ns ? slice : until_ns);
+    }
+}
+
 typedef struct dtrain__comm_wait {
     dtrain_comm *comm;
     dtrain__op *op;
-    int ended;
+    dtrain_work *mail; /* the queue's head, where that is a message */
+    int64_t until_ns;
+    int ended, moved;
 } dtrain__comm_wait;
 
 static int dtrain__comm_ready(void *pointer)
 {
     dtrain__comm_wait *wait = (dtrain__comm_wait *)pointer;
-    wait->ended = dtrain__comm_advance(wait->comm, wait->op, INT64_MAX);
+    wait->moved = 0;
+    wait->ended = wait->mail != NULL ? dtrain__queue_mail(wait->comm, wait->mail, wait->until_ns, &wait->moved)
+                                     : dtrain__comm_advance(wait->comm, wait->op, wait->until_ns);
     return wait->ended;
 }
 
-/* Runs one operation to its end on the calling thread. */
-static void dtrain__comm_run(dtrain_comm *comm, dtrain__op *op)
+/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+ * mail: as in dtrain__comm_wait. */
+static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail, int64_t until_ns)
 {
-    dtrain__comm_wait wait = {comm, op, 0};
+    dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
+    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+    int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
     int phase = op->phase;
     size_t at = op->at;
     for (unsigned turn = 0; !dtrain__comm_ready(&wait); turn++) {
-        if (op->phase != phase || op->at != at)
+        if (wait.moved || op->phase != phase || op->at != at)
             turn = 0;
         phase = op->phase;
         at = op->at;
-        if ((turn > comm->bell->spins || !dtrain__comm_fused(op)) && dtrain__op_late(comm, op) &&
-            dtrain__comm_expire(comm, op))
-            return;
-        if (dtrain__comm_fused(op))
-            dtrain__bell_wait(comm->bell, turn, op->deadline_ns, dtrain__comm_ready, &wait);
+        if (turn > comm->bell->spins || !bell) {
+            if (mail == NULL && dtrain__op_late(comm, op) && dtrain__comm_expire(comm, op))
+                return 1;
+            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+                return 0;
+        }
+        if (bell)
+            dtrain__bell_wait(comm->bell, turn, limit, dtrain__comm_ready, &wait);
         if (wait.ended)
-            return;
+            return 1;
     }
+    return 1;
 }
 
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
@@ -11173,24 +11566,20 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
     dtrain__bell_ring(comm->bell);
 }
 
-/* A number that changes whenever the operation gets on. */
-static size_t dtrain__op_progress(const dtrain__op *op)
-{
-    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
-}
-
 /* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
 static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int moved = 0;
     dtrain_work *work;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        size_t before = dtrain__op_progress(&work->op);
-        int ended = dtrain__comm_advance(comm, &work->op, until_ns);
-        if (!ended && dtrain__op_late(comm, &work->op))
-            ended = dtrain__comm_expire(comm, &work->op);
-        moved |= ended || dtrain__op_progress(&work->op) != before;
-        if (!ended)
+        if (!work->ended && dtrain__op_is_letter(&work->op))
+            dtrain__queue_mail(comm, work, until_ns, &moved);
+        else if (!work->ended)
+            /* where ranks share an address space, this thread drives other ranks' queues as well */
+            work->ended = dtrain__comm_turn(
+                comm, &work->op, comm->transport.board != NULL && !dtrain__comm_fused(&work->op) ? 0 : until_ns,
+                &moved);
+        if (!work->ended)
             break;
         dtrain__queue_finish(comm, work);
         if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
@@ -11225,7 +11614,7 @@ static int dtrain__service_round(void *pointer)
             continue;
         int messages = comm->transport.board == NULL;
         moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
-        moved |= messages && comm->pending > 0;
+        moved |= messages && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     pthread_mutex_unlock(&service->mutex);
@@ -11419,13 +11808,9 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+/* Puts an operation at the end of the queue; NULL: no memory. */
+static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain_status status = DTRAIN_OK;
-    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
-        status = dtrain__service_join(comm);
-    if (status != DTRAIN_OK)
-        return status;
     pthread_mutex_lock(&comm->queue_mutex);
     dtrain_work *work = comm->spare;
     if (work != NULL)
@@ -11436,10 +11821,12 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->comm = comm;
         work->next = NULL;
         work->done = 0;
+        work->ended = 0;
         work->op = *op;
+        work->op.letter = dtrain__op_is_letter(op) ? work->letter : NULL;
         work->op.queued = 1;
         if (comm->tail != NULL)
-            comm->tail->next = work;
+            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
         else
             comm->head = work;
         comm->tail = work;
@@ -11447,11 +11834,23 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
     }
     pthread_mutex_unlock(&comm->queue_mutex);
     if (work == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+    return work;
+}
+
+static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK)
+        return status;
+    *out = dtrain__queue_add(comm, op);
+    if (*out == NULL)
+        return DTRAIN_ERR_MEMORY;
     dtrain__bell_ring(comm->bell);
     if (comm->transport.wake != NULL)
         comm->transport.wake(comm->transport.self);
-    *out = work;
     return DTRAIN_OK;
 }
 
@@ -11465,38 +11864,45 @@ static int dtrain__work_ready(void *pointer)
     return dtrain_work_done((const dtrain_work *)pointer);
 }
 
-/* Drives the queue on the calling thread until work has ended, or looks on while another thread does. */
-static void dtrain__work_help(dtrain_work *work)
+/* Drives the queue on the calling thread, or looks on while another thread does, until work has ended or until_ns. */
+static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 {
     dtrain_comm *comm = work->comm;
-    unsigned turn = 0;
-    while (!dtrain_work_done(work)) {
+    for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
         if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
-                dtrain__comm_run(comm, &head->op);
+                dtrain_work *mail = dtrain__op_is_letter(&head->op) ? head : NULL;
+                if (!head->ended && !dtrain__comm_run(comm, &head->op, mail, until_ns))
+                    break;
                 dtrain__queue_finish(comm, head);
             }
             pthread_mutex_unlock(&comm->drive_mutex);
+            if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
+                dtrain__bell_ring(comm->bell); /* the service goes on with the rest */
         } else {
-            dtrain__bell_wait(comm->bell, turn++, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
+            dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
         }
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return;
     }
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+/* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
+static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *ended)
 {
     dtrain_status status;
-    dtrain_comm *comm;
+    dtrain_comm *comm = work->comm;
     int64_t started;
-    if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
-    comm = work->comm;
+    *ended = 1;
     if (comm->transport.board == NULL && (status = dtrain__comm_usable(comm, "work_wait")) != DTRAIN_OK)
         return status;
     started = dtrain__os_now_ns();
-    dtrain__work_help(work);
+    dtrain__work_help(work, until_ns);
     comm->blocked_ns += dtrain__os_now_ns() - started;
+    *ended = dtrain_work_done(work);
+    if (!*ended)
+        return DTRAIN_OK;
     status = dtrain__report(&work->op.error);
     if (status != DTRAIN_OK)
         comm->error = work->op.error;
@@ -11505,6 +11911,33 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     comm->spare = work;
     pthread_mutex_unlock(&comm->queue_mutex);
     return status;
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+{
+    int ended;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+    return dtrain__work_end(work, INT64_MAX, &ended);
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms)
+{
+    int64_t now = dtrain__os_now_ns();
+    int ended;
+    dtrain_status status;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait_for: the handle is NULL; was its call checked?");
+    status = dtrain__work_end(
+        work, timeout_ms < 0 || timeout_ms > (INT64_MAX - now) / 1000000 ? INT64_MAX : now + timeout_ms * 1000000,
+        &ended);
+    if (ended)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "work_wait_for on rank %d: %s of %zu elements is still under way after %lld ms; it goes on, "
+                        "and its handle can be waited for again",
+                        work->comm->rank, dtrain__kind_name((uint64_t)work->op.kind), work->op.count,
+                        (long long)timeout_ms);
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -11524,7 +11957,37 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     return DTRAIN_OK;
 }
 
-/* Runs a call to its end (work NULL), or starts it. */
+/* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
+static dtrain_status dtrain__comm_note(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (comm->noted + 2 > comm->notes_capacity) {
+        size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
+        dtrain__note *notes = (dtrain__note *)dtrain__resize(
+            comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
+        if (notes == NULL)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
+                                comm->noted + 1);
+        comm->notes = notes;
+        comm->notes_capacity = more;
+    }
+    for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
+        dtrain__note *note = &comm->notes[comm->noted];
+        int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
+        if (splits ? peer < 0 : receives)
+            continue;
+        memcpy(&note->op, op, offsetof(dtrain__op, error));
+        note->op.error.status = DTRAIN_OK;
+        note->op.kind = !splits ? op->kind : receives ? DTRAIN__RECV : DTRAIN__SEND;
+        note->op.root = peer;
+        note->op.count = splits && receives ? op->in_count : op->count;
+        note->op.in_count = 0;
+        note->work = NULL;
+        comm->noted++;
+    }
+    return DTRAIN_OK;
+}
+
+/* Runs a call to its end (work NULL), or starts it; inside a fuse notes it. */
 static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
     dtrain_status status;
@@ -11539,13 +12002,20 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     if (status != DTRAIN_OK)
         return status;
     op->async = work != NULL;
+    if (comm->fusing && work != NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
+                            "fuse_end first",
+                            dtrain__kind_name((uint64_t)op->kind), comm->rank);
+    if (comm->fusing)
+        return dtrain__comm_note(comm, op);
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
         status = dtrain__comm_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    dtrain__comm_run(comm, op);
+    dtrain__comm_run(comm, op, NULL, INT64_MAX);
     now = dtrain__os_now_ns();
     dtrain__comm_ended(comm, op, now);
     comm->blocked_ns += now - op->started_ns;
@@ -11582,7 +12052,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
     dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
+    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
+    dtrain__free(allocator, comm->packed, comm->packed_bytes);
     dtrain__recorder_free(comm);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
@@ -11631,9 +12104,10 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
     comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
     if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
-        comm->parts == NULL || !dtrain__recorder_create(comm))
+        comm->parts == NULL || comm->lanes == NULL || !dtrain__recorder_create(comm))
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     else
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);
@@ -12432,6 +12906,9 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
     unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
     if (piece == NULL)
@@ -12541,6 +13018,343 @@ DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tenso
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "tensor_broadcast: the tensor is NULL");
     return dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
+}
+
+#endif
+
+/* ---- >>fuse ----
+ * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
+ * among them as one set, then the collectives in the order of their calls, neighbours of one kind as one operation:
+ * over messages packed into one buffer, between ranks of one address space as a list of the buffers. What becomes one
+ * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
+#ifndef DTRAIN__FUSE
+#define DTRAIN__FUSE
+
+#define DTRAIN__FUSE_CALL ((size_t)1 << 20) /* larger buffers are not worth a copy */
+#define DTRAIN__FUSE_SET ((size_t)4 << 20)
+
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
+{
+    if (comm == NULL || comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_begin on rank %d: it was called before; call fuse_end first"
+                                         : "fuse_begin: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    comm->fusing = 1;
+    comm->noted = 0;
+    return DTRAIN_OK;
+}
+
+/* Whether an all_reduce adds in an order that depends on where an element stands. */
+static int dtrain__fuse_has_order(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->desc.order != DTRAIN_ORDER_TREE || op->algorithm == DTRAIN_ALGORITHM_RING ||
+           op->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || op->algorithm == DTRAIN_ALGORITHM_NODES;
+}
+
+/* Whether a call may join the set of the first one, which has `bytes` so far. */
+static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
+{
+    int fusible =
+        next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !dtrain__fuse_has_order(comm, next));
+    return fusible && next->kind == first->kind && next->dtype == first->dtype && next->op == first->op &&
+           next->root == first->root && dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL &&
+           bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
+}
+
+/* The set that begins with a noted collective: its calls as one operation; returns the note after it. */
+static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *packed)
+{
+    size_t end = at, width = dtrain_dtype_bits(comm->notes[at].op.dtype) / 8;
+    memcpy(packed, &comm->notes[at].op, offsetof(dtrain__op, error));
+    packed->error.status = DTRAIN_OK;
+    packed->first = packed->count;
+    packed->count = 0;
+    for (; end < comm->noted; end++) {
+        const dtrain__op *next = &comm->notes[end].op;
+        if (dtrain__op_is_letter(next))
+            continue;
+        if (!dtrain__fuse_fits(comm, &comm->notes[at].op, next, packed->count * width))
+            break;
+        packed->count += next->count;
+        packed->digest = dtrain_random_u64(packed->digest, next->count);
+        packed->form++;
+    }
+    return end;
+}
+
+/* Copies the buffers of a set into the packed one, or the results back. */
+static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back)
+{
+    unsigned char *packed = comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        size_t bytes = dtrain__op_bytes(op);
+        int reads = op->kind == DTRAIN__ALL_REDUCE || op->root == comm->rank;
+        int writes = op->kind == DTRAIN__ALL_REDUCE || op->root != comm->rank;
+        if (dtrain__op_is_letter(op))
+            continue;
+        if (bytes > 0 && !back && reads)
+            memcpy(packed, op->in, bytes);
+        if (bytes > 0 && back && writes)
+            memcpy(op->out, packed, bytes);
+        packed += bytes;
+    }
+}
+
+/* Lists the buffers of a set in the packed one. */
+static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
+{
+    dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        if (dtrain__op_is_letter(op))
+            continue;
+        segment->in = op->in;
+        segment->out = op->out;
+        segment++->count = op->count;
+    }
+}
+
+static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
+{
+    unsigned char *packed;
+    if (comm->packed_bytes >= bytes)
+        return DTRAIN_OK;
+    packed = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (packed == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
+                            bytes);
+    dtrain__free(comm->allocator, comm->packed, comm->packed_bytes);
+    comm->packed = packed;
+    comm->packed_bytes = bytes;
+    return DTRAIN_OK;
+}
+
+static void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
+{
+    if (status != DTRAIN_OK && first->status == DTRAIN_OK)
+        *first = dtrain__thread_error;
+}
+
+/* Runs the set that begins with a noted collective; returns the note after it. */
+static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
+{
+    dtrain__op op;
+    dtrain_status status;
+    size_t end = dtrain__fuse_set(comm, at, &op);
+    if (op.form < 2) {
+        dtrain__fuse_keep(first, dtrain__comm_call(comm, &comm->notes[at].op, NULL));
+        return at + 1;
+    }
+    /* where ranks share an address space, only what is small enough to be posted is worth a copy */
+    op.scattered = dtrain__comm_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    status =
+        dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
+    if (status == DTRAIN_OK) {
+        op.in = op.out = comm->packed;
+        if (op.scattered)
+            dtrain__fuse_list(comm, at, end);
+        else
+            dtrain__fuse_copy(comm, at, end, 0);
+        status = dtrain__comm_call(comm, &op, NULL);
+    }
+    if (status == DTRAIN_OK && !op.scattered)
+        dtrain__fuse_copy(comm, at, end, 1);
+    dtrain__fuse_keep(first, status);
+    return end;
+}
+
+/* Queues the noted messages and waits for all of them. Round k has those to the rank k above and from the rank k
+ * below, so that what two ranks do at one time belongs together. */
+static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
+{
+    int messages = 0;
+    for (size_t i = 0; i < comm->noted; i++)
+        messages |= dtrain__op_is_letter(&comm->notes[i].op);
+    for (int k = 1; k < comm->size && messages && first->status == DTRAIN_OK; k++)
+        for (size_t i = 0; i < comm->noted && first->status == DTRAIN_OK; i++) {
+            dtrain__op *op = &comm->notes[i].op;
+            int distance = op->kind == DTRAIN__SEND ? op->root - comm->rank : comm->rank - op->root;
+            if (!dtrain__op_is_letter(op) || (distance + comm->size) % comm->size != k)
+                continue;
+            dtrain__fuse_keep(first, dtrain__comm_begin(comm, op));
+            comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__queue_add(comm, op) : NULL;
+            if (comm->notes[i].work == NULL)
+                dtrain__fuse_keep(first, dtrain__thread_error.status);
+        }
+    for (size_t i = 0; i < comm->noted; i++)
+        if (comm->notes[i].work != NULL)
+            dtrain__fuse_keep(first, dtrain_work_wait(comm->notes[i].work));
+}
+
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
+{
+    dtrain__error first;
+    if (comm == NULL || !comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_end on rank %d: there was no fuse_begin"
+                                         : "fuse_end: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    first.status = DTRAIN_OK;
+    comm->fusing = 0;
+    dtrain__fuse_mail(comm, &first);
+    for (size_t at = 0; at < comm->noted;)
+        at = dtrain__op_is_letter(&comm->notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
+    comm->noted = 0;
+    if (first.status != DTRAIN_OK)
+        comm->error = first;
+    return dtrain__report(&first);
+}
+
+#endif
+
+/* ---- >>cancel ----
+ * Ending what is under way on purpose, from any thread: one operation, or the group. Nothing of a group that its
+ * own thread writes is touched here but through atomics; the thread that drives finds out at its next turn. */
+#ifndef DTRAIN__CANCEL
+#define DTRAIN__CANCEL
+
+/* These may be called beside another call of the group, whose error text so stays as it is. */
+static dtrain_status dtrain__cancel_check(const dtrain_comm *comm, const char *call)
+{
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: needs a group or handle (got NULL)", call);
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: process %ld made this group, and this is its forked child",
+                            call, (long)comm->process);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work)
+{
+    dtrain_comm *comm = work != NULL ? work->comm : NULL;
+    dtrain_status status = dtrain__cancel_check(comm, "work_cancel");
+    if (status != DTRAIN_OK)
+        return status;
+    __atomic_store_n(&work->op.cancelled, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
+{
+    dtrain__error cause, kept = dtrain__thread_error;
+    dtrain_status status = dtrain__cancel_check(comm, "comm_abort");
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
+                 why != NULL && why[0] != 0 ? why : "it gave no reason");
+    dtrain__thread_error = kept;
+    dtrain__comm_break(comm, &cause);
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>weighted ----
+ * The mean with a weight a rank: the sum of the weights first, so that all ranks agree on whether there is a mean,
+ * then the sum of the weighted inputs, divided once. Both are all-reduces in the tree order that say in their
+ * headers what they are part of. 16-bit inputs are weighted as float32, piece by piece. */
+#ifndef DTRAIN__WEIGHTED_MEAN
+#define DTRAIN__WEIGHTED_MEAN
+
+#include <float.h>
+
+#define DTRAIN__WEIGHTED_PIECE ((size_t)1 << 18) /* elements, where they cannot be weighted in place */
+
+/* Whether a weight is a number that the partial dtype of dtype can hold; by its bits, whatever the compiler assumes
+ * of infinities. *positive: and above 0. */
+static int dtrain__weighted_number(dtrain_dtype dtype, double weight, int *positive)
+{
+    uint64_t bits;
+    memcpy(&bits, &weight, sizeof bits);
+    *positive = bits != 0 && bits >> 63 == 0;
+    return bits >> 52 < 0x7ff ? dtype == DTRAIN_F64 || weight <= (double)FLT_MAX : bits << 1 == 0;
+}
+
+/* One all-reduce of partial sums, in place. */
+static dtrain_status dtrain__weighted_sum(dtrain_comm *comm, void *sums, size_t count, dtrain_dtype dtype,
+                                          const dtrain__op *whole)
+{
+    dtrain__op op;
+    memcpy(&op, whole, offsetof(dtrain__op, error));
+    op.error.status = DTRAIN_OK;
+    op.in = op.out = sums;
+    op.count = count;
+    op.dtype = dtype;
+    op.op = DTRAIN_SUM;
+    op.form = DTRAIN__WEIGHTED;
+    op.first = whole->count;
+    op.digest = (uint64_t)whole->dtype;
+    return dtrain__comm_call(comm, &op, NULL);
+}
+
+static dtrain_status dtrain__weighted_check(dtrain_comm *comm, const dtrain__op *op, double weight)
+{
+    dtrain_status status;
+    int positive;
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted: the group is NULL; was its creation "
+                            "checked?");
+    status = dtrain__op_check(comm, op);
+    if (status != DTRAIN_OK)
+        return status;
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted on rank %d: it cannot be fused; call fuse_end first", comm->rank);
+    if (!dtrain__weighted_number(op->dtype, weight, &positive))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted of %zu elements on rank %d: the weight is %g; a number of at least 0 "
+                            "is expected that %s can hold",
+                            op->count, comm->rank, weight, op->dtype == DTRAIN_F64 ? "a double" : "a float");
+    return DTRAIN_OK;
+}
+
+/* Sums the weights; every rank comes to the same verdict. */
+static dtrain_status dtrain__weighted_total(dtrain_comm *comm, const dtrain__op *op, double weight, double *total)
+{
+    dtrain_status status;
+    int positive;
+    *total = weight;
+    status = dtrain__weighted_sum(comm, total, 1, DTRAIN_F64, op);
+    if (status == DTRAIN_OK && !(dtrain__weighted_number(op->dtype, *total, &positive) && positive))
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "all_reduce_weighted of %zu elements: the weights of all %d ranks add up to %g, which "
+                            "nothing can be divided by; one at least must be above 0",
+                            op->count, comm->size, *total);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__ALL_REDUCE, in, out, count, dtype);
+    dtrain_status status;
+    double total;
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    dtrain_dtype partial = dtrain__fold_partial(dtype);
+    op.op = DTRAIN_MEAN;
+    status = dtrain__weighted_check(comm, &op, weight);
+    if (status != DTRAIN_OK)
+        return status;
+    weight = dtype == DTRAIN_F64 ? weight : (double)(float)weight;
+    status = dtrain__weighted_total(comm, &op, weight, &total);
+    size_t piece = partial == dtype ? count : DTRAIN__WEIGHTED_PIECE;
+    if (status == DTRAIN_OK && partial != dtype)
+        status = dtrain__fuse_reserve(comm, (count < piece ? count : piece) * sizeof(float));
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += piece) {
+        size_t n = count - at < piece ? count - at : piece;
+        void *sums = partial == dtype ? out : comm->packed;
+        dtrain__fold_weigh(dtype, weight, (const unsigned char *)in + at * width, sums, n);
+        status = dtrain__weighted_sum(comm, sums, n, partial, &op);
+        if (status == DTRAIN_OK)
+            dtrain__fold_finish(dtype, DTRAIN_MEAN, total, sums, (unsigned char *)out + at * width, n);
+    }
+    return status;
 }
 
 #endif

@@ -3,12 +3,16 @@
  * cc -O2 -fno-math-errno -I. tools/bench.c -o build/bench -lpthread -lm
  * build/bench OP key=value ...
  *
- *   OP           all_reduce, reduce_scatter, all_gather, broadcast, barrier, gemm, adamw
+ *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
+ *                all-reduce as it is written by hand, tools/bench_ring.h), gemm, adamw
  *   ranks=2      threads that take part
- *   bytes=N      of the whole buffer of a rank, 1 MiB
+ *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
  *   transport=threads | tcp | unix: the last two start a process a rank, over the loopback device
- *   algorithm=auto | fused | recursive_doubling | tree | ring | halving_doubling
+ *   algorithm=   a name as DTRAIN_ALGORITHM has them
+ *   against=limit | ring: what it is compared with
+ *   chunk=262144 bytes of the vector that the ring has under way at once
+ *   pin=0        1: rank r on processor r mod their number
  *   huge=0       1: asks for huge pages
  *   runs=11      at least 7; medians are printed
  *   size=1024    gemm: all three sizes
@@ -17,8 +21,10 @@
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
  * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
  * through one mailbox a rank, guarded by a number that is spun on, then yielded for. Between processes it is the best
- * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). adamw's is a
- * bare loop over arrays of its own; -fno-math-errno lets the compiler vectorise its square root. */
+ * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). That of
+ * fused is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets the
+ * compiler vectorise its square root. */
+#define _GNU_SOURCE /* sched_setaffinity */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -32,6 +38,7 @@
 #define BENCH_RANKS 64
 #define BENCH_RUNS 1001
 #define BENCH_MAILBOX 65536
+#define BENCH_FUSED 100
 #define BENCH_RUN_NS 20000000 /* a run repeats until it takes as long */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -70,9 +77,23 @@
 #endif
 #define BENCH_INLINE static inline __attribute__((always_inline))
 
-typedef enum bench_op { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER, GEMM, ADAMW, BENCH_OPS } bench_op;
+typedef enum bench_op {
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    BROADCAST,
+    REDUCE,
+    ALL_TO_ALL,
+    FUSED,
+    BARRIER,
+    RING,
+    GEMM,
+    ADAMW,
+    BENCH_OPS
+} bench_op;
 static const char *const bench_names[BENCH_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                                   "barrier",    "gemm",           "adamw"};
+                                                   "reduce",     "all_to_all",     "fused",      "barrier",
+                                                   "ring",       "gemm",           "adamw"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -87,7 +108,9 @@ typedef struct bench {
     bench_op op;
     int ranks, runs, huge, threads; /* threads: min(ranks, processors) */
     int transport, variant;         /* variant: of the limit over sockets */
-    size_t bytes, size, count;
+    size_t bytes, size, count, chunk;
+    int against_ring, pin;
+    float *others[BENCH_RANKS]; /* where an all-to-all goes */
     dtrain_algorithm algorithm;
     float *buffers[BENCH_RANKS];
     bench_mailbox *mailboxes;
@@ -179,7 +202,12 @@ static void bench_limit_large(bench *b, int t)
             if (from != r && (b->op == ALL_GATHER || from == 0))
                 memcpy(b->buffers[r] + low, b->buffers[from] + low, shard * sizeof(float));
         }
-    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER)
+    for (int r = t; r < b->ranks && b->op == ALL_TO_ALL; r += b->threads)
+        for (int from = 0; from < b->ranks; from++) {
+            size_t low, shard = dtrain_split(b->count, b->ranks, r, &low);
+            memcpy(b->others[r] + (size_t)from * shard, b->buffers[from] + low, shard * sizeof(float));
+        }
+    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER || b->op == REDUCE)
         bench_fold(b, begin, n, b->op == ALL_REDUCE);
 }
 
@@ -200,6 +228,17 @@ static void bench_limit_small(bench *b, int rank, uint64_t number)
         bench_add(mine, boxes[r].data[number & 1], b->count);
 }
 
+static dtrain_status bench_fused(bench *b, dtrain_comm *world)
+{
+    float *data = b->buffers[dtrain_comm_rank(world)];
+    dtrain_status status = dtrain_fuse_begin(world);
+    for (int k = 0; status == DTRAIN_OK && k < BENCH_FUSED; k++) {
+        size_t begin, n = dtrain_split(b->count, BENCH_FUSED, k, &begin);
+        status = dtrain_all_reduce(world, data + begin, data + begin, n, DTRAIN_F32, DTRAIN_SUM);
+    }
+    return status == DTRAIN_OK ? dtrain_fuse_end(world) : status;
+}
+
 static dtrain_status bench_call(bench *b, dtrain_comm *world)
 {
     int rank = dtrain_comm_rank(world);
@@ -211,6 +250,9 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     case REDUCE_SCATTER: return dtrain_reduce_scatter(world, data, data + begin, b->count, DTRAIN_F32, DTRAIN_SUM);
     case ALL_GATHER: return dtrain_all_gather(world, data + begin, data, b->count, DTRAIN_F32);
     case BROADCAST: return dtrain_broadcast(world, data, b->count, DTRAIN_F32, 0);
+    case REDUCE: return dtrain_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM, 0);
+    case ALL_TO_ALL: return dtrain_all_to_all(world, data, b->others[rank], b->count, DTRAIN_F32);
+    case FUSED: return bench_fused(b, world);
     default: return dtrain_barrier(world);
     }
 }
@@ -238,18 +280,26 @@ static float *bench_memory(size_t bytes, int huge)
 }
 
 #include "bench_wire.h"
+#include "bench_ring.h"
 
 /* Repeats the operation or its limit on every rank; returns microseconds apiece, on rank 0. */
 static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
 {
     int rank = dtrain_comm_rank(world);
-    int takes_part = !limit || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
+    int rings = limit ? b->against_ring : b->op == RING;
+    int takes_part =
+        !limit || rings || b->op == FUSED || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
     int64_t first = INT64_MAX, last = 0;
     DTRAIN_CHECK(dtrain_barrier(world));
     b->begin_ns[rank] = takes_part ? bench_now_ns() : INT64_MAX;
     for (uint64_t k = 0; k < b->repeats[limit] && takes_part; k++)
-        if (!limit)
+        if (rings)
+            bench_ring(b, world);
+        else if (!limit)
             DTRAIN_CHECK(bench_call(b, world));
+        else if (b->op == FUSED)
+            DTRAIN_CHECK(
+                dtrain_all_reduce(world, b->buffers[rank], b->buffers[rank], b->count, DTRAIN_F32, DTRAIN_SUM));
         else if (b->transport != THREADS)
             wire_limit(b, rank, b->variant);
         else if (bench_is_small(b))
@@ -285,13 +335,16 @@ static void bench_calibrate(bench *b, dtrain_comm *world, int limit, uint64_t *n
 static void bench_verify(bench *b, dtrain_comm *world)
 {
     float *data = b->buffers[dtrain_comm_rank(world)], expected = (float)(b->ranks * (b->ranks + 1) / 2);
-    if (b->op != ALL_REDUCE || b->count == 0)
+    if ((b->op != ALL_REDUCE && b->op != RING && b->op != FUSED) || b->count == 0)
         return;
     for (size_t i = 0; i < b->count; i++)
         data[i] = (float)(dtrain_comm_rank(world) + 1);
-    DTRAIN_CHECK(bench_call(b, world));
+    if (b->op == RING)
+        bench_ring(b, world);
+    else
+        DTRAIN_CHECK(bench_call(b, world));
     if (data[0] != expected || data[b->count / 2] != expected || data[b->count - 1] != expected) {
-        fprintf(stderr, "bench: all_reduce gave a wrong sum\n");
+        fprintf(stderr, "bench: %s gave a wrong sum\n", bench_names[b->op]);
         exit(1);
     }
 }
@@ -300,7 +353,9 @@ static void bench_verify(bench *b, dtrain_comm *world)
 static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
 {
     double best = 0;
-    int chosen = 0, variants = b->transport == THREADS ? 0 : b->ranks == 2 ? WIRE_VARIANTS : WIRE_VARIANTS / 2;
+    int chosen = 0, variants = b->transport == THREADS || b->against_ring || b->op == FUSED ? 0
+                               : b->ranks == 2                                              ? WIRE_VARIANTS
+                                                                                            : WIRE_VARIANTS / 2;
     for (int variant = 0; variant < variants; variant++) {
         double us[3];
         DTRAIN_CHECK(dtrain_barrier(world));
@@ -325,11 +380,27 @@ static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
     DTRAIN_CHECK(dtrain_barrier(world));
 }
 
+static void bench_pin(int rank)
+{
+#ifdef __linux__
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET((size_t)(rank % (int)sysconf(_SC_NPROCESSORS_ONLN)), &set);
+    if (sched_setaffinity(0, sizeof set, &set) == 0)
+        return;
+#endif
+    fprintf(stderr, "bench: rank %d could not be pinned\n", rank);
+}
+
 static dtrain_status bench_rank(dtrain_comm *world, void *user)
 {
     bench *b = (bench *)user;
     int rank = dtrain_comm_rank(world);
     uint64_t number = 0;
+    if (b->pin)
+        bench_pin(rank);
+    if (b->op == ALL_TO_ALL)
+        b->others[rank] = bench_memory(b->bytes + (size_t)b->ranks * sizeof(float), b->huge);
     bench_verify(b, world);
     memset(b->buffers[rank], 0, b->bytes); /* sums of zeros stay zeros however often they are repeated */
     bench_calibrate(b, world, 0, &number);
@@ -504,28 +575,15 @@ static int bench_number(const char *text, size_t least, size_t most, size_t *val
     return end != text && *end == 0 && text[0] != '-' && number >= least && number <= most;
 }
 
-static int bench_algorithm(const char *name, dtrain_algorithm *algorithm)
-{
-    static const char *const names[] = {"auto", "fused", "recursive_doubling", "tree", "ring", "halving_doubling"};
-    static const dtrain_algorithm values[] = {
-        DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_RECURSIVE_DOUBLING,
-        DTRAIN_ALGORITHM_TREE, DTRAIN_ALGORITHM_RING,  DTRAIN_ALGORITHM_HALVING_DOUBLING};
-    for (int i = 0; i < 6; i++)
-        if (strcmp(name, names[i]) == 0) {
-            *algorithm = values[i];
-            return 1;
-        }
-    return 0;
-}
-
 /* Reads one key=value; 0 when it is none that is known. */
 static int bench_key(bench *b, const char *argument)
 {
     const char *value = strchr(argument, '=');
     size_t length = value != NULL ? (size_t)(value - argument) : 0, number = 0, k;
-    static const char *const keys[] = {"ranks", "runs", "huge", "bytes", "size", "count"};
-    static const size_t least[] = {1, 7, 0, 0, 1, 0};
-    static const size_t most[] = {BENCH_RANKS, BENCH_RUNS, 1, (size_t)1 << 40, 32768, (size_t)1 << 38};
+    static const char *const keys[] = {"ranks", "runs", "huge", "bytes", "size", "count", "chunk", "pin"};
+    static const size_t least[] = {1, 7, 0, 0, 1, 0, 1024, 0};
+    static const size_t most[] = {BENCH_RANKS,     BENCH_RUNS,      1, (size_t)1 << 40, 32768,
+                                  (size_t)1 << 38, (size_t)1 << 30, 1};
     if (value == NULL)
         return 0;
     value++;
@@ -535,12 +593,16 @@ static int bench_key(bench *b, const char *argument)
                 return 1;
         return 0;
     }
+    if (strncmp(argument, "against=", 8) == 0) {
+        b->against_ring = strcmp(value, "ring") == 0;
+        return b->against_ring || strcmp(value, "limit") == 0;
+    }
     if (strncmp(argument, "algorithm=", 10) == 0)
-        return bench_algorithm(value, &b->algorithm);
-    for (k = 0; k < 6; k++)
+        return dtrain__plan_named(value, strlen(value), &b->algorithm);
+    for (k = 0; k < 8; k++)
         if (strlen(keys[k]) == length && strncmp(argument, keys[k], length) == 0)
             break;
-    if (k == 6 || !bench_number(value, least[k], most[k], &number))
+    if (k == 8 || !bench_number(value, least[k], most[k], &number))
         return 0;
     switch (k) {
     case 0: b->ranks = (int)number; break;
@@ -548,7 +610,9 @@ static int bench_key(bench *b, const char *argument)
     case 2: b->huge = (int)number; break;
     case 3: b->bytes = number; break;
     case 4: b->size = number; break;
-    default: b->bytes = number * sizeof(float); break;
+    case 5: b->bytes = number * sizeof(float); break;
+    case 6: b->chunk = number; break;
+    default: b->pin = (int)number; break;
     }
     return 1;
 }
@@ -567,8 +631,9 @@ int main(int argc, char **argv)
     b.op = (bench_op)op;
     b.ranks = op == ADAMW ? 1 : 2;
     b.runs = 11;
-    b.bytes = op == ADAMW ? 100000000 : (size_t)1 << 20;
+    b.bytes = op == ADAMW ? 100000000 : op == FUSED ? BENCH_FUSED * (size_t)4096 : (size_t)1 << 20;
     b.size = 1024;
+    b.chunk = (size_t)256 << 10;
     b.repeats[0] = b.repeats[1] = 1;
     for (int i = 2; i < argc; i++)
         if (!bench_key(&b, argv[i]))

@@ -99,9 +99,9 @@ static void wire_limit(bench *b, int rank, int variant)
         return;
     }
     size_t part = b->bytes / sizeof(float) / (size_t)b->ranks * (size_t)(b->ranks - 1) * sizeof(float);
-    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER)
+    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER || b->op == REDUCE)
         wire_exchange(b, rank, data, scratch, part, part, variant);
-    if (b->op == ALL_REDUCE || b->op == ALL_GATHER)
+    if (b->op == ALL_REDUCE || b->op == ALL_GATHER || b->op == ALL_TO_ALL)
         wire_exchange(b, rank, data, scratch, part, 0, variant);
     if (b->op == BROADCAST)
         wire_exchange(b, rank, data, scratch, b->bytes / 2, 0, variant);

@@ -378,6 +378,9 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
     unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
     if (piece == NULL)

@@ -30,24 +30,46 @@ static int dtrain__comm_fused(const dtrain__op *op)
     return op->algorithm == DTRAIN_ALGORITHM_FUSED;
 }
 
+/* Ends a cancelled operation. A message that has not begun ends alone: nobody knows of it, and the next one takes its
+ * place. All else breaks the group. */
+static int dtrain__comm_give_up(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__error cause;
+    int message = dtrain__op_is_letter(op);
+    if (op->phase == 0)
+        dtrain__message_number(comm, op);
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
+    if (op->phase == 0 && (message || comm->size == 1)) {
+        dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
+        return 1;
+    }
+    dtrain__comm_break(comm, &cause);
+    if (dtrain__comm_fused(op))
+        return dtrain__fused_end_broken(comm, op);
+    comm->broken = comm->broken.status == DTRAIN_OK ? cause : comm->broken;
+    dtrain__op_blame(comm, op, &cause);
+    return 1;
+}
+
 /* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
  * 0, what goes at once; else until about then. */
 static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    int64_t slice = wait_ns;
+    if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
+        return dtrain__comm_give_up(comm, op);
     if (dtrain__comm_fused(op)) {
         int ended = dtrain__fused_advance(comm, op, wait_ns);
         if (!ended)
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (wait_ns == INT64_MAX) {
-        /* In slices, so that the log can say who is awaited long before the deadline. */
-        int64_t now = dtrain__os_now_ns();
-        slice = now + 100000000 < op->deadline_ns ? now + 100000000 : op->deadline_ns;
-    } else if (comm->transport.board != NULL)
-        slice = 0; /* other ranks' queues are driven on this thread as well */
-    return dtrain__message_advance(comm, op, slice);
+    if (wait_ns != 0) {
+        /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
+        int64_t slice = dtrain__os_now_ns() + 100000000;
+        slice = slice < op->deadline_ns ? slice : op->deadline_ns;
+        wait_ns = wait_ns < slice ? wait_ns : slice;
+    }
+    return dtrain__message_advance(comm, op, wait_ns);
 }
 
 static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
@@ -63,38 +85,132 @@ static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
         dtrain__trace_failure(comm, op);
 }
 
+/* A number that changes whenever the operation gets on. */
+static size_t dtrain__op_progress(const dtrain__op *op)
+{
+    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
+}
+
+/* Advances one operation and judges its deadline; returns 1 at its end. Sets *moved when it got on. */
+static int dtrain__comm_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
+{
+    size_t before = dtrain__op_progress(op);
+    int ended = dtrain__comm_advance(comm, op, wait_ns);
+    if (!ended && dtrain__op_late(comm, op))
+        ended = dtrain__comm_expire(comm, op);
+    *moved |= ended || dtrain__op_progress(op) != before;
+    return ended;
+}
+
+/* The messages of a queue that are under way together. */
+typedef struct dtrain__sweep {
+    dtrain__op *out; /* the first one that goes out; NULL: none */
+    dtrain_work *in; /* the first one that comes in */
+    int others;      /* how many more there are */
+    int moved;
+} dtrain__sweep;
+
+/* Advances, without waiting, the messages from head to the next collective: of those to one peer the first, of those
+ * from one peer the first. Crossing messages so get past each other, whatever was queued first. */
+static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
+{
+    dtrain__sweep sweep = {NULL, NULL, 0, 0};
+    int taken = 0, lanes = 2 * (comm->size - 1);
+    comm->sweep++;
+    for (dtrain_work *work = head; work != NULL && dtrain__op_is_letter(&work->op) && taken < lanes;
+         work = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE)) {
+        int sends = work->op.kind == DTRAIN__SEND;
+        uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
+        if (work->ended || *lane == comm->sweep)
+            continue;
+        work->ended = dtrain__comm_turn(comm, &work->op, 0, &sweep.moved);
+        if (work->ended)
+            continue;
+        *lane = comm->sweep;
+        taken++;
+        if (sends && sweep.out == NULL)
+            sweep.out = &work->op;
+        else if (!sends && sweep.in == NULL)
+            sweep.in = work;
+        else
+            sweep.others++;
+    }
+    return sweep;
+}
+
+/* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
+static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__sweep *sweep, int64_t slice_ns)
+{
+    int moved = 0;
+    if (comm->transport.exchange == NULL)
+        head->ended = dtrain__comm_turn(comm, &head->op, slice_ns, &moved);
+    else if (dtrain__message_pair(comm, sweep->out, sweep->in != NULL ? &sweep->in->op : NULL, slice_ns))
+        sweep->in->ended = 1;
+}
+
+/* Advances the queue whose head is a message until that has ended, or until_ns (0: what goes at once). Where ranks
+ * share an address space, it never waits: the caller does, for the bell. */
+static int dtrain__queue_mail(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
+{
+    for (;;) {
+        dtrain__sweep sweep = dtrain__queue_sweep(comm, head);
+        int64_t now, slice;
+        int crowded;
+        *moved |= sweep.moved;
+        if (head->ended || comm->transport.board != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
+            return head->ended;
+        /* more than one call of the transport can wait for */
+        crowded = sweep.others > 0 || (comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL);
+        if (sweep.moved && crowded)
+            continue;
+        slice = now + (crowded ? 1000000 : 100000000);
+        dtrain__queue_wait(comm, head, &sweep, slice < until_ns ? slice : until_ns);
+    }
+}
+
 typedef struct dtrain__comm_wait {
     dtrain_comm *comm;
     dtrain__op *op;
-    int ended;
+    dtrain_work *mail; /* the queue's head, where that is a message */
+    int64_t until_ns;
+    int ended, moved;
 } dtrain__comm_wait;
 
 static int dtrain__comm_ready(void *pointer)
 {
     dtrain__comm_wait *wait = (dtrain__comm_wait *)pointer;
-    wait->ended = dtrain__comm_advance(wait->comm, wait->op, INT64_MAX);
+    wait->moved = 0;
+    wait->ended = wait->mail != NULL ? dtrain__queue_mail(wait->comm, wait->mail, wait->until_ns, &wait->moved)
+                                     : dtrain__comm_advance(wait->comm, wait->op, wait->until_ns);
     return wait->ended;
 }
 
-/* Runs one operation to its end on the calling thread. */
-static void dtrain__comm_run(dtrain_comm *comm, dtrain__op *op)
+/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+ * mail: as in dtrain__comm_wait. */
+static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail, int64_t until_ns)
 {
-    dtrain__comm_wait wait = {comm, op, 0};
+    dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
+    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+    int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
     int phase = op->phase;
     size_t at = op->at;
     for (unsigned turn = 0; !dtrain__comm_ready(&wait); turn++) {
-        if (op->phase != phase || op->at != at)
+        if (wait.moved || op->phase != phase || op->at != at)
             turn = 0;
         phase = op->phase;
         at = op->at;
-        if ((turn > comm->bell->spins || !dtrain__comm_fused(op)) && dtrain__op_late(comm, op) &&
-            dtrain__comm_expire(comm, op))
-            return;
-        if (dtrain__comm_fused(op))
-            dtrain__bell_wait(comm->bell, turn, op->deadline_ns, dtrain__comm_ready, &wait);
+        if (turn > comm->bell->spins || !bell) {
+            if (mail == NULL && dtrain__op_late(comm, op) && dtrain__comm_expire(comm, op))
+                return 1;
+            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+                return 0;
+        }
+        if (bell)
+            dtrain__bell_wait(comm->bell, turn, limit, dtrain__comm_ready, &wait);
         if (wait.ended)
-            return;
+            return 1;
     }
+    return 1;
 }
 
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
@@ -119,24 +235,20 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
     dtrain__bell_ring(comm->bell);
 }
 
-/* A number that changes whenever the operation gets on. */
-static size_t dtrain__op_progress(const dtrain__op *op)
-{
-    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
-}
-
 /* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
 static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int moved = 0;
     dtrain_work *work;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        size_t before = dtrain__op_progress(&work->op);
-        int ended = dtrain__comm_advance(comm, &work->op, until_ns);
-        if (!ended && dtrain__op_late(comm, &work->op))
-            ended = dtrain__comm_expire(comm, &work->op);
-        moved |= ended || dtrain__op_progress(&work->op) != before;
-        if (!ended)
+        if (!work->ended && dtrain__op_is_letter(&work->op))
+            dtrain__queue_mail(comm, work, until_ns, &moved);
+        else if (!work->ended)
+            /* where ranks share an address space, this thread drives other ranks' queues as well */
+            work->ended = dtrain__comm_turn(
+                comm, &work->op, comm->transport.board != NULL && !dtrain__comm_fused(&work->op) ? 0 : until_ns,
+                &moved);
+        if (!work->ended)
             break;
         dtrain__queue_finish(comm, work);
         if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
@@ -171,7 +283,7 @@ static int dtrain__service_round(void *pointer)
             continue;
         int messages = comm->transport.board == NULL;
         moved |= dtrain__comm_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
-        moved |= messages && comm->pending > 0;
+        moved |= messages && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     pthread_mutex_unlock(&service->mutex);
@@ -365,13 +477,9 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+/* Puts an operation at the end of the queue; NULL: no memory. */
+static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain_status status = DTRAIN_OK;
-    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
-        status = dtrain__service_join(comm);
-    if (status != DTRAIN_OK)
-        return status;
     pthread_mutex_lock(&comm->queue_mutex);
     dtrain_work *work = comm->spare;
     if (work != NULL)
@@ -382,10 +490,12 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
         work->comm = comm;
         work->next = NULL;
         work->done = 0;
+        work->ended = 0;
         work->op = *op;
+        work->op.letter = dtrain__op_is_letter(op) ? work->letter : NULL;
         work->op.queued = 1;
         if (comm->tail != NULL)
-            comm->tail->next = work;
+            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
         else
             comm->head = work;
         comm->tail = work;
@@ -393,11 +503,23 @@ static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *o
     }
     pthread_mutex_unlock(&comm->queue_mutex);
     if (work == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+    return work;
+}
+
+static dtrain_status dtrain__comm_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK)
+        return status;
+    *out = dtrain__queue_add(comm, op);
+    if (*out == NULL)
+        return DTRAIN_ERR_MEMORY;
     dtrain__bell_ring(comm->bell);
     if (comm->transport.wake != NULL)
         comm->transport.wake(comm->transport.self);
-    *out = work;
     return DTRAIN_OK;
 }
 
@@ -411,38 +533,45 @@ static int dtrain__work_ready(void *pointer)
     return dtrain_work_done((const dtrain_work *)pointer);
 }
 
-/* Drives the queue on the calling thread until work has ended, or looks on while another thread does. */
-static void dtrain__work_help(dtrain_work *work)
+/* Drives the queue on the calling thread, or looks on while another thread does, until work has ended or until_ns. */
+static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 {
     dtrain_comm *comm = work->comm;
-    unsigned turn = 0;
-    while (!dtrain_work_done(work)) {
+    for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
         if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
-                dtrain__comm_run(comm, &head->op);
+                dtrain_work *mail = dtrain__op_is_letter(&head->op) ? head : NULL;
+                if (!head->ended && !dtrain__comm_run(comm, &head->op, mail, until_ns))
+                    break;
                 dtrain__queue_finish(comm, head);
             }
             pthread_mutex_unlock(&comm->drive_mutex);
+            if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
+                dtrain__bell_ring(comm->bell); /* the service goes on with the rest */
         } else {
-            dtrain__bell_wait(comm->bell, turn++, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
+            dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
         }
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return;
     }
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+/* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
+static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *ended)
 {
     dtrain_status status;
-    dtrain_comm *comm;
+    dtrain_comm *comm = work->comm;
     int64_t started;
-    if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
-    comm = work->comm;
+    *ended = 1;
     if (comm->transport.board == NULL && (status = dtrain__comm_usable(comm, "work_wait")) != DTRAIN_OK)
         return status;
     started = dtrain__os_now_ns();
-    dtrain__work_help(work);
+    dtrain__work_help(work, until_ns);
     comm->blocked_ns += dtrain__os_now_ns() - started;
+    *ended = dtrain_work_done(work);
+    if (!*ended)
+        return DTRAIN_OK;
     status = dtrain__report(&work->op.error);
     if (status != DTRAIN_OK)
         comm->error = work->op.error;
@@ -451,6 +580,33 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     comm->spare = work;
     pthread_mutex_unlock(&comm->queue_mutex);
     return status;
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+{
+    int ended;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+    return dtrain__work_end(work, INT64_MAX, &ended);
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms)
+{
+    int64_t now = dtrain__os_now_ns();
+    int ended;
+    dtrain_status status;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait_for: the handle is NULL; was its call checked?");
+    status = dtrain__work_end(
+        work, timeout_ms < 0 || timeout_ms > (INT64_MAX - now) / 1000000 ? INT64_MAX : now + timeout_ms * 1000000,
+        &ended);
+    if (ended)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "work_wait_for on rank %d: %s of %zu elements is still under way after %lld ms; it goes on, "
+                        "and its handle can be waited for again",
+                        work->comm->rank, dtrain__kind_name((uint64_t)work->op.kind), work->op.count,
+                        (long long)timeout_ms);
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -470,7 +626,37 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     return DTRAIN_OK;
 }
 
-/* Runs a call to its end (work NULL), or starts it. */
+/* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
+static dtrain_status dtrain__comm_note(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (comm->noted + 2 > comm->notes_capacity) {
+        size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
+        dtrain__note *notes = (dtrain__note *)dtrain__resize(
+            comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
+        if (notes == NULL)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
+                                comm->noted + 1);
+        comm->notes = notes;
+        comm->notes_capacity = more;
+    }
+    for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
+        dtrain__note *note = &comm->notes[comm->noted];
+        int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
+        if (splits ? peer < 0 : receives)
+            continue;
+        memcpy(&note->op, op, offsetof(dtrain__op, error));
+        note->op.error.status = DTRAIN_OK;
+        note->op.kind = !splits ? op->kind : receives ? DTRAIN__RECV : DTRAIN__SEND;
+        note->op.root = peer;
+        note->op.count = splits && receives ? op->in_count : op->count;
+        note->op.in_count = 0;
+        note->work = NULL;
+        comm->noted++;
+    }
+    return DTRAIN_OK;
+}
+
+/* Runs a call to its end (work NULL), or starts it; inside a fuse notes it. */
 static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
     dtrain_status status;
@@ -485,13 +671,20 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
     if (status != DTRAIN_OK)
         return status;
     op->async = work != NULL;
+    if (comm->fusing && work != NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
+                            "fuse_end first",
+                            dtrain__kind_name((uint64_t)op->kind), comm->rank);
+    if (comm->fusing)
+        return dtrain__comm_note(comm, op);
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
         status = dtrain__comm_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    dtrain__comm_run(comm, op);
+    dtrain__comm_run(comm, op, NULL, INT64_MAX);
     now = dtrain__os_now_ns();
     dtrain__comm_ended(comm, op, now);
     comm->blocked_ns += now - op->started_ns;

@@ -315,6 +315,20 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op);
 
+/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
+ *
+ *   in, out   count elements of dtype; the same buffer, or apart; any alignment
+ *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
+ *             divided once and rounded once
+ *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
+ *   order     as dtrain_all_reduce
+ *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
+ *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
+DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, double weight);
+
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
@@ -462,6 +476,9 @@ DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size
 
 /* Starts what the function without _async does. Operations of one group finish in the order of their calls.
  *
+ * Between two collectives, sends and recvs move together, so that messages of any size may cross; those to one peer,
+ * and those from one, keep their order.
+ *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
  *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
@@ -547,6 +564,64 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work);
+
+/* As dtrain_work_wait, but gives up after timeout_ms; the operation goes on, and the handle can be waited for again.
+ *
+ *   timeout_ms   0: only what can be done at once; negative: no limit but the operation's deadline
+ *   returns      DTRAIN_ERR_TIMEOUT with the handle still valid (dtrain_work_done tells this from the operation's own
+ *                deadline); else as dtrain_work_wait, and the handle is gone
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms);
+
+/* Ends an operation before its time, on every rank. Its handle ends with DTRAIN_ERR_ABORTED and is still waited for,
+ * as soon as the operations before it have ended; one that has ended already stays as it is.
+ *
+ * A collective's other ranks get DTRAIN_ERR_ABORTED with this rank's number and the operation, and the group is
+ * broken; so it is by a send or recv of which a byte may have moved. A send or recv that has not begun, because
+ * earlier work of the same peer and direction or an earlier collective is under way, ends alone, and so does whatever
+ * has not begun in a world of one: the group can be used as though it had never been called, so that the next
+ * message between the two takes its place.
+ *
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_work_wait has returned */
+DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work);
+
+/* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
+ * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
+ *
+ * A call that is blocked, on any rank, returns at once; over a transport of your own within 100 ms of its send or recv
+ * keeping its deadline, and on the other ranks only where the transport has `fail`. A group that is broken already
+ * keeps its first cause.
+ *
+ *   why       at most 300 characters are kept; NULL: none
+ *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
+ *
+ * any thread, before dtrain_comm_destroy; never blocks */
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
+
+/* Opens a fuse: blocking calls of the group are noted, and run by dtrain_fuse_end, many small ones as one.
+ *
+ * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
+ * belong to the fuse until the end; none may overlap another that is written.
+ *
+ *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive from
+ * every other, of any size, in any order collectives   run in the order of their calls. Neighbours, messages aside,
+ * become one operation where they are all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and
+ * root, of up to 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls errors
+ * DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
+
+/* Runs the noted calls, all of them, and closes the fuse.
+ *
+ *   returns   the first error. Texts call operations of several calls by the first one: "all_reduce #4 (sum,
+ *             f32 x 1024, 3 fused)"; DTRAIN_ERR_INVALID without dtrain_fuse_begin
+ *
+ * collective: every rank of comm, same order, where collectives were noted; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *

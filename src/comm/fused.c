@@ -231,6 +231,29 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
     }
 }
 
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
+static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    const dtrain__segment *mine = (const dtrain__segment *)op->in;
+    for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
+        if (begin >= low + mine[k].count)
+            continue;
+        size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
+        for (int rank = 0; rank < comm->size; rank++) {
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
+            comm->outs[rank] = (unsigned char *)theirs[k].out + at;
+        }
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
+        else
+            dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, comm->size, 0, part);
+        begin += part;
+        n -= part;
+    }
+}
+
 /* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
 static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
@@ -282,7 +305,9 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
         if (!dtrain__board_enter(board, comm->rank))
             return dtrain__fused_end_broken(comm, op);
-        if (dtrain__op_reduces(op))
+        if (op->scattered)
+            dtrain__fused_segments(comm, op, from, n);
+        else if (dtrain__op_reduces(op))
             dtrain__fused_reduce(comm, op, from, n);
         else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
             dtrain__fused_collect(comm, op, from, n);

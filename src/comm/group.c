@@ -29,7 +29,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->ins, size * sizeof(void *));
     dtrain__free(allocator, comm->outs, size * sizeof(void *));
     dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
+    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
     dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
+    dtrain__free(allocator, comm->packed, comm->packed_bytes);
     dtrain__recorder_free(comm);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
@@ -78,9 +81,10 @@ static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport 
     comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
     comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
     comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
     comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
     if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
-        comm->parts == NULL || !dtrain__recorder_create(comm))
+        comm->parts == NULL || comm->lanes == NULL || !dtrain__recorder_create(comm))
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     else
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);

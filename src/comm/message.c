@@ -88,6 +88,12 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op *op, int sending)
+{
+    return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
+}
+
 static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
@@ -95,9 +101,10 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     header.call = dtrain__op_call(comm, op, 0);
     header.tag = step->tag_out;
     header.bytes = step->send_bytes;
-    memcpy(comm->message_out, &header, sizeof header);
+    unsigned char *letter = dtrain__message_letter(comm, op, 1);
+    memcpy(letter, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(comm->message_out + sizeof header, step->send, step->send_bytes);
+        memcpy(letter + sizeof header, step->send, step->send_bytes);
 }
 
 /* Before anything of a step moves. */
@@ -114,7 +121,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
-    unsigned char *small = sending ? comm->message_out : comm->message_in;
+    unsigned char *small = dtrain__message_letter(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
@@ -138,7 +145,7 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
 {
     dtrain__message_header came;
     dtrain__call mine = dtrain__op_call(comm, op, 1);
-    memcpy(&came, comm->message_in, sizeof came);
+    memcpy(&came, dtrain__message_letter(comm, op, 0), sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
@@ -171,7 +178,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (*done < header + payload)
         return DTRAIN_OK;
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
-        memcpy(step->recv, comm->message_in + header, payload);
+        memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
     return DTRAIN_OK;
 }
@@ -314,14 +321,44 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
+    const dtrain__error *aborted = dtrain__comm_aborted(comm);
+    if (aborted != NULL)
+        comm->broken = *aborted;
     if (op->phase == 0 && dtrain__message_start(comm, op))
         return 1;
+    if (aborted != NULL) {
+        dtrain__op_blame(comm, op, aborted);
+        return 1;
+    }
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
         return 0;
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
+}
+
+/* Moves the message of one operation out and that of another in, together, until one is complete or wait_ns; either
+ * may be NULL. Both have begun. What fails here is met again, and told, by the operation's own turn; but what came
+ * and does not fit is told at once: returns 1 when that ended the incoming one. */
+static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
+{
+    dtrain__step sends, receives;
+    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
+    dtrain_status taken = DTRAIN_OK;
+    if ((out != NULL && out->sent == SIZE_MAX) || (in != NULL && in->received == SIZE_MAX))
+        return 0; /* complete: it ends at its own turn */
+    if (out != NULL && dtrain__plan_step(comm, out, 0, &sends))
+        sending = dtrain__message_next(comm, out, &sends, 1);
+    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives))
+        receiving = dtrain__message_next(comm, in, &receives, 0);
+    comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
+                             wait_ns);
+    if (out != NULL)
+        dtrain__message_took(comm, out, &sends, 1, sending.moved);
+    if (in != NULL)
+        taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
+    return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
 }
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)

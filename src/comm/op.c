@@ -32,6 +32,8 @@ typedef enum dtrain__kind {
     DTRAIN__KINDS
 } dtrain__kind;
 
+#define DTRAIN__WEIGHTED 1u
+
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
 typedef struct dtrain__call {
     uint64_t kind; /* a message is a DTRAIN__SEND on both sides */
@@ -44,6 +46,9 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
 } dtrain__call;
 
 typedef struct dtrain__message_header {
@@ -58,6 +63,13 @@ typedef struct dtrain__extent {
     size_t begin, count;
 } dtrain__extent;
 
+/* The buffers of one of several fused calls. */
+typedef struct dtrain__segment {
+    const void *in;
+    void *out;
+    size_t count;
+} dtrain__segment;
+
 typedef struct dtrain__op {
     dtrain__kind kind;
     dtrain_dtype dtype;
@@ -70,6 +82,7 @@ typedef struct dtrain__op {
     const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
     const void *in;
     void *out;
+    int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
     uint64_t turn;                   /* among the operations that went over the board */
@@ -77,6 +90,9 @@ typedef struct dtrain__op {
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
     uint64_t serial;                 /* of its record; 0: none yet */
     int async, queued;               /* has a handle of the caller's; waited for its turn */
+    uint64_t form, first, digest;    /* as in the call */
+    unsigned char *letter;           /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;              /* set by any thread, seen by the one that drives */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -93,8 +109,16 @@ struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
     uint32_t done;
+    int ended; /* done once it is the queue's head */
     dtrain__op op;
+    unsigned char letter[DTRAIN__MESSAGE_BYTES];
 };
+
+/* Calls between fuse_begin and fuse_end. */
+typedef struct dtrain__note {
+    dtrain_work *work;
+    dtrain__op op;
+} dtrain__note;
 
 typedef struct dtrain__service dtrain__service;
 typedef struct dtrain__recorder dtrain__recorder;
@@ -113,8 +137,10 @@ struct dtrain_comm {
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;      /* by a message operation; the board keeps its own */
-    uint64_t number;           /* of the last collective */
-    uint64_t turn;             /* of the last one over the board */
+    dtrain__error abort_cause; /* on a transport of the user's own; readable once aborted is 2 */
+    uint32_t aborted;
+    uint64_t number; /* of the last collective */
+    uint64_t turn;   /* of the last one over the board */
     dtrain__recorder *recorder;
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
     const void **ins;          /* size pointers each, for folds */
@@ -129,7 +155,13 @@ struct dtrain_comm {
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare;
-    uint32_t pending; /* queued and not done */
+    uint32_t pending;       /* queued and not done */
+    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
+    int fusing;             /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted, notes_capacity;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+    size_t packed_bytes;
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
 };
@@ -137,6 +169,12 @@ struct dtrain_comm {
 static size_t dtrain__op_bytes(const dtrain__op *op)
 {
     return op->count * (dtrain_dtype_bits(op->dtype) / 8);
+}
+
+/* One message in one direction; of these, several may be under way at once. */
+static int dtrain__op_is_letter(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
 }
 
 static int dtrain__op_reduces(const dtrain__op *op)
@@ -204,6 +242,9 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     call.ranks = (uint64_t)comm->size;
     call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
     call.group = comm->group;
+    call.form = op->form;
+    call.first = op->first;
+    call.digest = op->digest;
     return call;
 }
 
@@ -211,12 +252,14 @@ typedef struct dtrain__text {
     char text[128];
 } dtrain__text;
 
-/* "all_reduce #412 (sum, f32 x 1048576)" */
+/* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
 static dtrain__text dtrain__call_text(const dtrain__call *call)
 {
     dtrain__text out;
-    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", root[32] = "";
+    int weighted = call->form == DTRAIN__WEIGHTED;
+    uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
+    const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
+    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "";
     size_t n = 0;
     int reduces =
         call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
@@ -224,16 +267,18 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
     if (reduces)
-        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
+        snprintf(detail, sizeof detail, "%s, ", weighted ? "weighted mean" : dtrain__op_name(call->op));
     if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
         snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
+    if (call->form > DTRAIN__WEIGHTED)
+        snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
     else
-        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s)", dtrain__kind_name(call->kind),
+        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s%s)", dtrain__kind_name(call->kind),
                  call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
-                 dtype, (unsigned long long)call->count, root,
-                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "");
+                 dtype, (unsigned long long)count, root,
+                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
     return out;
 }
 
@@ -295,6 +340,38 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
     dtrain__text mine = dtrain__op_text(comm, op);
     dtrain__error first = *cause;
     return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
+}
+
+/* Why the group was aborted; NULL: it was not. */
+static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
+{
+    const dtrain__error *cause = NULL;
+    if (comm->transport.board != NULL)
+        cause = dtrain__board_broken(comm->transport.board) ? dtrain__board_cause(comm->transport.board) : NULL;
+    else if (comm->socket != NULL)
+        cause = __atomic_load_n(&comm->socket->broken, __ATOMIC_SEQ_CST) ? &comm->socket->cause : NULL;
+    else
+        cause = __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) == 2 ? &comm->abort_cause : NULL;
+    return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;
+}
+
+/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+static void dtrain__comm_break(dtrain_comm *comm, const dtrain__error *cause)
+{
+    uint32_t whole = 0;
+    if (comm->transport.board != NULL) {
+        dtrain__board_break(comm->transport.board, cause);
+        return;
+    }
+    if (__atomic_compare_exchange_n(&comm->aborted, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        comm->abort_cause = *cause;
+        __atomic_store_n(&comm->aborted, 2, __ATOMIC_SEQ_CST);
+    }
+    if (comm->transport.fail != NULL)
+        comm->transport.fail(comm->transport.self, cause->status, cause->text);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    dtrain__bell_ring(comm->bell);
 }
 
 /* Scratch memory for an operation, kept for the next ones. */

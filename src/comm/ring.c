@@ -26,6 +26,7 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
         dtrain__step_recv(step, left, held + in->begin * width, in->count * width);
     else
         dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in->begin * width, in->count, width);
+    step->fold_early = !gathers;
     step->send_first = comm->rank % 2 == 0;
     return 1;
 }

@@ -26,6 +26,7 @@ static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, co
         dtrain__step_recv(step, peer, held, op->count * width);
     else if (low)
         dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, op->count, width);
+    step->fold_early = step->fold != NULL;
 }
 
 static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int level,
@@ -139,6 +140,7 @@ static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k
         dtrain__step_recv(step, peer, held, n * width);
     else
         dtrain__step_fold(step, peer, dtrain__step_received(comm, op), held, n, width);
+    step->fold_early = step->fold != NULL;
     step->tag_out = step->tag_in = index << 1 | (uint64_t)down;
     return 1;
 }

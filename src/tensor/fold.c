@@ -119,6 +119,19 @@ DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
 DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
 
+/* y[i] = x[i] * factor; y may be x */
+#define DTRAIN__WEIGH(name, type)                                                                                      \
+    DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
+    {                                                                                                                  \
+        const type *x = (const type *)in;                                                                              \
+        type *y = (type *)out, by = (type)factor;                                                                      \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = x[i] * by;                                       \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
+
+DTRAIN__WEIGH(dtrain__weigh_f32, dtrain__f32)
+DTRAIN__WEIGH(dtrain__weigh_f64, dtrain__f64)
+
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
 #define DTRAIN__DIRECT(name, type)                                                                                     \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
@@ -256,6 +269,26 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fold_divide(wide, op, divisor, partial, count);
     if (partial != out)
         dtrain__convert(partial, wide, out, dtype, count);
+    dtrain__fpmode_restore(mode);
+}
+
+/* partial[i] = in[i] * weight, in the partial dtype of dtype. A weight of 0 gives -0, which any sum leaves as it is,
+ * whatever is in `in`. */
+static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in, void *partial, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    int wide = dtype == DTRAIN_F64;
+    if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
+        dtrain__convert(in, dtype, partial, DTRAIN_F32, count);
+        in = partial;
+    }
+    if (weight != 0)
+        (wide ? dtrain__weigh_f64 : dtrain__weigh_f32)(in, weight, partial, count);
+    for (size_t i = 0; weight == 0 && i < count; i++)
+        if (wide)
+            ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
+        else
+            ((dtrain__u32 *)partial)[i] = (uint32_t)1 << 31;
     dtrain__fpmode_restore(mode);
 }
 

@@ -56,7 +56,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->id = id;
         channel->rank = rank;
         channel->size = size;
-        channel->wake[0] = channel->wake[1] = channel->awaits[0] = channel->awaits[1] = -1;
+        channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
         if (channel->peers != NULL && (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);

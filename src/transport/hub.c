@@ -41,6 +41,7 @@ typedef struct dtrain__lane {
 typedef struct dtrain__peer {
     int world;               /* its rank there */
     int left;                /* its end of the group is gone */
+    int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
     char *why;               /* it left; NULL: nothing was said */
     uint64_t sent, received; /* bytes of data to and from it, over all lanes */
     dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
@@ -60,8 +61,8 @@ typedef struct dtrain__channel {
     dtrain__error cause;
     int wake[2]; /* a pipe to the caller that waits */
     uint32_t waiting;
-    int awaits[2]; /* peers that the service thread could send nothing to, receive nothing from; -1: none */
-    int forked;    /* the end of a child's copy: touches nothing that the parent still uses */
+    int awaiting;                      /* some peer has awaits */
+    int forked;                        /* the end of a child's copy: touches nothing that the parent still uses */
     uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
     dtrain_status store_status;
     int store_found;

@@ -658,13 +658,16 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 /* Adds what the service thread could not move in the channel. */
 static void dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
 {
-    for (int sending = 0; sending < 2; sending++) {
-        size_t room;
-        int peer = channel->awaits[sending];
-        dtrain__lane *lane = peer >= 0 ? dtrain__channel_lane(channel, peer, sending, &room) : NULL;
-        if (lane != NULL && lane->stream.fd >= 0)
-            dtrain__hub_watch(channel->hub, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
-    }
+    size_t room;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        for (int sending = 0; sending < 2; sending++) {
+            int event = sending ? POLLOUT : POLLIN;
+            if ((channel->peers[rank].awaits & event) == 0)
+                continue;
+            dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            if (lane->stream.fd >= 0)
+                dtrain__hub_watch(channel->hub, count, lane->stream.fd, event);
+        }
 }
 
 /* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */

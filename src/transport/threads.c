@@ -18,7 +18,7 @@
 #include "transport.h"
 #include "store.c"
 
-#define DTRAIN__POST_WORDS 10
+#define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__RING_BYTES ((size_t)1 << 16)
 

@@ -1,0 +1,187 @@
+/* ---- >>fuse ----
+ * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
+ * among them as one set, then the collectives in the order of their calls, neighbours of one kind as one operation:
+ * over messages packed into one buffer, between ranks of one address space as a list of the buffers. What becomes one
+ * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
+#ifndef DTRAIN__FUSE
+#define DTRAIN__FUSE
+#include "comm.c"
+
+#define DTRAIN__FUSE_CALL ((size_t)1 << 20) /* larger buffers are not worth a copy */
+#define DTRAIN__FUSE_SET ((size_t)4 << 20)
+
+DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
+{
+    if (comm == NULL || comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_begin on rank %d: it was called before; call fuse_end first"
+                                         : "fuse_begin: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    comm->fusing = 1;
+    comm->noted = 0;
+    return DTRAIN_OK;
+}
+
+/* Whether an all_reduce adds in an order that depends on where an element stands. */
+static int dtrain__fuse_has_order(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->desc.order != DTRAIN_ORDER_TREE || op->algorithm == DTRAIN_ALGORITHM_RING ||
+           op->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || op->algorithm == DTRAIN_ALGORITHM_NODES;
+}
+
+/* Whether a call may join the set of the first one, which has `bytes` so far. */
+static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
+{
+    int fusible =
+        next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !dtrain__fuse_has_order(comm, next));
+    return fusible && next->kind == first->kind && next->dtype == first->dtype && next->op == first->op &&
+           next->root == first->root && dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL &&
+           bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
+}
+
+/* The set that begins with a noted collective: its calls as one operation; returns the note after it. */
+static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *packed)
+{
+    size_t end = at, width = dtrain_dtype_bits(comm->notes[at].op.dtype) / 8;
+    memcpy(packed, &comm->notes[at].op, offsetof(dtrain__op, error));
+    packed->error.status = DTRAIN_OK;
+    packed->first = packed->count;
+    packed->count = 0;
+    for (; end < comm->noted; end++) {
+        const dtrain__op *next = &comm->notes[end].op;
+        if (dtrain__op_is_letter(next))
+            continue;
+        if (!dtrain__fuse_fits(comm, &comm->notes[at].op, next, packed->count * width))
+            break;
+        packed->count += next->count;
+        packed->digest = dtrain_random_u64(packed->digest, next->count);
+        packed->form++;
+    }
+    return end;
+}
+
+/* Copies the buffers of a set into the packed one, or the results back. */
+static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back)
+{
+    unsigned char *packed = comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        size_t bytes = dtrain__op_bytes(op);
+        int reads = op->kind == DTRAIN__ALL_REDUCE || op->root == comm->rank;
+        int writes = op->kind == DTRAIN__ALL_REDUCE || op->root != comm->rank;
+        if (dtrain__op_is_letter(op))
+            continue;
+        if (bytes > 0 && !back && reads)
+            memcpy(packed, op->in, bytes);
+        if (bytes > 0 && back && writes)
+            memcpy(op->out, packed, bytes);
+        packed += bytes;
+    }
+}
+
+/* Lists the buffers of a set in the packed one. */
+static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
+{
+    dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
+    for (; at < end; at++) {
+        const dtrain__op *op = &comm->notes[at].op;
+        if (dtrain__op_is_letter(op))
+            continue;
+        segment->in = op->in;
+        segment->out = op->out;
+        segment++->count = op->count;
+    }
+}
+
+static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
+{
+    unsigned char *packed;
+    if (comm->packed_bytes >= bytes)
+        return DTRAIN_OK;
+    packed = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (packed == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
+                            bytes);
+    dtrain__free(comm->allocator, comm->packed, comm->packed_bytes);
+    comm->packed = packed;
+    comm->packed_bytes = bytes;
+    return DTRAIN_OK;
+}
+
+static void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
+{
+    if (status != DTRAIN_OK && first->status == DTRAIN_OK)
+        *first = dtrain__thread_error;
+}
+
+/* Runs the set that begins with a noted collective; returns the note after it. */
+static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
+{
+    dtrain__op op;
+    dtrain_status status;
+    size_t end = dtrain__fuse_set(comm, at, &op);
+    if (op.form < 2) {
+        dtrain__fuse_keep(first, dtrain__comm_call(comm, &comm->notes[at].op, NULL));
+        return at + 1;
+    }
+    /* where ranks share an address space, only what is small enough to be posted is worth a copy */
+    op.scattered = dtrain__comm_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    status =
+        dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
+    if (status == DTRAIN_OK) {
+        op.in = op.out = comm->packed;
+        if (op.scattered)
+            dtrain__fuse_list(comm, at, end);
+        else
+            dtrain__fuse_copy(comm, at, end, 0);
+        status = dtrain__comm_call(comm, &op, NULL);
+    }
+    if (status == DTRAIN_OK && !op.scattered)
+        dtrain__fuse_copy(comm, at, end, 1);
+    dtrain__fuse_keep(first, status);
+    return end;
+}
+
+/* Queues the noted messages and waits for all of them. Round k has those to the rank k above and from the rank k
+ * below, so that what two ranks do at one time belongs together. */
+static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
+{
+    int messages = 0;
+    for (size_t i = 0; i < comm->noted; i++)
+        messages |= dtrain__op_is_letter(&comm->notes[i].op);
+    for (int k = 1; k < comm->size && messages && first->status == DTRAIN_OK; k++)
+        for (size_t i = 0; i < comm->noted && first->status == DTRAIN_OK; i++) {
+            dtrain__op *op = &comm->notes[i].op;
+            int distance = op->kind == DTRAIN__SEND ? op->root - comm->rank : comm->rank - op->root;
+            if (!dtrain__op_is_letter(op) || (distance + comm->size) % comm->size != k)
+                continue;
+            dtrain__fuse_keep(first, dtrain__comm_begin(comm, op));
+            comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__queue_add(comm, op) : NULL;
+            if (comm->notes[i].work == NULL)
+                dtrain__fuse_keep(first, dtrain__thread_error.status);
+        }
+    for (size_t i = 0; i < comm->noted; i++)
+        if (comm->notes[i].work != NULL)
+            dtrain__fuse_keep(first, dtrain_work_wait(comm->notes[i].work));
+}
+
+DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
+{
+    dtrain__error first;
+    if (comm == NULL || !comm->fusing)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            comm != NULL ? "fuse_end on rank %d: there was no fuse_begin"
+                                         : "fuse_end: the group is NULL; was its creation checked?",
+                            dtrain_comm_rank(comm));
+    first.status = DTRAIN_OK;
+    comm->fusing = 0;
+    dtrain__fuse_mail(comm, &first);
+    for (size_t at = 0; at < comm->noted;)
+        at = dtrain__op_is_letter(&comm->notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
+    comm->noted = 0;
+    if (first.status != DTRAIN_OK)
+        comm->error = first;
+    return dtrain__report(&first);
+}
+
+#endif
