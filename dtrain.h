@@ -6124,6 +6124,14 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, how);
 }
 
+#endif
+
+/* ---- >>control ----
+ * What comes over the control connections: who joins, where everyone is, who is lost and why, what ranks do, and
+ * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
+#ifndef DTRAIN__CONTROL
+#define DTRAIN__CONTROL
+
 /* Keeps the answer to a group's own request. */
 static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
                                size_t bytes)

@@ -5,7 +5,7 @@
  * at once, the lower rank's stays. hub_step() is all of it: one poll(), then whatever can be done now. */
 #ifndef DTRAIN__RENDEZVOUS
 #define DTRAIN__RENDEZVOUS
-#include "hub.c"
+#include "control.c"
 
 static void dtrain__hub_free_door(dtrain__hub *hub, dtrain__door *door)
 {
