@@ -3,7 +3,7 @@
  * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
 #ifndef DTRAIN__CONTROL
 #define DTRAIN__CONTROL
-#include "hub.c"
+#include "consent.c"
 
 /* Keeps the answer to a group's own request. */
 static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
@@ -178,6 +178,8 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     int neighbours = 0;
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].joined = 1;
+    for (int rank = 0; rank < hub->size; rank++)
         neighbours += hub->members[rank].host == hub->members[hub->rank].host;
     hub->crowded = neighbours > dtrain__os_processors();
     if (hub->world != NULL && !dtrain__channel_lay(hub->world))
@@ -238,6 +240,7 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
         if (channel != NULL && reason->about != channel->rank)
             dtrain__channel_left(channel, reason->about, reason->text);
         dtrain__store_forget(hub, from, reason->channel);
+        dtrain__consent_left(hub, reason->channel, reason->about);
         dtrain__hub_forward(hub, from, reason, *list);
     } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
         dtrain__hub_forward(hub, from, reason, *list);
@@ -248,9 +251,11 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
 /* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
 static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
+    hub->given_up = 1;
     snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
     for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
         dtrain__channel_lost(channel, channel->rank);
+    dtrain__hub_tell(hub);
     return 1;
 }
 
@@ -269,6 +274,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
         return 1;
     }
     dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
+    hub->members[reason->about].silent = reason->type == DTRAIN__FRAME_LOST && reason->status == DTRAIN_ERR_TIMEOUT;
     dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
                      reason->text);
     dtrain__hub_forward(hub, from, reason, *list);
@@ -336,7 +342,7 @@ static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
     uint64_t about, awaits, age_ms, bytes;
     if (!dtrain__take(reader, &about, 4) || !dtrain__take(reader, &awaits, 4) || !dtrain__take(reader, &age_ms, 4) ||
         !dtrain__take(reader, &bytes, 2) || about >= (uint64_t)hub->size || awaits > (uint64_t)hub->size ||
-        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (hub->rank == 0 && (int)about != from) ||
+        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (dtrain__hub_leads(hub) && (int)about != from) ||
         (int)about == hub->rank)
         return 0;
     dtrain__last_heard *last = &hub->members[about].last;
@@ -354,7 +360,7 @@ static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
     uint64_t suspect, ms;
     if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
         return 0;
-    if (hub->rank != 0) {
+    if (!dtrain__hub_leads(hub)) {
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
     }
@@ -374,6 +380,7 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
     case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, &reader);
+    case DTRAIN__FRAME_CONSENT: return dtrain__take_consent(hub, rank, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);
     }
 }
@@ -428,7 +435,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
         member->in.bytes += (size_t)n;
         member->heard_ns = dtrain__os_now_ns();
         if (!dtrain__hub_frames(hub, rank)) {
-            dtrain__hub_lost(hub, rank, "it sent what is no control message of dtrain");
+            dtrain__hub_lost(hub, rank, 0, "it sent what is no control message of dtrain");
             return;
         }
     }

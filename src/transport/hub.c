@@ -21,6 +21,8 @@
 #define DTRAIN__DOOR_NS 5000000000
 #define DTRAIN__MAX_LANES 8
 #define DTRAIN__STRIPE ((size_t)1 << 18) /* of a stream that goes over several lanes, in turn */
+#define DTRAIN__HANDOVER_NS 1000000000   /* after a leader that left */
+#define DTRAIN__CALL_NS 300000000        /* a new leader has to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
@@ -48,6 +50,7 @@ typedef struct dtrain__peer {
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
+typedef struct dtrain__consent dtrain__consent;
 
 typedef struct dtrain__channel {
     struct dtrain__channel *next;
@@ -89,9 +92,12 @@ typedef struct dtrain__member {
     uint64_t host;                           /* equal on ranks of one host */
     int joined, expected;                    /* expected: the control connection may come back */
     int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
+    int silent;                              /* it is lost, but nothing proves that it is dead */
     dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
+    dtrain__door *door; /* a control connection that this rank is making, after rank 0 is gone */
+    int64_t call_ns;    /* when it tries again */
     int poll_index;
     dtrain__last_heard last;
 } dtrain__member;
@@ -118,9 +124,12 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    int crowded;                       /* more ranks on this host than processors */
-    int leader;                        /* whom this rank keeps its control connection to; itself: it leads */
-    uint64_t serial;                   /* counts the groups that were begun */
+    int crowded;               /* more ranks on this host than processors */
+    int leader;                /* the lowest rank that is not gone, whom this rank keeps its control connection to */
+    int elected;               /* it is new */
+    int given_up;              /* the others say that this rank is lost */
+    dtrain__consent *consents; /* the latest first */
+    uint64_t serial;           /* counts the groups that were begun */
     dtrain__channel *channels, *world; /* world is NULL once its end has left */
     int leaving;                       /* this process has said goodbye */
     void *service;
@@ -161,7 +170,8 @@ enum {
     DTRAIN__FRAME_ASK,
     DTRAIN__FRAME_ANSWER,
     DTRAIN__FRAME_LOST,
-    DTRAIN__FRAME_GONE
+    DTRAIN__FRAME_GONE,
+    DTRAIN__FRAME_CONSENT
 };
 
 /* Something happened that a caller may wait for; the caller of this holds the mutex. */
@@ -268,6 +278,12 @@ typedef struct dtrain__reason {
 static int dtrain__hub_leads(const dtrain__hub *hub)
 {
     return hub->rank == hub->leader;
+}
+
+/* The name of a group, unlike any other's: a count that `rank` keeps, and rank itself. */
+static uint64_t dtrain__hub_group_id(uint64_t serial, int rank)
+{
+    return serial << 10 | (uint64_t)rank;
 }
 
 /* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
@@ -395,6 +411,24 @@ static void dtrain__channel_lost(dtrain__channel *channel, int rank)
     dtrain__channel_break(channel, lost.status, lost.text);
 }
 
+/* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
+ * others may be about to leave as well. */
+static void dtrain__hub_elect(dtrain__hub *hub, int gone)
+{
+    int64_t now = dtrain__os_now_ns(), begin = now + (gone == DTRAIN__LEFT ? DTRAIN__HANDOVER_NS : 0);
+    int leader = 0;
+    while (leader < hub->rank && hub->members[leader].gone != DTRAIN__PRESENT)
+        leader++;
+    if (leader == hub->leader)
+        return;
+    hub->leader = leader;
+    hub->elected = 1;
+    for (int rank = 0; rank < hub->size; rank++) {
+        hub->members[rank].heard_ns = begin;
+        hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
+    }
+}
+
 /* A member is gone, of its own will or not: every channel that has it hears of it. */
 static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
 {
@@ -411,13 +445,16 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
         else if (at >= 0)
             dtrain__channel_left(channel, at, why);
     }
+    if (hub->formed && rank == hub->leader)
+        dtrain__hub_elect(hub, gone);
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
-static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
+/* A member is gone without a word; silent: and without a proof. It is told so, should it only have been stopped: else
+ * it would blame this rank. */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char *how)
 {
-    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, DTRAIN_ERR_PEER_LOST, how};
+    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how};
     dtrain__member *member = &hub->members[rank];
     if (hub->leaving) { /* who heard of that says nothing when it goes itself */
         dtrain__stream_cut(&member->control);
@@ -429,6 +466,7 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
+    member->silent = silent;
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
@@ -452,7 +490,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
              dtrain__net_why(error));
-    dtrain__hub_lost(hub, rank, how);
+    dtrain__hub_lost(hub, rank, 0, how);
 }
 
 #endif
