@@ -1,7 +1,7 @@
 # make           dtrain.h from src/, and every example and tool into build/
 # make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
 # make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
-# make soak      the long random runs, MINUTES=n (default 10) of each kind
+# make soak      the long random runs, MINUTES=n (default 10) of each kind, and 200 rounds of killed ranks
 # make fuzz      libFuzzer on what comes over a connection, MINUTES=n; installs clang where it must
 # make bench     the benchmark table into build/bench.csv
 CC ?= cc
@@ -49,11 +49,12 @@ demo: all
 bench: all
 	@sh tools/bench_table
 
-soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault
+soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive
 	$(test_dir)/soak $(MINUTES)
 	$(test_dir)/steady $(MINUTES)
 	for run in 1 2 3 4 5; do PROPERTY_SEED=$$(date +%s%N) $(test_dir)/test_property || exit 1; done
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault
+	KILL_ROUNDS=200 $(test_dir)/test_survive survivors_of_kills_at_random_times_shrink_and_go_on
 
 fuzz:
 	@sh tests/fuzz.sh $(MINUTES)

@@ -720,6 +720,41 @@ DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group);
 
+/* Makes a working group of the ranks of comm that are left, in their old order.
+ *
+ * For a group that is broken as ranks were lost; it may be called on a whole one, too. More ranks may be lost
+ * meanwhile, rank 0 included: a survivor that the group still counts breaks it, and the call is made again on that.
+ * Who is counted out stays out, even should it come back; where nothing but silence speaks against a rank, only the
+ * larger part of comm goes on, of two halves the one with the lowest rank.
+ *
+ *   survivors  out: this rank's end; NULL on an error
+ *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; it can be called again
+ *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or was given up; it cannot go on
+ *              DTRAIN_ERR_MISMATCH   others called dtrain_comm_agree
+ *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO; DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm **survivors);
+
+/* Gives every rank of comm that is left the same answer: the bits that all of them set. Works on a broken group.
+ *
+ *   flags    in: this rank's; out: the AND of the survivors', unchanged on an error
+ *   errors   as dtrain_comm_shrink
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_agree(dtrain_comm *comm, uint64_t *flags);
+
+/* Copies the state of the rank with the highest step, of several the lowest, to all others.
+ *
+ *   step       of this rank's state
+ *   buffers    count of them, buffers[i] of bytes[i] bytes, the same sizes on every rank; overwritten on the others
+ *   step_out   out: the highest step; may be NULL
+ *   errors     DTRAIN_ERR_MISMATCH  sizes differ; others as dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *const *buffers, const size_t *bytes,
+                                       int count, uint64_t *step_out);
+
 /* Ranks laid out in named dimensions: a world of 8 as "data" x "tensor" of 4 x 2. */
 typedef struct dtrain_mesh dtrain_mesh;
 
@@ -4406,7 +4441,10 @@ typedef struct dtrain__slot {
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed, or its thread has given up */
     int origin;    /* the rank in the family's first board */
-    char pad[DTRAIN__CACHE_LINE - 28];
+    int vote_kind; /* of its last vote; guarded, as the next three, by the family's mutex */
+    uint64_t voted, vote_flags;
+    uint64_t goes_on; /* number of the last decision that this rank is part of */
+    char pad[DTRAIN__CACHE_LINE - 56];
     dtrain__error why;     /* it left; readable once left is set */
     void *recorder;        /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes; /* 0: none */
@@ -4452,6 +4490,8 @@ struct dtrain__board {
     dtrain__slot *slots;
     dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender */
     dtrain__board_end *board_ends;
+    uint64_t decided, decided_flags, decided_id; /* what its ranks last agreed on; guarded by the family's mutex */
+    int decided_mixed;                           /* they called different things */
 };
 
 static int dtrain__board_broken(dtrain__board *board)
@@ -5256,6 +5296,8 @@ typedef struct dtrain__door {
     size_t in_bytes, out_bytes, out_done;
     char peer_name[DTRAIN__ADDRESS_BYTES];
     dtrain__error error;
+    int verdict;      /* initiator: a proved no, as a dtrain_status */
+    int system_error; /* why the connection ended, as an errno */
 } dtrain__door;
 
 static const unsigned char dtrain__door_magic[8] = {'d', 't', 'r', 'a', 'i', 'n', '\r', '\n'};
@@ -5475,6 +5517,7 @@ static void dtrain__door_take_verdict(dtrain__door *door, const dtrain__keys *ke
     text[sizeof text - 1] = 0;
     door->state = DTRAIN__DOOR_OPEN;
     if (verdict[0] != DTRAIN_OK) {
+        door->verdict = verdict[0];
         dtrain__fail(&door->error, verdict[0] <= DTRAIN_ERR_ABORTED ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
                      "rank %d at %s sent this rank away: %s", door->peer, door->peer_name, text);
         dtrain__door_close(door);
@@ -5508,6 +5551,7 @@ static void dtrain__door_lost(dtrain__door *door, int error)
                  "%s: the connection to %s ended while both were introducing "
                  "themselves (%s)",
                  door->initiator ? "connect" : "accept", door->peer_name, dtrain__net_why(error));
+    door->system_error = error;
     dtrain__door_close(door);
 }
 
@@ -5691,6 +5735,8 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 #define DTRAIN__DOOR_NS 5000000000
 #define DTRAIN__MAX_LANES 8
 #define DTRAIN__STRIPE ((size_t)1 << 18) /* of a stream that goes over several lanes, in turn */
+#define DTRAIN__HANDOVER_NS 1000000000   /* after a leader that left */
+#define DTRAIN__CALL_NS 300000000        /* a new leader has to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__WHY_BYTES 480
@@ -5711,12 +5757,14 @@ typedef struct dtrain__lane {
 typedef struct dtrain__peer {
     int world;               /* its rank there */
     int left;                /* its end of the group is gone */
+    int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
     char *why;               /* it left; NULL: nothing was said */
     uint64_t sent, received; /* bytes of data to and from it, over all lanes */
     dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
+typedef struct dtrain__consent dtrain__consent;
 
 typedef struct dtrain__channel {
     struct dtrain__channel *next;
@@ -5730,8 +5778,8 @@ typedef struct dtrain__channel {
     dtrain__error cause;
     int wake[2]; /* a pipe to the caller that waits */
     uint32_t waiting;
-    int awaits[2]; /* peers that the service thread could send nothing to, receive nothing from; -1: none */
-    int forked;    /* the end of a child's copy: touches nothing that the parent still uses */
+    int awaiting;                      /* some peer has awaits */
+    int forked;                        /* the end of a child's copy: touches nothing that the parent still uses */
     uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
     dtrain_status store_status;
     int store_found;
@@ -5758,9 +5806,12 @@ typedef struct dtrain__member {
     uint64_t host;                           /* equal on ranks of one host */
     int joined, expected;                    /* expected: the control connection may come back */
     int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
+    int silent;                              /* it is lost, but nothing proves that it is dead */
     dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
+    dtrain__door *door; /* a control connection that this rank is making, after rank 0 is gone */
+    int64_t call_ns;    /* when it tries again */
     int poll_index;
     dtrain__last_heard last;
 } dtrain__member;
@@ -5787,9 +5838,12 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    int crowded;                       /* more ranks on this host than processors */
-    int leader;                        /* whom this rank keeps its control connection to; itself: it leads */
-    uint64_t serial;                   /* counts the groups that were begun */
+    int crowded;               /* more ranks on this host than processors */
+    int leader;                /* the lowest rank that is not gone, whom this rank keeps its control connection to */
+    int elected;               /* it is new */
+    int given_up;              /* the others say that this rank is lost */
+    dtrain__consent *consents; /* the latest first */
+    uint64_t serial;           /* counts the groups that were begun */
     dtrain__channel *channels, *world; /* world is NULL once its end has left */
     int leaving;                       /* this process has said goodbye */
     void *service;
@@ -5830,7 +5884,8 @@ enum {
     DTRAIN__FRAME_ASK,
     DTRAIN__FRAME_ANSWER,
     DTRAIN__FRAME_LOST,
-    DTRAIN__FRAME_GONE
+    DTRAIN__FRAME_GONE,
+    DTRAIN__FRAME_CONSENT
 };
 
 /* Something happened that a caller may wait for; the caller of this holds the mutex. */
@@ -5937,6 +5992,12 @@ typedef struct dtrain__reason {
 static int dtrain__hub_leads(const dtrain__hub *hub)
 {
     return hub->rank == hub->leader;
+}
+
+/* The name of a group, unlike any other's: a count that `rank` keeps, and rank itself. */
+static uint64_t dtrain__hub_group_id(uint64_t serial, int rank)
+{
+    return serial << 10 | (uint64_t)rank;
 }
 
 /* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
@@ -6064,6 +6125,24 @@ static void dtrain__channel_lost(dtrain__channel *channel, int rank)
     dtrain__channel_break(channel, lost.status, lost.text);
 }
 
+/* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
+ * others may be about to leave as well. */
+static void dtrain__hub_elect(dtrain__hub *hub, int gone)
+{
+    int64_t now = dtrain__os_now_ns(), begin = now + (gone == DTRAIN__LEFT ? DTRAIN__HANDOVER_NS : 0);
+    int leader = 0;
+    while (leader < hub->rank && hub->members[leader].gone != DTRAIN__PRESENT)
+        leader++;
+    if (leader == hub->leader)
+        return;
+    hub->leader = leader;
+    hub->elected = 1;
+    for (int rank = 0; rank < hub->size; rank++) {
+        hub->members[rank].heard_ns = begin;
+        hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
+    }
+}
+
 /* A member is gone, of its own will or not: every channel that has it hears of it. */
 static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
 {
@@ -6080,13 +6159,16 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
         else if (at >= 0)
             dtrain__channel_left(channel, at, why);
     }
+    if (hub->formed && rank == hub->leader)
+        dtrain__hub_elect(hub, gone);
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word. It is told so, should it only have been stopped: else it would blame this rank. */
-static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
+/* A member is gone without a word; silent: and without a proof. It is told so, should it only have been stopped: else
+ * it would blame this rank. */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char *how)
 {
-    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, DTRAIN_ERR_PEER_LOST, how};
+    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how};
     dtrain__member *member = &hub->members[rank];
     if (hub->leaving) { /* who heard of that says nothing when it goes itself */
         dtrain__stream_cut(&member->control);
@@ -6098,6 +6180,7 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
+    member->silent = silent;
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
@@ -6121,8 +6204,282 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
              dtrain__net_why(error));
-    dtrain__hub_lost(hub, rank, how);
+    dtrain__hub_lost(hub, rank, 0, how);
 }
+
+#endif
+
+/* ---- >>consent ----
+ * What the members of a channel agree on although some of them are lost: the AND of their flags, who is still there,
+ * and a name for the group of those. Each member votes; the leader decides when every member has voted, has left or is
+ * lost, and tells those that voted.
+ *
+ * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
+ * leads: all send it what they keep, so that a decision that any survivor knows stands; it decides anew only when
+ * every survivor has been heard, that is, when none of them knows of one.
+ *
+ * A closed or refused connection proves a death. Silence proves nothing: where some members are only silent, those that
+ * voted go on if they are more, or as many and hold the lowest rank; so two parts of a torn network never both do. */
+#ifndef DTRAIN__CONSENT
+#define DTRAIN__CONSENT
+
+#define DTRAIN__CONSENTS 128 /* that a rank keeps, the latest */
+
+enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
+
+typedef struct dtrain__vote {
+    uint64_t flags;
+    int world;
+    int vote;
+} dtrain__vote;
+
+struct dtrain__consent {
+    dtrain__consent *next;
+    uint64_t channel, number; /* the number'th of the channel */
+    int kind, mixed;          /* mixed: members called different things */
+    int count, decided;
+    dtrain_status status; /* of the decision */
+    uint64_t flags, id;
+    dtrain__vote votes[1]; /* count of them, in the channel's order */
+};
+
+static size_t dtrain__consent_bytes(int count)
+{
+    return sizeof(dtrain__consent) + (size_t)count * sizeof(dtrain__vote);
+}
+
+static void dtrain__consent_drop(dtrain__hub *hub, dtrain__consent **at)
+{
+    dtrain__consent *consent = *at;
+    *at = consent->next;
+    dtrain__free(hub->allocator, consent, dtrain__consent_bytes(consent->count));
+}
+
+static dtrain__consent *dtrain__consent_find(const dtrain__hub *hub, uint64_t channel, uint64_t number)
+{
+    dtrain__consent *consent = hub->consents;
+    while (consent != NULL && (consent->channel != channel || consent->number != number))
+        consent = consent->next;
+    return consent;
+}
+
+/* A new one without votes; the oldest makes room for it. NULL when there is no memory. */
+static dtrain__consent *dtrain__consent_open(dtrain__hub *hub, uint64_t channel, uint64_t number, int kind, int count)
+{
+    dtrain__consent *consent = (dtrain__consent *)dtrain__alloc(hub->allocator, dtrain__consent_bytes(count));
+    dtrain__consent **at = &hub->consents;
+    if (consent == NULL)
+        return NULL;
+    consent->channel = channel;
+    consent->number = number;
+    consent->kind = kind;
+    consent->count = count;
+    consent->flags = UINT64_MAX;
+    consent->next = hub->consents;
+    hub->consents = consent;
+    for (int kept = 0; *at != NULL; kept++)
+        if (kept < DTRAIN__CONSENTS)
+            at = &(*at)->next;
+        else
+            dtrain__consent_drop(hub, at);
+    return consent;
+}
+
+static void dtrain__consent_send(dtrain__hub *hub, int to, const dtrain__consent *consent)
+{
+    dtrain__member *member = &hub->members[to];
+    if (member->gone != DTRAIN__PRESENT)
+        return;
+    size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_CONSENT);
+    dtrain__give(hub, &member->out, consent->channel, 8);
+    dtrain__give(hub, &member->out, consent->number, 8);
+    dtrain__give(hub, &member->out, (uint64_t)consent->kind, 1);
+    dtrain__give(hub, &member->out, (uint64_t)consent->decided, 1);
+    dtrain__give(hub, &member->out, (uint64_t)consent->status, 2);
+    dtrain__give(hub, &member->out, consent->flags, 8);
+    dtrain__give(hub, &member->out, consent->id, 8);
+    dtrain__give(hub, &member->out, (uint64_t)consent->count, 4);
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__give(hub, &member->out, consent->votes[i].flags, 8);
+        dtrain__give(hub, &member->out, (uint64_t)consent->votes[i].world, 4);
+        dtrain__give(hub, &member->out, (uint64_t)consent->votes[i].vote, 1);
+    }
+    if (!dtrain__frame_close(member, begin))
+        dtrain__log(DTRAIN_LOG_WARN, "rank %d has no memory to tell rank %d of an agreement", hub->rank, to);
+}
+
+/* Who does not go on, as far as the leader knows. Returns the first that is awaited, or -1. */
+static int dtrain__consent_awaits(const dtrain__hub *hub, dtrain__consent *consent)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (hub->members[vote->world].gone != DTRAIN__PRESENT)
+            vote->vote = DTRAIN__VOTE_OUT;
+        if (vote->vote == DTRAIN__VOTE_NONE)
+            return i;
+    }
+    return -1;
+}
+
+/* Whether those that voted may go on without those that are only silent. */
+static int dtrain__consent_majority(const dtrain__hub *hub, const dtrain__consent *consent)
+{
+    int here = 0, silent = 0, lowest = 0; /* lowest: the first of both is here */
+    for (int i = 0; i < consent->count; i++) {
+        int yes = consent->votes[i].vote == DTRAIN__VOTE_YES, mute = hub->members[consent->votes[i].world].silent;
+        lowest |= here + silent == 0 && yes;
+        here += yes;
+        silent += !yes && mute;
+    }
+    return here > silent || (here == silent && lowest);
+}
+
+/* Decides what can be decided, and tells those that voted. */
+static void dtrain__consent_step(dtrain__hub *hub)
+{
+    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next) {
+        if (consent->decided || !dtrain__hub_leads(hub) || dtrain__consent_awaits(hub, consent) >= 0)
+            continue;
+        consent->decided = 1;
+        consent->flags = UINT64_MAX;
+        for (int i = 0; i < consent->count; i++)
+            consent->flags &= consent->votes[i].vote == DTRAIN__VOTE_YES ? consent->votes[i].flags : UINT64_MAX;
+        consent->id = dtrain__hub_group_id(++hub->serial, hub->rank);
+        consent->status = consent->mixed                           ? DTRAIN_ERR_MISMATCH
+                          : dtrain__consent_majority(hub, consent) ? DTRAIN_OK
+                                                                   : DTRAIN_ERR_PEER_LOST;
+        for (int i = 0; i < consent->count; i++)
+            if (consent->votes[i].vote == DTRAIN__VOTE_YES && consent->votes[i].world != hub->rank)
+                dtrain__consent_send(hub, consent->votes[i].world, consent);
+        dtrain__hub_tell(hub);
+    }
+}
+
+/* Notes a member's vote. Returns 0 when it is none. */
+static int dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
+{
+    for (int i = 0; i < consent->count; i++) {
+        if (consent->votes[i].world != world)
+            continue;
+        consent->votes[i].vote = DTRAIN__VOTE_YES;
+        consent->votes[i].flags = flags;
+        consent->mixed |= kind != consent->kind;
+        return 1;
+    }
+    return 0;
+}
+
+/* This rank votes in its channel; voting again changes the flags, unless it is decided. Returns 0 when there is no
+ * memory. */
+static int dtrain__consent_vote(dtrain__channel *channel, uint64_t number, int kind, uint64_t flags)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__consent *consent = dtrain__consent_find(hub, channel->id, number);
+    if (consent == NULL) {
+        consent = dtrain__consent_open(hub, channel->id, number, kind, channel->size);
+        if (consent == NULL)
+            return 0;
+        for (int i = 0; i < channel->size; i++)
+            consent->votes[i].world = channel->peers[i].world;
+    }
+    if (consent->decided)
+        return 1;
+    for (int i = 0; i < channel->size; i++)
+        if (channel->peers[i].left && i != channel->rank)
+            consent->votes[i].vote = DTRAIN__VOTE_OUT;
+    dtrain__consent_note(consent, hub->rank, kind, flags);
+    if (!dtrain__hub_leads(hub))
+        dtrain__consent_send(hub, hub->leader, consent);
+    dtrain__consent_step(hub);
+    dtrain__hub_kick(hub);
+    return 1;
+}
+
+/* A member's end of the channel is gone, or its process: it votes no more. */
+static void dtrain__consent_left(dtrain__hub *hub, uint64_t channel, int rank)
+{
+    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next)
+        if (consent->channel == channel && !consent->decided && rank < consent->count)
+            consent->votes[rank].vote = DTRAIN__VOTE_OUT;
+}
+
+/* There is another leader: it gets all that this rank keeps. */
+static void dtrain__consent_resend(dtrain__hub *hub)
+{
+    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next)
+        if (!dtrain__hub_leads(hub))
+            dtrain__consent_send(hub, hub->leader, consent);
+}
+
+/* Reads the members of a consent into one that may have them already. Returns 0 when they do not fit it. */
+static int dtrain__consent_read(dtrain__hub *hub, dtrain__consent *consent, int from, int kind, int fresh, int decided,
+                                dtrain__reader *reader)
+{
+    uint64_t flags, world, vote;
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *mine = &consent->votes[i];
+        if (!dtrain__take(reader, &flags, 8) || !dtrain__take(reader, &world, 4) || !dtrain__take(reader, &vote, 1) ||
+            world >= (uint64_t)hub->size || vote > DTRAIN__VOTE_OUT || (!fresh && (int)world != mine->world))
+            return 0;
+        mine->world = (int)world;
+        if (decided)
+            mine->vote = (int)vote;
+        else if (vote == DTRAIN__VOTE_OUT && mine->vote == DTRAIN__VOTE_NONE)
+            mine->vote = DTRAIN__VOTE_OUT;
+        else if (mine->world == from && vote == DTRAIN__VOTE_YES)
+            dtrain__consent_note(consent, from, kind, flags);
+    }
+    return 1;
+}
+
+/* A vote, or a decision: from the leader, or from a rank that had heard of one before this rank led. */
+static int dtrain__take_consent(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t channel, number, kind, decided, status, flags, id, count;
+    dtrain__consent *consent;
+    int fresh;
+    if (!dtrain__take(reader, &channel, 8) || !dtrain__take(reader, &number, 8) || !dtrain__take(reader, &kind, 1) ||
+        !dtrain__take(reader, &decided, 1) || !dtrain__take(reader, &status, 2) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take(reader, &flags, 8) || !dtrain__take(reader, &id, 8) || !dtrain__take(reader, &count, 4) ||
+        count == 0 || count > (uint64_t)hub->size || reader->left != 13 * (size_t)count)
+        return 0;
+    consent = dtrain__consent_find(hub, channel, number);
+    if (consent != NULL && consent->decided) {
+        if (!decided) /* it asks for what it has missed */
+            dtrain__consent_send(hub, from, consent);
+        return 1;
+    }
+    fresh = consent == NULL;
+    if (fresh)
+        consent = dtrain__consent_open(hub, channel, number, (int)kind, (int)count);
+    if (consent == NULL)
+        return 1; /* no memory: the call ends at its deadline */
+    if (consent->count != (int)count ||
+        !dtrain__consent_read(hub, consent, from, (int)kind, fresh, decided != 0, reader)) {
+        if (fresh)
+            dtrain__consent_drop(hub, &hub->consents);
+        return 0;
+    }
+    if (decided) {
+        consent->decided = 1;
+        consent->status = (dtrain_status)status;
+        consent->flags = flags;
+        consent->id = id;
+        for (int i = 0; dtrain__hub_leads(hub) && i < consent->count; i++)
+            if (consent->votes[i].vote == DTRAIN__VOTE_YES && consent->votes[i].world != hub->rank)
+                dtrain__consent_send(hub, consent->votes[i].world, consent);
+        dtrain__hub_tell(hub);
+    }
+    return 1;
+}
+
+#endif
+
+/* ---- >>control ----
+ * What comes over the control connections: who joins, where everyone is, who is lost and why, what ranks do, and
+ * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
+#ifndef DTRAIN__CONTROL
+#define DTRAIN__CONTROL
 
 /* Keeps the answer to a group's own request. */
 static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
@@ -6297,6 +6654,8 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     int neighbours = 0;
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].joined = 1;
+    for (int rank = 0; rank < hub->size; rank++)
         neighbours += hub->members[rank].host == hub->members[hub->rank].host;
     hub->crowded = neighbours > dtrain__os_processors();
     if (hub->world != NULL && !dtrain__channel_lay(hub->world))
@@ -6357,6 +6716,7 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
         if (channel != NULL && reason->about != channel->rank)
             dtrain__channel_left(channel, reason->about, reason->text);
         dtrain__store_forget(hub, from, reason->channel);
+        dtrain__consent_left(hub, reason->channel, reason->about);
         dtrain__hub_forward(hub, from, reason, *list);
     } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
         dtrain__hub_forward(hub, from, reason, *list);
@@ -6367,9 +6727,11 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
 /* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
 static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
+    hub->given_up = 1;
     snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
     for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
         dtrain__channel_lost(channel, channel->rank);
+    dtrain__hub_tell(hub);
     return 1;
 }
 
@@ -6388,6 +6750,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
         return 1;
     }
     dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
+    hub->members[reason->about].silent = reason->type == DTRAIN__FRAME_LOST && reason->status == DTRAIN_ERR_TIMEOUT;
     dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
                      reason->text);
     dtrain__hub_forward(hub, from, reason, *list);
@@ -6455,7 +6818,7 @@ static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
     uint64_t about, awaits, age_ms, bytes;
     if (!dtrain__take(reader, &about, 4) || !dtrain__take(reader, &awaits, 4) || !dtrain__take(reader, &age_ms, 4) ||
         !dtrain__take(reader, &bytes, 2) || about >= (uint64_t)hub->size || awaits > (uint64_t)hub->size ||
-        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (hub->rank == 0 && (int)about != from) ||
+        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (dtrain__hub_leads(hub) && (int)about != from) ||
         (int)about == hub->rank)
         return 0;
     dtrain__last_heard *last = &hub->members[about].last;
@@ -6473,7 +6836,7 @@ static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
     uint64_t suspect, ms;
     if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
         return 0;
-    if (hub->rank != 0) {
+    if (!dtrain__hub_leads(hub)) {
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
     }
@@ -6493,6 +6856,7 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
     case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, &reader);
+    case DTRAIN__FRAME_CONSENT: return dtrain__take_consent(hub, rank, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);
     }
 }
@@ -6547,7 +6911,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
         member->in.bytes += (size_t)n;
         member->heard_ns = dtrain__os_now_ns();
         if (!dtrain__hub_frames(hub, rank)) {
-            dtrain__hub_lost(hub, rank, "it sent what is no control message of dtrain");
+            dtrain__hub_lost(hub, rank, 0, "it sent what is no control message of dtrain");
             return;
         }
     }
@@ -6570,14 +6934,10 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
     }
 }
 
-/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
- * no lasting reason. */
-static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
+static void dtrain__hub_flush_all(dtrain__hub *hub)
 {
     for (int rank = 0; rank < hub->size; rank++)
-        for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
-                           (turn == 0 || hub->members[rank].out.bytes > 0);
-             turn++)
+        if (rank != hub->rank)
             dtrain__hub_flush(hub, rank);
 }
 
@@ -6693,7 +7053,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
-        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
+        dtrain__hub_lost(hub, door->peer, 0, "its connection came back, but more was lost than can be sent again");
         return;
     }
     dtrain__net_tune(door->fd, 0, dtrain__hub_buffer(hub));
@@ -6836,6 +7196,26 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
 }
 
+/* A proved peer wants a control connection, as one of the two leads now that rank 0 is gone. */
+static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__member *member = &hub->members[door->peer];
+    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "this is another run's group");
+        return;
+    }
+    if ((member->control.fd >= 0 && hub->reconnect_ns == 0) || (member->door != NULL && hub->rank < door->peer)) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
+        return;
+    }
+    if (member->door != NULL)
+        dtrain__hub_free_door(hub, member->door);
+    member->door = NULL;
+    dtrain__stream_cut(&member->control);
+    door->received = member->control.received;
+    dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+}
+
 /* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
 {
@@ -6881,8 +7261,13 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
         snprintf(text, sizeof text, "rank %d at %.80s wants rank %u, and this is rank %d of %d", door->peer,
                  door->peer_name, (unsigned)dtrain__get_le(door->hello + 16, 4), hub->rank, hub->size);
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+    } else if (hub->formed && hub->members[door->peer].gone == DTRAIN__LOST) {
+        snprintf(text, sizeof text, "%.240s", hub->members[door->peer].why);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_PEER_LOST, text);
     } else if (door->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0) {
         dtrain__hub_admit_control(hub, door);
+    } else if (door->purpose == DTRAIN__PURPOSE_CONTROL && hub->formed) {
+        dtrain__hub_admit_call(hub, door);
     } else if (door->purpose == DTRAIN__PURPOSE_DATA) {
         dtrain__hub_admit_data(hub, door);
     } else {
@@ -7016,7 +7401,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
             dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
         hub->root_error = door->error;
         if (hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST)
-            dtrain__hub_lost(hub, 0, door->error.text);
+            dtrain__hub_lost(hub, 0, 0, door->error.text);
         else if (!hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED)
             dtrain__channel_break(hub->world, door->error.status, door->error.text);
     }
@@ -7052,6 +7437,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__door_step(door, &hub->keys);
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
         dtrain__hub_adopt_data(channel, rank, door);
+    else if (door->verdict == DTRAIN_ERR_PEER_LOST)
+        dtrain__hub_given_up(hub, door->error.text);
     else if (door->error.status == DTRAIN_ERR_ABORTED && door->peer_received > lane->links)
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
@@ -7071,6 +7458,51 @@ static int dtrain__lane_busy(const dtrain__lane *lane)
            (lane->stream.fd >= 0 && lane->stream.again > 0);
 }
 
+/* Calls a rank to which this one has no control connection, after rank 0 is gone. */
+static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
+{
+    dtrain__member *member = &hub->members[rank];
+    dtrain__address address;
+    int error = 0;
+    if (member->door == NULL) {
+        if (now < member->call_ns || !dtrain__hub_peer_address(hub, rank, &address))
+            return;
+        member->call_ns = now + DTRAIN__CALL_NS / 3;
+        member->door = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
+        error = member->door == NULL ? errno : 0;
+        if (member->door != NULL)
+            member->door->received = member->control.received;
+    }
+    dtrain__door *door = member->door;
+    if (door != NULL) {
+        dtrain__door_step(door, &hub->keys);
+        if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
+            dtrain__hub_adopt_control(hub, door);
+        else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
+            return;
+        error = door->system_error;
+        if (door->verdict == DTRAIN_ERR_PEER_LOST)
+            dtrain__hub_given_up(hub, door->error.text);
+        dtrain__hub_free_door(hub, door);
+        member->door = NULL;
+    }
+    if (error == ECONNREFUSED || error == ENOENT)
+        dtrain__hub_lost(hub, rank, 0, "it takes no connection; its process has died");
+}
+
+/* After rank 0 is gone the leader calls the others, who call it when they have waited for that. */
+static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
+{
+    if (hub->elected)
+        dtrain__consent_resend(hub);
+    hub->elected = 0;
+    for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->given_up && rank < hub->size; rank++)
+        if (dtrain__hub_linked(hub, rank) && hub->members[rank].gone == DTRAIN__PRESENT &&
+            hub->members[rank].control.fd < 0)
+            dtrain__hub_call(hub, rank, now);
+    dtrain__consent_step(hub);
+}
+
 /* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
 static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
 {
@@ -7085,13 +7517,14 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
  * the one that that one waits for. */
 static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
 {
+    int leads = dtrain__hub_leads(hub);
     dtrain__member *member = &hub->members[to];
     size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
-    dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+    dtrain__give(hub, &member->out, leads ? (uint64_t)(suspect + 1) : 0, 4);
     dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
-    if (hub->rank != 0)
+    if (!leads)
         dtrain__give_last(hub, member, hub->rank, now);
-    for (int i = 0, about = member->last.awaits; hub->rank == 0 && i < DTRAIN__LAST_CHAIN; i++)
+    for (int i = 0, about = member->last.awaits; leads && i < DTRAIN__LAST_CHAIN; i++)
         if (about < 0 || about == to)
             break;
         else
@@ -7114,17 +7547,17 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (slept) /* this process was stopped, and cannot tell */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
+            dtrain__hub_lost(hub, rank, 1, "its connection was reset and has not come back within reconnect_ms");
         else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
             snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone",
                      (double)silent * 1e-9);
-            dtrain__hub_lost(hub, rank, how);
+            dtrain__hub_lost(hub, rank, 1, how);
         } else if (hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;
         }
     }
-    if (hub->rank == 0 || suspect == 0) {
+    if (dtrain__hub_leads(hub) || suspect == hub->leader) {
         hub->suspect = suspect;
         hub->suspect_ns = longest;
     }
@@ -7136,7 +7569,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->out.bytes <= DTRAIN__FRAME_BYTES)
+            member->control.fd >= 0 && member->out.bytes <= DTRAIN__FRAME_BYTES)
             dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
@@ -7170,8 +7603,9 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
         if (channel->attend)
             dtrain__hub_step_channel(channel, now);
+    dtrain__hub_step_calls(hub, now);
     dtrain__hub_step_hearts(hub, now);
-    dtrain__hub_flush_all(hub, 1);
+    dtrain__hub_flush_all(hub);
 }
 
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
@@ -7225,6 +7659,11 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
+        if (member->door != NULL)
+            dtrain__hub_watch(hub, count, member->door->fd, dtrain__door_writes(member->door) ? POLLOUT : POLLIN);
+        else if (hub->leader != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
+                 member->control.fd < 0 && member->call_ns < due)
+            due = member->call_ns;
         if (rank == hub->rank || member->control.fd < 0)
             continue;
         member->poll_index = *count;
@@ -7242,13 +7681,16 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 /* Adds what the service thread could not move in the channel. */
 static void dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
 {
-    for (int sending = 0; sending < 2; sending++) {
-        size_t room;
-        int peer = channel->awaits[sending];
-        dtrain__lane *lane = peer >= 0 ? dtrain__channel_lane(channel, peer, sending, &room) : NULL;
-        if (lane != NULL && lane->stream.fd >= 0)
-            dtrain__hub_watch(channel->hub, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
-    }
+    size_t room;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        for (int sending = 0; sending < 2; sending++) {
+            int event = sending ? POLLOUT : POLLIN;
+            if ((channel->peers[rank].awaits & event) == 0)
+                continue;
+            dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            if (lane->stream.fd >= 0)
+                dtrain__hub_watch(channel->hub, count, lane->stream.fd, event);
+        }
 }
 
 /* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
@@ -7369,7 +7811,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->id = id;
         channel->rank = rank;
         channel->size = size;
-        channel->wake[0] = channel->wake[1] = channel->awaits[0] = channel->awaits[1] = -1;
+        channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
         if (channel->peers != NULL && (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);
@@ -7400,6 +7842,8 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
     for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         dtrain__channel_hang_up(&member->control, forked);
+        if (member->door != NULL)
+            dtrain__hub_free_door(hub, member->door);
         if (member->control.replay != NULL)
             dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
         dtrain__bytes_free(hub->allocator, &member->in);
@@ -7430,6 +7874,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
             close(hub->kick[i]);
     for (int rank = 0; rank < hub->size; rank++)
         dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
+    while (hub->consents != NULL)
+        dtrain__consent_drop(hub, &hub->consents);
     dtrain__store_free(&hub->store, allocator);
     dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
     memset(&hub->keys, 0, sizeof hub->keys);
@@ -7451,6 +7897,7 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
     while (*at != channel)
         at = &(*at)->next;
     *at = channel->next;
+    dtrain__consent_left(hub, channel->id, channel->rank);
     for (dtrain__door *door = hub->doors; door != NULL; door = door->next)
         if (door->purpose == DTRAIN__PURPOSE_DATA && door->channel == channel->id)
             dtrain__door_close(door);
@@ -7478,8 +7925,9 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
 #define DTRAIN__SOCKET
 
 #ifndef DTRAIN__TURN_BYTES
-#define DTRAIN__TURN_BYTES ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache  \
-                                              */
+#define DTRAIN__TURN_BYTES                                                                                             \
+    ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache                         \
+                       */
 #endif
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
@@ -7544,6 +7992,15 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
     return DTRAIN_OK;
 }
 
+/* Notes that this direction could go on when its peer moves. */
+static void dtrain__socket_await(dtrain__channel *channel, const dtrain_transfer *transfer, int sending)
+{
+    if (transfer == NULL || transfer->moved == transfer->bytes)
+        return;
+    channel->peers[transfer->peer].awaits |= sending ? POLLOUT : POLLIN;
+    channel->awaiting = 1;
+}
+
 /* Tries both directions once; asked: for a caller that will not wait here. A broken group ends every operation with the
  * group's cause, once nothing more moves: what a peer sent before it failed still completes what it was sent for. An
  * aborted one ends them at once. */
@@ -7559,8 +8016,10 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         status = dtrain__socket_try(channel, out, 1, most, moved);
     if (channel->broken && (status != DTRAIN_OK || !*moved || channel->cause.status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(&channel->cause);
-    channel->awaits[0] = asked && in != NULL ? in->peer : -1;
-    channel->awaits[1] = asked && out != NULL ? out->peer : -1;
+    if (asked) {
+        dtrain__socket_await(channel, in, 0);
+        dtrain__socket_await(channel, out, 1);
+    }
     pthread_mutex_unlock(&channel->hub->mutex);
     return status;
 }
@@ -7675,7 +8134,9 @@ static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 static void dtrain__socket_rest(dtrain__channel *channel)
 {
     pthread_mutex_lock(&channel->hub->mutex);
-    channel->awaits[0] = channel->awaits[1] = -1;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        channel->peers[rank].awaits = 0;
+    channel->awaiting = 0;
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -7684,12 +8145,23 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(((dtrain__channel *)self)->hub);
 }
 
+/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
+ * asks again after this. */
+static void dtrain__socket_flush(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        for (int turn = 0;
+             turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 && hub->members[rank].control.fd >= 0;
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     pthread_mutex_lock(&channel->hub->mutex);
     dtrain__channel_end(channel, channel->rank, why, text);
-    dtrain__hub_flush_all(channel->hub, 100);
+    dtrain__socket_flush(channel->hub);
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -7707,7 +8179,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         dtrain__hub_relay(hub, -1, &gone);
     else
         dtrain__channel_relay(channel, -1, &bye);
-    dtrain__hub_flush_all(hub, 100);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -8184,6 +8656,7 @@ struct dtrain_comm {
     size_t packed_bytes;
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
+    uint64_t consents;        /* that this end has taken part in */
 };
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
@@ -11648,7 +12121,10 @@ static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
         if (!work->ended && dtrain__op_is_letter(&work->op))
             dtrain__queue_mail(comm, work, until_ns, &moved);
         else if (!work->ended)
-            work->ended = dtrain__comm_turn(comm, &work->op, until_ns, &moved);
+            /* where ranks share an address space, this thread drives other ranks' queues as well */
+            work->ended = dtrain__comm_turn(
+                comm, &work->op, comm->transport.board != NULL && !dtrain__comm_fused(&work->op) ? 0 : until_ns,
+                &moved);
         if (!work->ended)
             break;
         dtrain__queue_finish(comm, work);
@@ -13664,6 +14140,7 @@ typedef struct dtrain__draft {
     int *members;        /* ranks of the parent, in the new order */
     int *origins;        /* the same in the world */
     int size, rank;      /* of the new group; rank -1: this rank is none of it */
+    uint64_t id;         /* its name */
     size_t bytes;        /* of the one block that all this is in, with seats at its start */
 } dtrain__draft;
 
@@ -13732,11 +14209,11 @@ static dtrain_status dtrain__draft_meet(dtrain__draft *draft, uint64_t color, in
     return dtrain__draft_gather(draft, &mine, draft->seats, DTRAIN__SEAT_WORDS);
 }
 
-static void dtrain__draft_add(dtrain__draft *draft, int member)
+static void dtrain__draft_add(dtrain__draft *draft, int member, int origin)
 {
     if (member == draft->parent->rank)
         draft->rank = draft->size;
-    draft->origins[draft->size] = (int)draft->seats[member].origin;
+    draft->origins[draft->size] = origin;
     draft->members[draft->size++] = member;
 }
 
@@ -13746,7 +14223,7 @@ static uint64_t dtrain__draft_name(const dtrain__draft *draft)
     for (int i = 1; i < draft->size; i++)
         if (draft->origins[i] < draft->origins[lowest])
             lowest = i;
-    return draft->seats[draft->members[lowest]].serial * DTRAIN__MAX_RANKS + (uint64_t)draft->origins[lowest];
+    return dtrain__hub_group_id(draft->seats[draft->members[lowest]].serial, draft->origins[lowest]);
 }
 
 /* As the parent has it, or the hosts of processes. */
@@ -13770,8 +14247,7 @@ static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm 
     dtrain__hub *hub = draft->parent->socket->hub;
     dtrain__channel *channel;
     pthread_mutex_lock(&hub->mutex);
-    dtrain_status status =
-        dtrain__channel_create(&channel, hub, dtrain__draft_name(draft), draft->origins, draft->size, draft->rank);
+    dtrain_status status = dtrain__channel_create(&channel, hub, draft->id, draft->origins, draft->size, draft->rank);
     pthread_mutex_unlock(&hub->mutex);
     if (status != DTRAIN_OK)
         return status;
@@ -13781,36 +14257,45 @@ static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm 
     return status;
 }
 
-/* Makes this rank's end. */
-static dtrain_status dtrain__draft_make(dtrain__draft *draft, dtrain_comm **group)
+/* Makes this rank's end over the parent's transport. */
+static dtrain_status dtrain__draft_place(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain_comm *parent = draft->parent;
     dtrain__board *board = parent->transport.board;
     dtrain_status status = DTRAIN_OK;
-    if (draft->rank < 0)
-        return DTRAIN_OK;
     if (parent->socket != NULL)
         return dtrain__draft_on_channel(draft, group);
     if (board == NULL && draft->size > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "a transport of your own has no groups of its ranks, except of one; make one for each");
-    status = board != NULL
-                 ? dtrain__board_attach(&board, board->family, dtrain__draft_name(draft), draft->origins, draft->size)
-                 : dtrain__board_create(&board, 1, parent->desc.allocator);
+    status = board != NULL ? dtrain__board_attach(&board, board->family, draft->id, draft->origins, draft->size)
+                           : dtrain__board_create(&board, 1, parent->desc.allocator);
     return status == DTRAIN_OK ? dtrain__comm_on_board(group, board, draft->rank, &parent->desc) : status;
+}
+
+static dtrain_status dtrain__draft_make(dtrain__draft *draft, dtrain_comm **group)
+{
+    dtrain_status status = dtrain__draft_place(draft, group);
+    if (status != DTRAIN_OK)
+        return status;
+    (*group)->group = draft->id;
+    (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
+    return DTRAIN_OK;
 }
 
 /* Makes this rank's end and hears how the others fared; one that could not undoes it for all. */
 static dtrain_status dtrain__draft_settle(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain_comm *parent = draft->parent;
-    dtrain_status made = dtrain__draft_make(draft, group), status;
-    dtrain__error cause = dtrain__thread_error;
-    uint64_t mine = (uint64_t)made;
-    if (*group != NULL) {
-        (*group)->group = dtrain__draft_name(draft);
-        (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
+    dtrain_status made = DTRAIN_OK, status;
+    dtrain__error cause;
+    uint64_t mine;
+    if (draft->rank >= 0) {
+        draft->id = dtrain__draft_name(draft);
+        made = dtrain__draft_make(draft, group);
     }
+    cause = dtrain__thread_error;
+    mine = (uint64_t)made;
     status = dtrain__draft_gather(draft, &mine, draft->states, 1);
     if (made != DTRAIN_OK)
         status = dtrain__fail(&parent->error, made, "%s on rank %d: %.560s", draft->call, parent->rank, cause.text);
@@ -13859,7 +14344,7 @@ static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain
         if (next < 0)
             break;
         draft.states[next] = 1;
-        dtrain__draft_add(&draft, next);
+        dtrain__draft_add(&draft, next, (int)draft.seats[next].origin);
     }
     if (status == DTRAIN_OK)
         status = dtrain__draft_settle(&draft, group);
@@ -13938,7 +14423,7 @@ DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *rank
         status = dtrain__subgroup_compare(&draft);
     if (status == DTRAIN_OK) {
         for (int i = 0; i < count; i++)
-            dtrain__draft_add(&draft, ranks[i]);
+            dtrain__draft_add(&draft, ranks[i], (int)draft.seats[ranks[i]].origin);
         status = dtrain__draft_settle(&draft, group);
     }
     dtrain__draft_end(&draft);
@@ -14128,6 +14613,303 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
     own = mesh->own;
     dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh,
                  sizeof *mesh + (size_t)mesh->count * sizeof(dtrain__axis));
+}
+
+#endif
+
+/* ---- >>survive ----
+ * Going on when ranks are lost: the survivors agree (see >>consent; on a board its mutex is the leader), make a group
+ * of those that are left, and copy the state of the furthest to the rest. Works on a broken group: nothing here uses
+ * its operations, but dtrain_resync, which is for the new one. */
+#ifndef DTRAIN__SURVIVE
+#define DTRAIN__SURVIVE
+
+enum { DTRAIN__CONSENT_SHRINK = 1, DTRAIN__CONSENT_AGREE };
+
+/* A rank's part in an agreement, and what came of it. */
+typedef struct dtrain__accord {
+    dtrain_comm *comm;
+    const char *call;
+    int kind;
+    uint64_t flags, id, number;
+    dtrain_status status;
+    int awaited;
+    int given_up;        /* by the others */
+    dtrain__draft draft; /* who goes on */
+} dtrain__accord;
+
+/* Looks whether all that have not left the board have voted, and decides; the caller holds the family's mutex. */
+static void dtrain__accord_count(dtrain__board *board, uint64_t number)
+{
+    uint64_t flags = UINT64_MAX;
+    int kind = 0, mixed = 0;
+    for (int rank = 0; rank < board->size; rank++) {
+        dtrain__slot *slot = &board->slots[rank];
+        if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST))
+            continue;
+        if (slot->voted < number)
+            return;
+        mixed |= kind != 0 && kind != slot->vote_kind;
+        kind = slot->vote_kind;
+        flags &= slot->vote_flags;
+    }
+    for (int rank = 0; rank < board->size; rank++)
+        if (!__atomic_load_n(&board->slots[rank].left, __ATOMIC_SEQ_CST))
+            board->slots[rank].goes_on = number;
+    board->decided = number;
+    board->decided_flags = flags;
+    board->decided_mixed = mixed;
+    board->decided_id = dtrain__hub_group_id(++board->family->serial, 0);
+    dtrain__bell_ring(&board->bell);
+}
+
+/* Whether the board has decided; then takes the decision over. */
+static int dtrain__accord_on_board(void *pointer)
+{
+    dtrain__accord *accord = (dtrain__accord *)pointer;
+    dtrain__board *board = accord->comm->transport.board;
+    int done;
+    pthread_mutex_lock(&board->family->mutex);
+    if (board->decided < accord->number)
+        dtrain__accord_count(board, accord->number);
+    done = board->decided >= accord->number;
+    accord->status = board->decided_mixed ? DTRAIN_ERR_MISMATCH : DTRAIN_OK;
+    accord->flags = board->decided_flags;
+    accord->id = board->decided_id;
+    accord->awaited = -1;
+    accord->draft.size = 0;
+    for (int rank = 0; rank < board->size; rank++) {
+        if (done && board->slots[rank].goes_on == accord->number)
+            dtrain__draft_add(&accord->draft, rank, board->slots[rank].origin);
+        else if (!done && accord->awaited < 0 && board->slots[rank].voted < accord->number &&
+                 !__atomic_load_n(&board->slots[rank].left, __ATOMIC_SEQ_CST))
+            accord->awaited = rank;
+    }
+    pthread_mutex_unlock(&board->family->mutex);
+    return done;
+}
+
+static int dtrain__accord_vote_on_board(dtrain__accord *accord, int64_t deadline_ns)
+{
+    dtrain__board *board = accord->comm->transport.board;
+    dtrain__slot *slot = &board->slots[accord->comm->rank];
+    pthread_mutex_lock(&board->family->mutex);
+    slot->voted = accord->number;
+    slot->vote_kind = accord->kind;
+    slot->vote_flags = accord->flags;
+    pthread_mutex_unlock(&board->family->mutex);
+    dtrain__bell_ring(&board->bell);
+    for (unsigned turn = 0; !dtrain__accord_on_board(accord); turn++) {
+        if (dtrain__os_now_ns() >= deadline_ns)
+            return 0;
+        dtrain__bell_wait(&board->bell, turn, deadline_ns, dtrain__accord_on_board, accord);
+    }
+    return 1;
+}
+
+/* Whether the hub has heard of the decision; then takes it over. */
+static int dtrain__accord_on_hub(dtrain__accord *accord)
+{
+    dtrain__channel *channel = accord->comm->socket;
+    dtrain__hub *hub = channel->hub;
+    dtrain__consent *consent;
+    int done;
+    pthread_mutex_lock(&hub->mutex);
+    consent = dtrain__consent_find(hub, channel->id, accord->number);
+    if (consent != NULL && !consent->decided)
+        accord->awaited = dtrain__hub_leads(hub) ? dtrain__consent_awaits(hub, consent) : -1;
+    accord->given_up = hub->given_up;
+    done = (consent != NULL && consent->decided) || hub->given_up;
+    accord->status = hub->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
+    accord->draft.size = 0;
+    if (done && consent != NULL) {
+        accord->flags = consent->flags;
+        accord->id = consent->id;
+        for (int i = 0; i < consent->count; i++)
+            if (consent->votes[i].vote == DTRAIN__VOTE_YES)
+                dtrain__draft_add(&accord->draft, i, consent->votes[i].world);
+    }
+    pthread_mutex_unlock(&hub->mutex);
+    return done;
+}
+
+static int dtrain__accord_vote_on_hub(dtrain__accord *accord, int64_t deadline_ns)
+{
+    dtrain__channel *channel = accord->comm->socket;
+    dtrain__hub *hub = channel->hub;
+    struct pollfd none[1];
+    pthread_mutex_lock(&hub->mutex);
+    int good = dtrain__consent_vote(channel, accord->number, accord->kind, accord->flags);
+    pthread_mutex_unlock(&hub->mutex);
+    while (good) {
+        uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
+        if (dtrain__accord_on_hub(accord))
+            return 1;
+        if (dtrain__os_now_ns() >= deadline_ns)
+            break;
+        dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
+    }
+    return 0;
+}
+
+/* Says why there is no agreement, or that this rank is none of it. */
+static dtrain_status dtrain__accord_check(dtrain__accord *accord)
+{
+    dtrain_comm *comm = accord->comm;
+    dtrain__error *error = &comm->error;
+    if (accord->given_up)
+        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have given this rank up: %.400s",
+                            accord->call, comm->rank, comm->socket->cause.text);
+    if (accord->status == DTRAIN_ERR_MISMATCH)
+        return dtrain__fail(error, DTRAIN_ERR_MISMATCH,
+                            "%s on rank %d: ranks called comm_shrink and comm_agree at once; all must make the same "
+                            "calls in the same order",
+                            accord->call, comm->rank);
+    if (accord->status != DTRAIN_OK)
+        return dtrain__fail(error, accord->status,
+                            "%s on rank %d: %d of %d ranks are here, and that others are silent is no proof that they "
+                            "are gone: only the larger part goes on",
+                            accord->call, comm->rank, accord->draft.size, comm->size);
+    if (accord->draft.rank < 0)
+        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have gone on without this rank",
+                            accord->call, comm->rank);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__accord_late(dtrain__accord *accord, int64_t started_ns)
+{
+    char whom[48] = "the others";
+    if (accord->awaited >= 0)
+        snprintf(whom, sizeof whom, "rank %d", accord->awaited);
+    return dtrain__fail(&accord->comm->error, DTRAIN_ERR_TIMEOUT,
+                        "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again",
+                        accord->call, accord->comm->rank, (double)(dtrain__os_now_ns() - started_ns) * 1e-9, whom);
+}
+
+/* Comes to an agreement with the ranks that are left. On success and on failure the draft is to be ended. */
+static dtrain_status dtrain__accord_reach(dtrain__accord *accord)
+{
+    dtrain_comm *comm = accord->comm;
+    int64_t now = dtrain__os_now_ns(), span = comm->desc.timeout_ms;
+    int64_t deadline_ns = span < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(span);
+    int done;
+    accord->number = comm->consents + 1;
+    accord->awaited = -1;
+    if (comm->transport.board != NULL)
+        done = dtrain__accord_vote_on_board(accord, deadline_ns);
+    else if (comm->socket != NULL)
+        done = dtrain__accord_vote_on_hub(accord, deadline_ns);
+    else if (comm->size == 1) {
+        dtrain__draft_add(&accord->draft, 0, 0);
+        return DTRAIN_OK;
+    } else
+        return dtrain__fail(&comm->error, DTRAIN_ERR_UNSUPPORTED,
+                            "%s on rank %d: a transport of your own does not tell who is lost", accord->call,
+                            comm->rank);
+    if (!done)
+        return dtrain__accord_late(accord, now);
+    comm->consents++;
+    return dtrain__accord_check(accord);
+}
+
+static dtrain_status dtrain__accord_begin(dtrain__accord *accord, dtrain_comm *comm, int kind, const char *call,
+                                          uint64_t flags)
+{
+    dtrain_status status = dtrain__comm_usable(comm, call);
+    memset(accord, 0, sizeof *accord);
+    accord->comm = comm;
+    accord->call = call;
+    accord->kind = kind;
+    accord->flags = flags;
+    return status == DTRAIN_OK ? dtrain__draft_begin(&accord->draft, comm, call) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm **survivors)
+{
+    dtrain__accord accord;
+    dtrain_status status = dtrain__draft_check(comm, survivors, "comm_shrink");
+    if (status == DTRAIN_OK)
+        status = dtrain__accord_begin(&accord, comm, DTRAIN__CONSENT_SHRINK, "comm_shrink", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__accord_reach(&accord);
+    if (status == DTRAIN_OK) {
+        accord.draft.id = accord.id;
+        status = dtrain__draft_make(&accord.draft, survivors);
+        if (status != DTRAIN_OK) {
+            dtrain__error cause = dtrain__thread_error;
+            dtrain__fail(&comm->error, status, "comm_shrink on rank %d: %.560s", comm->rank, cause.text);
+        }
+    }
+    dtrain__draft_end(&accord.draft);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_agree(dtrain_comm *comm, uint64_t *flags)
+{
+    dtrain__accord accord;
+    dtrain_status status;
+    if (comm == NULL || flags == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "comm_agree: needs a group and flags (%s is NULL)", comm == NULL ? "comm" : "flags");
+    status = dtrain__accord_begin(&accord, comm, DTRAIN__CONSENT_AGREE, "comm_agree", *flags);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__accord_reach(&accord);
+    if (status == DTRAIN_OK)
+        *flags = accord.flags;
+    dtrain__draft_end(&accord.draft);
+    return status;
+}
+
+/* What a rank has to offer, or to receive. */
+typedef struct dtrain__progress {
+    uint64_t step;
+    uint64_t shape; /* a digest of the buffers' sizes */
+} dtrain__progress;
+
+/* The rank with the highest step, or an error where sizes differ. */
+static dtrain_status dtrain__resync_source(dtrain_comm *comm, const dtrain__progress *all, int *source)
+{
+    *source = 0;
+    for (int rank = 1; rank < comm->size; rank++) {
+        if (all[rank].shape != all[0].shape)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
+                                "resync on rank %d: rank %d gave buffers of other sizes than rank 0", comm->rank, rank);
+        *source = all[rank].step > all[*source].step ? rank : *source;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *const *buffers, const size_t *bytes,
+                                       int count, uint64_t *step_out)
+{
+    dtrain__draft draft;
+    dtrain__progress mine, *all;
+    unsigned char digest[32];
+    dtrain_status status;
+    int source = 0, flaw = count < 0 || (count > 0 && (buffers == NULL || bytes == NULL));
+    for (int i = 0; !flaw && i < count; i++)
+        flaw = buffers[i] == NULL && bytes[i] > 0;
+    if (comm == NULL || flaw)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "resync: needs a group and %d buffers with their sizes", count);
+    status = dtrain__draft_begin(&draft, comm, "resync");
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_sha256(count > 0 ? (const void *)bytes : "", (size_t)count * sizeof(size_t), digest);
+    mine.step = step;
+    mine.shape = dtrain__get_le(digest, 8);
+    all = (dtrain__progress *)(void *)draft.seats; /* a seat is larger */
+    status = dtrain__draft_gather(&draft, &mine, all, sizeof mine / sizeof(uint64_t));
+    if (status == DTRAIN_OK)
+        status = dtrain__resync_source(comm, all, &source);
+    if (status == DTRAIN_OK && step_out != NULL)
+        *step_out = all[source].step;
+    for (int i = 0; status == DTRAIN_OK && i < count; i++)
+        status = dtrain_broadcast(comm, buffers[i], bytes[i], DTRAIN_U8, source);
+    dtrain__draft_end(&draft);
+    return status;
 }
 
 #endif

@@ -249,7 +249,10 @@ static int dtrain__comm_drive(dtrain_comm *comm, int64_t until_ns)
         if (!work->ended && dtrain__op_is_letter(&work->op))
             dtrain__queue_mail(comm, work, until_ns, &moved);
         else if (!work->ended)
-            work->ended = dtrain__comm_turn(comm, &work->op, until_ns, &moved);
+            /* where ranks share an address space, this thread drives other ranks' queues as well */
+            work->ended = dtrain__comm_turn(
+                comm, &work->op, comm->transport.board != NULL && !dtrain__comm_fused(&work->op) ? 0 : until_ns,
+                &moved);
         if (!work->ended)
             break;
         dtrain__queue_finish(comm, work);

@@ -201,6 +201,41 @@ DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group);
 
+/* Makes a working group of the ranks of comm that are left, in their old order.
+ *
+ * For a group that is broken as ranks were lost; it may be called on a whole one, too. More ranks may be lost
+ * meanwhile, rank 0 included: a survivor that the group still counts breaks it, and the call is made again on that.
+ * Who is counted out stays out, even should it come back; where nothing but silence speaks against a rank, only the
+ * larger part of comm goes on, of two halves the one with the lowest rank.
+ *
+ *   survivors  out: this rank's end; NULL on an error
+ *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; it can be called again
+ *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or was given up; it cannot go on
+ *              DTRAIN_ERR_MISMATCH   others called dtrain_comm_agree
+ *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO; DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm **survivors);
+
+/* Gives every rank of comm that is left the same answer: the bits that all of them set. Works on a broken group.
+ *
+ *   flags    in: this rank's; out: the AND of the survivors', unchanged on an error
+ *   errors   as dtrain_comm_shrink
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_comm_agree(dtrain_comm *comm, uint64_t *flags);
+
+/* Copies the state of the rank with the highest step, of several the lowest, to all others.
+ *
+ *   step       of this rank's state
+ *   buffers    count of them, buffers[i] of bytes[i] bytes, the same sizes on every rank; overwritten on the others
+ *   step_out   out: the highest step; may be NULL
+ *   errors     DTRAIN_ERR_MISMATCH  sizes differ; others as dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *const *buffers, const size_t *bytes,
+                                       int count, uint64_t *step_out);
+
 /* Ranks laid out in named dimensions: a world of 8 as "data" x "tensor" of 4 x 2. */
 typedef struct dtrain_mesh dtrain_mesh;
 

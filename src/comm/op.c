@@ -168,6 +168,7 @@ struct dtrain_comm {
     size_t packed_bytes;
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
+    uint64_t consents;        /* that this end has taken part in */
 };
 
 static size_t dtrain__op_bytes(const dtrain__op *op)

@@ -29,6 +29,7 @@ typedef struct dtrain__draft {
     int *members;        /* ranks of the parent, in the new order */
     int *origins;        /* the same in the world */
     int size, rank;      /* of the new group; rank -1: this rank is none of it */
+    uint64_t id;         /* its name */
     size_t bytes;        /* of the one block that all this is in, with seats at its start */
 } dtrain__draft;
 
@@ -97,11 +98,11 @@ static dtrain_status dtrain__draft_meet(dtrain__draft *draft, uint64_t color, in
     return dtrain__draft_gather(draft, &mine, draft->seats, DTRAIN__SEAT_WORDS);
 }
 
-static void dtrain__draft_add(dtrain__draft *draft, int member)
+static void dtrain__draft_add(dtrain__draft *draft, int member, int origin)
 {
     if (member == draft->parent->rank)
         draft->rank = draft->size;
-    draft->origins[draft->size] = (int)draft->seats[member].origin;
+    draft->origins[draft->size] = origin;
     draft->members[draft->size++] = member;
 }
 
@@ -111,7 +112,7 @@ static uint64_t dtrain__draft_name(const dtrain__draft *draft)
     for (int i = 1; i < draft->size; i++)
         if (draft->origins[i] < draft->origins[lowest])
             lowest = i;
-    return draft->seats[draft->members[lowest]].serial * DTRAIN__MAX_RANKS + (uint64_t)draft->origins[lowest];
+    return dtrain__hub_group_id(draft->seats[draft->members[lowest]].serial, draft->origins[lowest]);
 }
 
 /* As the parent has it, or the hosts of processes. */
@@ -135,8 +136,7 @@ static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm 
     dtrain__hub *hub = draft->parent->socket->hub;
     dtrain__channel *channel;
     pthread_mutex_lock(&hub->mutex);
-    dtrain_status status =
-        dtrain__channel_create(&channel, hub, dtrain__draft_name(draft), draft->origins, draft->size, draft->rank);
+    dtrain_status status = dtrain__channel_create(&channel, hub, draft->id, draft->origins, draft->size, draft->rank);
     pthread_mutex_unlock(&hub->mutex);
     if (status != DTRAIN_OK)
         return status;
@@ -146,36 +146,45 @@ static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm 
     return status;
 }
 
-/* Makes this rank's end. */
-static dtrain_status dtrain__draft_make(dtrain__draft *draft, dtrain_comm **group)
+/* Makes this rank's end over the parent's transport. */
+static dtrain_status dtrain__draft_place(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain_comm *parent = draft->parent;
     dtrain__board *board = parent->transport.board;
     dtrain_status status = DTRAIN_OK;
-    if (draft->rank < 0)
-        return DTRAIN_OK;
     if (parent->socket != NULL)
         return dtrain__draft_on_channel(draft, group);
     if (board == NULL && draft->size > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "a transport of your own has no groups of its ranks, except of one; make one for each");
-    status = board != NULL
-                 ? dtrain__board_attach(&board, board->family, dtrain__draft_name(draft), draft->origins, draft->size)
-                 : dtrain__board_create(&board, 1, parent->desc.allocator);
+    status = board != NULL ? dtrain__board_attach(&board, board->family, draft->id, draft->origins, draft->size)
+                           : dtrain__board_create(&board, 1, parent->desc.allocator);
     return status == DTRAIN_OK ? dtrain__comm_on_board(group, board, draft->rank, &parent->desc) : status;
+}
+
+static dtrain_status dtrain__draft_make(dtrain__draft *draft, dtrain_comm **group)
+{
+    dtrain_status status = dtrain__draft_place(draft, group);
+    if (status != DTRAIN_OK)
+        return status;
+    (*group)->group = draft->id;
+    (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
+    return DTRAIN_OK;
 }
 
 /* Makes this rank's end and hears how the others fared; one that could not undoes it for all. */
 static dtrain_status dtrain__draft_settle(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain_comm *parent = draft->parent;
-    dtrain_status made = dtrain__draft_make(draft, group), status;
-    dtrain__error cause = dtrain__thread_error;
-    uint64_t mine = (uint64_t)made;
-    if (*group != NULL) {
-        (*group)->group = dtrain__draft_name(draft);
-        (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
+    dtrain_status made = DTRAIN_OK, status;
+    dtrain__error cause;
+    uint64_t mine;
+    if (draft->rank >= 0) {
+        draft->id = dtrain__draft_name(draft);
+        made = dtrain__draft_make(draft, group);
     }
+    cause = dtrain__thread_error;
+    mine = (uint64_t)made;
     status = dtrain__draft_gather(draft, &mine, draft->states, 1);
     if (made != DTRAIN_OK)
         status = dtrain__fail(&parent->error, made, "%s on rank %d: %.560s", draft->call, parent->rank, cause.text);
@@ -224,7 +233,7 @@ static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain
         if (next < 0)
             break;
         draft.states[next] = 1;
-        dtrain__draft_add(&draft, next);
+        dtrain__draft_add(&draft, next, (int)draft.seats[next].origin);
     }
     if (status == DTRAIN_OK)
         status = dtrain__draft_settle(&draft, group);
@@ -303,7 +312,7 @@ DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *rank
         status = dtrain__subgroup_compare(&draft);
     if (status == DTRAIN_OK) {
         for (int i = 0; i < count; i++)
-            dtrain__draft_add(&draft, ranks[i]);
+            dtrain__draft_add(&draft, ranks[i], (int)draft.seats[ranks[i]].origin);
         status = dtrain__draft_settle(&draft, group);
     }
     dtrain__draft_end(&draft);

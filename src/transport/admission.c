@@ -64,6 +64,8 @@ typedef struct dtrain__door {
     size_t in_bytes, out_bytes, out_done;
     char peer_name[DTRAIN__ADDRESS_BYTES];
     dtrain__error error;
+    int verdict;      /* initiator: a proved no, as a dtrain_status */
+    int system_error; /* why the connection ended, as an errno */
 } dtrain__door;
 
 static const unsigned char dtrain__door_magic[8] = {'d', 't', 'r', 'a', 'i', 'n', '\r', '\n'};
@@ -283,6 +285,7 @@ static void dtrain__door_take_verdict(dtrain__door *door, const dtrain__keys *ke
     text[sizeof text - 1] = 0;
     door->state = DTRAIN__DOOR_OPEN;
     if (verdict[0] != DTRAIN_OK) {
+        door->verdict = verdict[0];
         dtrain__fail(&door->error, verdict[0] <= DTRAIN_ERR_ABORTED ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
                      "rank %d at %s sent this rank away: %s", door->peer, door->peer_name, text);
         dtrain__door_close(door);
@@ -316,6 +319,7 @@ static void dtrain__door_lost(dtrain__door *door, int error)
                  "%s: the connection to %s ended while both were introducing "
                  "themselves (%s)",
                  door->initiator ? "connect" : "accept", door->peer_name, dtrain__net_why(error));
+    door->system_error = error;
     dtrain__door_close(door);
 }
 

@@ -56,7 +56,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->id = id;
         channel->rank = rank;
         channel->size = size;
-        channel->wake[0] = channel->wake[1] = channel->awaits[0] = channel->awaits[1] = -1;
+        channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
         if (channel->peers != NULL && (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);
@@ -87,6 +87,8 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
     for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         dtrain__channel_hang_up(&member->control, forked);
+        if (member->door != NULL)
+            dtrain__hub_free_door(hub, member->door);
         if (member->control.replay != NULL)
             dtrain__free(hub->allocator, member->control.replay, DTRAIN__REPLAY_BYTES);
         dtrain__bytes_free(hub->allocator, &member->in);
@@ -117,6 +119,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
             close(hub->kick[i]);
     for (int rank = 0; rank < hub->size; rank++)
         dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
+    while (hub->consents != NULL)
+        dtrain__consent_drop(hub, &hub->consents);
     dtrain__store_free(&hub->store, allocator);
     dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
     memset(&hub->keys, 0, sizeof hub->keys);
@@ -138,6 +142,7 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
     while (*at != channel)
         at = &(*at)->next;
     *at = channel->next;
+    dtrain__consent_left(hub, channel->id, channel->rank);
     for (dtrain__door *door = hub->doors; door != NULL; door = door->next)
         if (door->purpose == DTRAIN__PURPOSE_DATA && door->channel == channel->id)
             dtrain__door_close(door);

@@ -5,7 +5,7 @@
  * at once, the lower rank's stays. hub_step() is all of it: one poll(), then whatever can be done now. */
 #ifndef DTRAIN__RENDEZVOUS
 #define DTRAIN__RENDEZVOUS
-#include "hub.c"
+#include "control.c"
 
 static void dtrain__hub_free_door(dtrain__hub *hub, dtrain__door *door)
 {
@@ -109,7 +109,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__door *door)
     if (hub->reconnect_ns > 0 && member->control.replay == NULL && member->control.sent == 0)
         member->control.replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_resume(&member->control, door->fd, door->peer_received)) {
-        dtrain__hub_lost(hub, door->peer, "its connection came back, but more was lost than can be sent again");
+        dtrain__hub_lost(hub, door->peer, 0, "its connection came back, but more was lost than can be sent again");
         return;
     }
     dtrain__net_tune(door->fd, 0, dtrain__hub_buffer(hub));
@@ -252,6 +252,26 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__door *door)
     dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
 }
 
+/* A proved peer wants a control connection, as one of the two leads now that rank 0 is gone. */
+static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__door *door)
+{
+    dtrain__member *member = &hub->members[door->peer];
+    if (memcmp(door->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_DENIED, "this is another run's group");
+        return;
+    }
+    if ((member->control.fd >= 0 && hub->reconnect_ns == 0) || (member->door != NULL && hub->rank < door->peer)) {
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
+        return;
+    }
+    if (member->door != NULL)
+        dtrain__hub_free_door(hub, member->door);
+    member->door = NULL;
+    dtrain__stream_cut(&member->control);
+    door->received = member->control.received;
+    dtrain__door_answer(door, &hub->keys, DTRAIN_OK, "");
+}
+
 /* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
 {
@@ -297,8 +317,13 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__door *door)
         snprintf(text, sizeof text, "rank %d at %.80s wants rank %u, and this is rank %d of %d", door->peer,
                  door->peer_name, (unsigned)dtrain__get_le(door->hello + 16, 4), hub->rank, hub->size);
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_MISMATCH, text);
+    } else if (hub->formed && hub->members[door->peer].gone == DTRAIN__LOST) {
+        snprintf(text, sizeof text, "%.240s", hub->members[door->peer].why);
+        dtrain__hub_refuse(hub, door, DTRAIN_ERR_PEER_LOST, text);
     } else if (door->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0) {
         dtrain__hub_admit_control(hub, door);
+    } else if (door->purpose == DTRAIN__PURPOSE_CONTROL && hub->formed) {
+        dtrain__hub_admit_call(hub, door);
     } else if (door->purpose == DTRAIN__PURPOSE_DATA) {
         dtrain__hub_admit_data(hub, door);
     } else {
@@ -432,7 +457,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
             dtrain__fail(&door->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", door->peer_name);
         hub->root_error = door->error;
         if (hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST)
-            dtrain__hub_lost(hub, 0, door->error.text);
+            dtrain__hub_lost(hub, 0, 0, door->error.text);
         else if (!hub->formed && door->error.status != DTRAIN_ERR_PEER_LOST && door->error.status != DTRAIN_ERR_ABORTED)
             dtrain__channel_break(hub->world, door->error.status, door->error.text);
     }
@@ -468,6 +493,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__door_step(door, &hub->keys);
     if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
         dtrain__hub_adopt_data(channel, rank, door);
+    else if (door->verdict == DTRAIN_ERR_PEER_LOST)
+        dtrain__hub_given_up(hub, door->error.text);
     else if (door->error.status == DTRAIN_ERR_ABORTED && door->peer_received > lane->links)
         lane->links = door->peer_received;
     else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
@@ -487,6 +514,51 @@ static int dtrain__lane_busy(const dtrain__lane *lane)
            (lane->stream.fd >= 0 && lane->stream.again > 0);
 }
 
+/* Calls a rank to which this one has no control connection, after rank 0 is gone. */
+static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
+{
+    dtrain__member *member = &hub->members[rank];
+    dtrain__address address;
+    int error = 0;
+    if (member->door == NULL) {
+        if (now < member->call_ns || !dtrain__hub_peer_address(hub, rank, &address))
+            return;
+        member->call_ns = now + DTRAIN__CALL_NS / 3;
+        member->door = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
+        error = member->door == NULL ? errno : 0;
+        if (member->door != NULL)
+            member->door->received = member->control.received;
+    }
+    dtrain__door *door = member->door;
+    if (door != NULL) {
+        dtrain__door_step(door, &hub->keys);
+        if (door->state == DTRAIN__DOOR_OPEN && door->out_done == door->out_bytes)
+            dtrain__hub_adopt_control(hub, door);
+        else if (door->state != DTRAIN__DOOR_CLOSED && now < door->expires_ns)
+            return;
+        error = door->system_error;
+        if (door->verdict == DTRAIN_ERR_PEER_LOST)
+            dtrain__hub_given_up(hub, door->error.text);
+        dtrain__hub_free_door(hub, door);
+        member->door = NULL;
+    }
+    if (error == ECONNREFUSED || error == ENOENT)
+        dtrain__hub_lost(hub, rank, 0, "it takes no connection; its process has died");
+}
+
+/* After rank 0 is gone the leader calls the others, who call it when they have waited for that. */
+static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
+{
+    if (hub->elected)
+        dtrain__consent_resend(hub);
+    hub->elected = 0;
+    for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->given_up && rank < hub->size; rank++)
+        if (dtrain__hub_linked(hub, rank) && hub->members[rank].gone == DTRAIN__PRESENT &&
+            hub->members[rank].control.fd < 0)
+            dtrain__hub_call(hub, rank, now);
+    dtrain__consent_step(hub);
+}
+
 /* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
 static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
 {
@@ -501,13 +573,14 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
  * the one that that one waits for. */
 static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
 {
+    int leads = dtrain__hub_leads(hub);
     dtrain__member *member = &hub->members[to];
     size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
-    dtrain__give(hub, &member->out, hub->rank == 0 ? (uint64_t)(suspect + 1) : 0, 4);
+    dtrain__give(hub, &member->out, leads ? (uint64_t)(suspect + 1) : 0, 4);
     dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
-    if (hub->rank != 0)
+    if (!leads)
         dtrain__give_last(hub, member, hub->rank, now);
-    for (int i = 0, about = member->last.awaits; hub->rank == 0 && i < DTRAIN__LAST_CHAIN; i++)
+    for (int i = 0, about = member->last.awaits; leads && i < DTRAIN__LAST_CHAIN; i++)
         if (about < 0 || about == to)
             break;
         else
@@ -530,17 +603,17 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (slept) /* this process was stopped, and cannot tell */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
+            dtrain__hub_lost(hub, rank, 1, "its connection was reset and has not come back within reconnect_ms");
         else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
             snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone",
                      (double)silent * 1e-9);
-            dtrain__hub_lost(hub, rank, how);
+            dtrain__hub_lost(hub, rank, 1, how);
         } else if (hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;
         }
     }
-    if (hub->rank == 0 || suspect == 0) {
+    if (dtrain__hub_leads(hub) || suspect == hub->leader) {
         hub->suspect = suspect;
         hub->suspect_ns = longest;
     }
@@ -552,7 +625,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->out.bytes <= DTRAIN__FRAME_BYTES)
+            member->control.fd >= 0 && member->out.bytes <= DTRAIN__FRAME_BYTES)
             dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
@@ -586,8 +659,9 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
         if (channel->attend)
             dtrain__hub_step_channel(channel, now);
+    dtrain__hub_step_calls(hub, now);
     dtrain__hub_step_hearts(hub, now);
-    dtrain__hub_flush_all(hub, 1);
+    dtrain__hub_flush_all(hub);
 }
 
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
@@ -641,6 +715,11 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
+        if (member->door != NULL)
+            dtrain__hub_watch(hub, count, member->door->fd, dtrain__door_writes(member->door) ? POLLOUT : POLLIN);
+        else if (hub->leader != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
+                 member->control.fd < 0 && member->call_ns < due)
+            due = member->call_ns;
         if (rank == hub->rank || member->control.fd < 0)
             continue;
         member->poll_index = *count;
@@ -658,13 +737,16 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 /* Adds what the service thread could not move in the channel. */
 static void dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
 {
-    for (int sending = 0; sending < 2; sending++) {
-        size_t room;
-        int peer = channel->awaits[sending];
-        dtrain__lane *lane = peer >= 0 ? dtrain__channel_lane(channel, peer, sending, &room) : NULL;
-        if (lane != NULL && lane->stream.fd >= 0)
-            dtrain__hub_watch(channel->hub, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
-    }
+    size_t room;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        for (int sending = 0; sending < 2; sending++) {
+            int event = sending ? POLLOUT : POLLIN;
+            if ((channel->peers[rank].awaits & event) == 0)
+                continue;
+            dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            if (lane->stream.fd >= 0)
+                dtrain__hub_watch(channel->hub, count, lane->stream.fd, event);
+        }
 }
 
 /* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */

@@ -8,8 +8,9 @@
 #include "channel.c"
 
 #ifndef DTRAIN__TURN_BYTES
-#define DTRAIN__TURN_BYTES ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache  \
-                                              */
+#define DTRAIN__TURN_BYTES                                                                                             \
+    ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache                         \
+                       */
 #endif
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
@@ -74,6 +75,15 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
     return DTRAIN_OK;
 }
 
+/* Notes that this direction could go on when its peer moves. */
+static void dtrain__socket_await(dtrain__channel *channel, const dtrain_transfer *transfer, int sending)
+{
+    if (transfer == NULL || transfer->moved == transfer->bytes)
+        return;
+    channel->peers[transfer->peer].awaits |= sending ? POLLOUT : POLLIN;
+    channel->awaiting = 1;
+}
+
 /* Tries both directions once; asked: for a caller that will not wait here. A broken group ends every operation with the
  * group's cause, once nothing more moves: what a peer sent before it failed still completes what it was sent for. An
  * aborted one ends them at once. */
@@ -89,8 +99,10 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         status = dtrain__socket_try(channel, out, 1, most, moved);
     if (channel->broken && (status != DTRAIN_OK || !*moved || channel->cause.status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(&channel->cause);
-    channel->awaits[0] = asked && in != NULL ? in->peer : -1;
-    channel->awaits[1] = asked && out != NULL ? out->peer : -1;
+    if (asked) {
+        dtrain__socket_await(channel, in, 0);
+        dtrain__socket_await(channel, out, 1);
+    }
     pthread_mutex_unlock(&channel->hub->mutex);
     return status;
 }
@@ -205,7 +217,9 @@ static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 static void dtrain__socket_rest(dtrain__channel *channel)
 {
     pthread_mutex_lock(&channel->hub->mutex);
-    channel->awaits[0] = channel->awaits[1] = -1;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        channel->peers[rank].awaits = 0;
+    channel->awaiting = 0;
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -214,12 +228,23 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(((dtrain__channel *)self)->hub);
 }
 
+/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
+ * asks again after this. */
+static void dtrain__socket_flush(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        for (int turn = 0;
+             turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 && hub->members[rank].control.fd >= 0;
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     pthread_mutex_lock(&channel->hub->mutex);
     dtrain__channel_end(channel, channel->rank, why, text);
-    dtrain__hub_flush_all(channel->hub, 100);
+    dtrain__socket_flush(channel->hub);
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -237,7 +262,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         dtrain__hub_relay(hub, -1, &gone);
     else
         dtrain__channel_relay(channel, -1, &bye);
-    dtrain__hub_flush_all(hub, 100);
+    dtrain__socket_flush(hub);
     pthread_mutex_unlock(&hub->mutex);
 }
 

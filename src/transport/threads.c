@@ -37,7 +37,10 @@ typedef struct dtrain__slot {
     uint32_t inside;
     uint32_t left; /* set when the rank's end is destroyed, or its thread has given up */
     int origin;    /* the rank in the family's first board */
-    char pad[DTRAIN__CACHE_LINE - 28];
+    int vote_kind; /* of its last vote; guarded, as the next three, by the family's mutex */
+    uint64_t voted, vote_flags;
+    uint64_t goes_on; /* number of the last decision that this rank is part of */
+    char pad[DTRAIN__CACHE_LINE - 56];
     dtrain__error why;     /* it left; readable once left is set */
     void *recorder;        /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes; /* 0: none */
@@ -83,6 +86,8 @@ struct dtrain__board {
     dtrain__slot *slots;
     dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender */
     dtrain__board_end *board_ends;
+    uint64_t decided, decided_flags, decided_id; /* what its ranks last agreed on; guarded by the family's mutex */
+    int decided_mixed;                           /* they called different things */
 };
 
 static int dtrain__board_broken(dtrain__board *board)
