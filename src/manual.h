@@ -12,7 +12,8 @@
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
  *     >>tensor       element types, conversions, tensors, the matrix product
  *     >>transport    the table to fill for a transport of your own
- *     >>comm         groups of threads and processes, the environment, collectives, asynchronous work, the store
+ *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
+ *                    of groups, survivors, the store
  *     >>order        the order in which a reduction adds
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *
@@ -45,19 +46,22 @@
  *     Desc      Create calls take a desc struct: zero it, set what differs; zero means the default.
  *     Counts    Elements, and always the total, whatever the number of ranks divides; shards differ by at most one
  *               element, earlier ranks longer. In place means that a rank's part stays at its offset.
- *     Order     A reduction adds by one tree over ranks, the same bits on every rank, transport and algorithm (but
- *               the ring's, which must be asked for).
+ *     Order     A reduction adds by one tree over ranks, the same bits on every rank, transport and algorithm, unless
+ *               the desc says DTRAIN_ORDER_ANY or names an algorithm with an order of its own (dtrain_algorithm).
  *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and
  *               instruction set; matrix products those of the instruction set, which the environment variable
  *               DTRAIN_ISA (scalar, sse2, avx2, avx512) can narrow.
  *     Threads   One line on each function: any thread; one thread per object; collective. Library threads block all
  *               signals.
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
+ *     Groups    dtrain_comm_split, _duplicate, _subgroup and dtrain_mesh_create make groups of a group's ranks. Several
+ *               may be used at once, from several threads; what breaks one leaves the others as they are.
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
  *
- *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its group on every
- *               rank, with its number and the first cause. Rank 0 is the one that tells the others.
+ *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its groups on every
+ *               rank, with its number and the first cause; dtrain_comm_abort does so by hand. The survivors may go on:
+ *               dtrain_comm_shrink makes a group of them, dtrain_resync brings all to the state of the furthest.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment writes
  *               PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says what
  *               the awaited rank does, and whom it awaits in turn.

@@ -28,7 +28,11 @@ typedef enum dtrain_order {
 
 /* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
  * the ranks of a node are no power of two; the others in the tree order. What
- * a collective has no form of, or not for this number of ranks, is chosen for it. */
+ * a collective has no form of, or not for this number of ranks, is chosen for it.
+ *
+ * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; RING: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2),
+ * 2009; BRUCK: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; DOUBLE_TREE: Sanders, Speck, Traeff,
+ * Parallel Computing 35(12), 2009; binary blocks of HALVING_DOUBLING: Rabenseifner, ICCS 2004. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
     DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
@@ -60,13 +64,12 @@ typedef enum dtrain_progress {
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
  *
- * DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, in groups of threads too, and
- * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
- *
  * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
- * to all of them. DTRAIN_TOKEN or the file named by
- * DTRAIN_TOKEN_FILE, DTRAIN_INTERFACE, DTRAIN_INSECURE=1 and DTRAIN_TIMEOUT_MS stand for the fields of those names
- * where these are 0.
+ * to all of them. DTRAIN_TOKEN or the file named by DTRAIN_TOKEN_FILE, DTRAIN_INTERFACE, DTRAIN_INSECURE=1 and
+ * DTRAIN_TIMEOUT_MS stand for the fields of those names where these are 0.
+ *
+ * Whatever world_size is, and for threads too: DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides
+ * algorithm, and DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * Ranks prove to each other that they hold the token before anything else is read from a connection. Without a
  * token only the loopback device and unix sockets are used. Traffic itself is neither encrypted nor signed: across
