@@ -1,6 +1,7 @@
 /* Every collective against an independent reference: on random calls that all ranks draw alike from a seed, over
  * every transport and algorithm. Integers wrap, floats are crafted so that sums are exact in any order, or drawn at
- * random and summed by the tree of the manual. PROPERTY_SEED=n repeats a run. */
+ * random and summed by the tree of the manual. PROPERTY_SEED=n repeats a run; PROPERTY_LARGE=1 adds vectors of more
+ * than 2^31 elements, which take 5 GB. */
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)5 << 10)   /* several blocks at small counts */
 #define DTRAIN__MESSAGE_CHUNK ((size_t)4 << 10) /* and several chunks in each */
@@ -475,6 +476,31 @@ static dtrain_status calls_of_a_rank(dtrain_comm *w, void *user)
     return good ? DTRAIN_OK : DTRAIN_ERR_ABORTED;
 }
 
+/* More elements than a 32-bit integer counts, reduced in place and then gathered. */
+static dtrain_status large_calls(dtrain_comm *w, void *user)
+{
+    size_t count = ((size_t)1 << 31) + 4099, begin, mine = dtrain_shard(w, count, dtrain_comm_rank(w), &begin);
+    int rank = dtrain_comm_rank(w), ranks = dtrain_comm_size(w), rest = ranks * (ranks - 1) / 2;
+    unsigned char *x = (unsigned char *)malloc(count);
+    dtrain_status status = x != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+    (void)user;
+    for (size_t i = 0; x != NULL && i < count; i++)
+        x[i] = (unsigned char)(i * 7 + (i >> 31) + (size_t)rank);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(w, x, x, count, DTRAIN_U8, DTRAIN_SUM);
+    for (size_t i = begin; status == DTRAIN_OK && i < begin + mine; i++)
+        x[i] = (unsigned char)(x[i] + 1);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_gather(w, x + begin, x, count, DTRAIN_U8);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        if (x[i] != (unsigned char)((size_t)ranks * (i * 7 + (i >> 31)) + (size_t)rest + 1)) {
+            TEST_FAIL("element %zu of %zu is wrong", i, count);
+            break;
+        }
+    free(x);
+    return status;
+}
+
 static void *rank_of_messages(void *pointer)
 {
     run *r = (run *)pointer;
@@ -493,6 +519,8 @@ static void *rank_of_messages(void *pointer)
     }
     if (status != DTRAIN_OK)
         TEST_FAIL("%s: rank %d of %d: %s", r->stage->name, r->rank, r->ranks, dtrain_last_error());
+    else if (r->calls == 0)
+        CHECK_EQ(large_calls(w, r), DTRAIN_OK);
     else
         calls_of_a_rank(w, r);
     dtrain_comm_destroy(w);
@@ -589,4 +617,15 @@ TEST(worlds_of_64_and_200_on_small_stacks)
     const stage one = {"many threads", ON_THREADS, DTRAIN_ALGORITHM_AUTO, DTRAIN_ORDER_TREE, 0, 0};
     run_stage(&one, 64, 30);
     run_stage(&one, 200, 12);
+}
+
+TEST(more_elements_than_32_bits_count)
+{
+    const stage one = {"large", ON_UNIX_SOCKETS, DTRAIN_ALGORITHM_AUTO, DTRAIN_ORDER_TREE, 0, 0};
+    if (getenv("PROPERTY_LARGE") == NULL) {
+        printf("skipped: PROPERTY_LARGE is not set\n");
+        return;
+    }
+    CHECK_EQ(dtrain_run_threads(2, large_calls, NULL, NULL), DTRAIN_OK);
+    run_stage(&one, 2, 0);
 }
