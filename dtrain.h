@@ -605,6 +605,7 @@ typedef struct dtrain_comm_desc {
     dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
     dtrain_order order;          /* of reductions; 0: the tree's */
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
+    int checksum;                /* 1: messages carry one of their data; -1: none do; 0: over your own transports */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
@@ -6933,10 +6934,14 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
     }
 }
 
-static void dtrain__hub_flush_all(dtrain__hub *hub)
+/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
+ * no lasting reason. */
+static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 {
     for (int rank = 0; rank < hub->size; rank++)
-        if (rank != hub->rank)
+        for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
+                           (turn == 0 || hub->members[rank].out.bytes > 0);
+             turn++)
             dtrain__hub_flush(hub, rank);
 }
 
@@ -7604,7 +7609,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
             dtrain__hub_step_channel(channel, now);
     dtrain__hub_step_calls(hub, now);
     dtrain__hub_step_hearts(hub, now);
-    dtrain__hub_flush_all(hub);
+    dtrain__hub_flush_all(hub, 1);
 }
 
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
@@ -8138,23 +8143,12 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(((dtrain__channel *)self)->hub);
 }
 
-/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
- * asks again after this. */
-static void dtrain__socket_flush(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < hub->size; rank++)
-        for (int turn = 0;
-             turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 && hub->members[rank].control.fd >= 0;
-             turn++)
-            dtrain__hub_flush(hub, rank);
-}
-
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     pthread_mutex_lock(&channel->hub->mutex);
     dtrain__channel_end(channel, channel->rank, why, text);
-    dtrain__socket_flush(channel->hub);
+    dtrain__hub_flush_all(channel->hub, 100);
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -8172,7 +8166,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         dtrain__hub_relay(hub, -1, &gone);
     else
         dtrain__channel_relay(channel, -1, &bye);
-    dtrain__socket_flush(hub);
+    dtrain__hub_flush_all(hub, 100);
     pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -8537,6 +8531,8 @@ typedef struct dtrain__message_header {
     dtrain__call call;
     uint64_t tag;
     uint64_t bytes;
+    uint64_t data_check; /* of what follows; 0: not checked */
+    uint64_t check;      /* of everything above */
 } dtrain__message_header;
 
 /* Where a rank's part of a vector is, in elements. */
@@ -8566,6 +8562,7 @@ typedef struct dtrain__op {
     int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
+    uint64_t check, check_due;       /* of the data that come in: so far, and what their header says; 0: not checked */
     uint64_t turn;                   /* among the operations that went over the board */
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
@@ -8609,6 +8606,7 @@ struct dtrain_comm {
     dtrain_transport transport;
     dtrain__channel *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
+    int checks;             /* messages carry a checksum of their data */
     int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
@@ -9070,11 +9068,14 @@ struct dtrain__recorder {
     uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
     uint32_t awaited;                  /* by the operation under way, + 1 */
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
-    pthread_mutex_t mutex;             /* guards what follows */
+    pthread_mutex_t error_mutex;       /* guards error and failed; held for a few instructions */
     dtrain__error error;               /* of the first of the last failures in a row */
     uint64_t failed;                   /* its record; 0: none */
-    uint64_t good;                     /* the last record that ended well */
-    int written;                       /* the file of trace_on_failure, or its writing was tried */
+    uint64_t good;                     /* the last record that ended well; of whoever records */
+    pthread_mutex_t mutex;             /* held while a file is written; guards what follows */
+    dtrain__error shown;               /* error and failed, as the file has them */
+    uint64_t shown_failed;
+    int written; /* the file of trace_on_failure, or its writing was tried */
     char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
     unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
     dtrain__record_place places[DTRAIN__RECORDS];
@@ -9101,6 +9102,7 @@ static int dtrain__recorder_create(dtrain_comm *comm)
     clock_gettime(CLOCK_REALTIME, &now);
     recorder->monotonic_ns = dtrain__os_now_ns();
     recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    pthread_mutex_init(&recorder->error_mutex, NULL);
     pthread_mutex_init(&recorder->mutex, NULL);
     comm->recorder = recorder;
     if (comm->transport.board != NULL) {
@@ -9114,6 +9116,7 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 {
     if (comm->recorder == NULL)
         return;
+    pthread_mutex_destroy(&comm->recorder->error_mutex);
     pthread_mutex_destroy(&comm->recorder->mutex);
     if (comm->transport.board == NULL)
         dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
@@ -9173,6 +9176,8 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
         op->serial = recorder->begun + 1;
         __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
     }
+    if (recorder->begun - op->serial >= DTRAIN__RECORDS)
+        return; /* a message that others overtook: its place is theirs */
     record.call = dtrain__recorder_call(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
@@ -9194,7 +9199,7 @@ static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
     dtrain__recorder_note(comm, op, 0);
 }
 
-/* The first bytes of the operation move. */
+/* The first bytes of the operation move. Of messages peers are told so at once: see dtrain__recorder_contradicts. */
 static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->moved_ns != 0)
@@ -9202,7 +9207,7 @@ static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
     op->moved_ns = dtrain__os_now_ns();
     if (op->serial == 0)
         dtrain__recorder_start(comm, op);
-    else
+    else if (op->algorithm != DTRAIN_ALGORITHM_FUSED)
         dtrain__recorder_note(comm, op, 0);
 }
 
@@ -9217,12 +9222,12 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
         recorder->good = op->serial;
         return;
     }
-    pthread_mutex_lock(&recorder->mutex);
+    pthread_mutex_lock(&recorder->error_mutex);
     if (recorder->failed <= recorder->good) {
         recorder->failed = op->serial;
         recorder->error = op->error;
     }
-    pthread_mutex_unlock(&recorder->mutex);
+    pthread_mutex_unlock(&recorder->error_mutex);
 }
 
 /* What the rank of this recorder does now; 0 when it cannot be read. */
@@ -9568,8 +9573,8 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
     dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
     dtrain__trace_text(trace, "status",
                        record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
-    if (serial == trace->comm->recorder->failed)
-        dtrain__trace_text(trace, "error", trace->comm->recorder->error.text);
+    if (serial == trace->comm->recorder->shown_failed)
+        dtrain__trace_text(trace, "error", trace->comm->recorder->shown.text);
     dtrain__json_end(&trace->json);
 }
 
@@ -9615,6 +9620,10 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     if (trace.fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
                             strerror(errno));
+    pthread_mutex_lock(&recorder->error_mutex);
+    recorder->shown = recorder->error;
+    recorder->shown_failed = recorder->failed;
+    pthread_mutex_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
     if (trace.error == 0 && fsync(trace.fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
@@ -10201,7 +10210,9 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
     __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
-            op->awaited = peer;
+            /* the one awaited all along, rather than one that has just taken its post back */
+            if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
+                op->awaited = peer;
             dtrain__op_expire(comm, op);
             return 1;
         }
@@ -11507,6 +11518,46 @@ static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op
     return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
 }
 
+/* Goes on with a checksum over more data; changes when any 8 bytes in line do. */
+static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, size_t bytes)
+{
+    static const uint64_t odd = 0x9e3779b97f4a7c15u;
+    uint64_t lane[4] = {sum + 1, sum + 2, sum + 3, sum + 4}, word[4];
+    sum = (sum + bytes) * odd;
+    while (bytes > 0) {
+        size_t n = bytes < sizeof word ? bytes : sizeof word;
+        if (n < sizeof word)
+            memset(word, 0, sizeof word);
+        memcpy(word, data, n);
+        for (int i = 0; i < 4; i++) {
+            lane[i] = (lane[i] ^ word[i]) * odd;
+            lane[i] ^= lane[i] >> 29;
+        }
+        data += n;
+        bytes -= n;
+    }
+    for (int i = 0; i < 4; i++) {
+        sum = (sum ^ lane[i]) * odd;
+        sum ^= sum >> 32;
+    }
+    return sum;
+}
+
+/* Of a whole message's data, in the pieces that a receiver may have of them. Never 0. */
+static uint64_t dtrain__message_sum_all(const unsigned char *data, size_t bytes)
+{
+    uint64_t sum = 0;
+    for (size_t at = 0; at < bytes; at += DTRAIN__MESSAGE_CHUNK)
+        sum = dtrain__message_sum(sum, data + at,
+                                  bytes - at < DTRAIN__MESSAGE_CHUNK ? bytes - at : DTRAIN__MESSAGE_CHUNK);
+    return sum | 1;
+}
+
+static uint64_t dtrain__message_header_sum(const dtrain__message_header *header)
+{
+    return dtrain__message_sum(0, (const unsigned char *)header, offsetof(dtrain__message_header, check));
+}
+
 static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
@@ -11514,6 +11565,8 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     header.call = dtrain__op_call(comm, op, 0);
     header.tag = step->tag_out;
     header.bytes = step->send_bytes;
+    header.data_check = comm->checks ? dtrain__message_sum_all(step->send, step->send_bytes) : 0;
+    header.check = dtrain__message_header_sum(&header);
     unsigned char *letter = dtrain__message_letter(comm, op, 1);
     memcpy(letter, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
@@ -11553,6 +11606,14 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     return next;
 }
 
+static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op *op, int peer, const char *what)
+{
+    return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,
+                        "%s on rank %d: %s of a message from rank %d came damaged; the connection "
+                        "between the two cannot be trusted",
+                        dtrain__op_text(comm, op).text, comm->rank, what, peer);
+}
+
 /* Compares the header that has come with the call that this rank made. */
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
@@ -11562,11 +11623,25 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
+    if (came.check != dtrain__message_header_sum(&came))
+        return dtrain__message_damaged(comm, op, step->from, "the header");
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
     if (came.bytes != step->recv_bytes)
         return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
+    op->check_due = came.data_check;
+    op->check = 0;
     return DTRAIN_OK;
+}
+
+/* Says whether the data that have come are those that were sent, as far as they were checked. */
+static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    if (op->check_due == 0)
+        return DTRAIN_OK;
+    if (!step->fold_early || step->recv_bytes <= DTRAIN__MESSAGE_SMALL)
+        op->check = dtrain__message_sum_all(step->recv, step->recv_bytes);
+    return (op->check | 1) == op->check_due ? DTRAIN_OK : dtrain__message_damaged(comm, op, step->from, "the data");
 }
 
 /* Counts what moved in one direction; checks a header that is whole now, folds a chunk that is. */
@@ -11585,6 +11660,8 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
+        if (op->check_due != 0)
+            op->check = dtrain__message_sum(op->check, step->recv, end - begin);
         dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
                           (end - begin) / dtrain__step_width(op));
     }
@@ -11593,7 +11670,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
         memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
-    return DTRAIN_OK;
+    return sending ? DTRAIN_OK : dtrain__message_whole(comm, op, step);
 }
 
 /* Records why a step failed; the transport's text, where it has one, says more than ours. */
@@ -11890,8 +11967,9 @@ typedef struct dtrain__sweep {
 } dtrain__sweep;
 
 /* Advances, without waiting, the messages from head to the next collective: of those to one peer the first, of those
- * from one peer the first. Crossing messages so get past each other, whatever was queued first. */
-static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
+ * from one peer the first. Crossing messages so get past each other, whatever was queued first. Stops at until_ns once
+ * one has moved. */
+static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head, int64_t until_ns)
 {
     dtrain__sweep sweep = {NULL, NULL, 0, 0};
     int taken = 0, lanes = 2 * (comm->size - 1);
@@ -11902,6 +11980,8 @@ static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
         uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
         if (work->ended || *lane == comm->sweep)
             continue;
+        if (sweep.moved && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
         work->ended = dtrain__comm_turn(comm, &work->op, 0, &sweep.moved);
         if (work->ended)
             continue;
@@ -11932,7 +12012,7 @@ static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrai
 static int dtrain__queue_mail(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
 {
     for (;;) {
-        dtrain__sweep sweep = dtrain__queue_sweep(comm, head);
+        dtrain__sweep sweep = dtrain__queue_sweep(comm, head, until_ns != 0 ? until_ns : comm->poll_until_ns);
         int64_t now, slice;
         int crowded;
         *moved |= sweep.moved;
@@ -12250,10 +12330,15 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         return status;
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
+    return DTRAIN_OK;
+}
+
+/* The time allowed to a call begins. */
+static void dtrain__comm_clock(dtrain_comm *comm, dtrain__op *op)
+{
     op->started_ns = dtrain__os_now_ns();
     op->deadline_ns =
         comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
-    return DTRAIN_OK;
 }
 
 /* Puts an operation at the end of the queue; NULL: no memory. */
@@ -12457,6 +12542,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
                             dtrain__kind_name((uint64_t)op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__comm_note(comm, op);
+    dtrain__comm_clock(comm, op);
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
@@ -12515,6 +12601,9 @@ static void dtrain__comm_free(dtrain_comm *comm)
 static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
 {
     const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    int own = comm->transport.send != NULL && comm->transport.send != dtrain__threads_send &&
+              comm->transport.send != dtrain__socket_send;
+    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && own);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     comm->node_ranks = comm->desc.node_ranks;
@@ -13627,6 +13716,7 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
             if (!dtrain__op_is_letter(op) || (distance + comm->size) % comm->size != k)
                 continue;
             dtrain__fuse_keep(first, dtrain__comm_begin(comm, op));
+            dtrain__comm_clock(comm, op);
             comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__queue_add(comm, op) : NULL;
             if (comm->notes[i].work == NULL)
                 dtrain__fuse_keep(first, dtrain__thread_error.status);

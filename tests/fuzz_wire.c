@@ -73,6 +73,8 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
         dtrain__bytes_free(&heap, &members[i].out);
     }
     dtrain__store_free(&hub.store, &heap);
+    while (hub.consents != NULL)
+        dtrain__consent_drop(&hub, &hub.consents);
     dtrain__channel_free(world);
     if (heap.bytes != 0)
         abort();

@@ -650,6 +650,30 @@ TEST(cancelling_a_collective_ends_it_on_every_rank_and_names_the_canceller)
     }
 }
 
+TEST(cancelling_over_a_transport_of_your_own_ends_the_operation_and_tells_the_transport)
+{
+    for (int poll = 0; poll < 2; poll++) {
+        cable *cables = cables_new(2);
+        cable_end end;
+        dtrain_comm_desc desc;
+        dtrain_work *work;
+        float x = 1;
+        memset(&desc, 0, sizeof desc);
+        desc.progress = poll ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        dtrain_comm *comm = cable_comm(cables, &end, 0, 2, &desc);
+        CHECK_EQ(dtrain_recv_async(comm, &x, 1, DTRAIN_F32, 1, &work), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait_for(work, 20), DTRAIN_ERR_TIMEOUT); /* so it has begun */
+        CHECK_EQ(dtrain_work_cancel(work), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait(work), DTRAIN_ERR_ABORTED);
+        CHECK_CONTAINS(dtrain_last_error(), "recv #1 (f32 x 1) on rank 0: rank 0 cancelled recv #1 (f32 x 1)");
+        CHECK(end.told);
+        CHECK_EQ(dtrain_barrier(comm), DTRAIN_ERR_ABORTED);
+        CHECK_CONTAINS(dtrain_last_error(), "rank 0 cancelled recv #1");
+        dtrain_comm_destroy(comm);
+        free(cables);
+    }
+}
+
 static void cancels_a_message(dtrain_comm *world)
 {
     int rank = dtrain_comm_rank(world);

@@ -1,6 +1,7 @@
 /* Collectives while the system and the connections misbehave: short reads and writes, EINTR and EAGAIN storms,
- * delays, resets. The calls that the library makes to the system are caught here and passed on, or not. Every call
- * ends within its deadline, with the right result or an error. FAULT_SEED=n and FAULT_RUNS=n repeat and prolong. */
+ * delays, resets; over a transport of the user's own also bytes that are dropped, cut off or changed. The calls that
+ * the library makes to the system are caught here and passed on, or not. Every call ends within its deadline, with
+ * the right result or an error. FAULT_SEED=n and FAULT_RUNS=n repeat and prolong. */
 #define _GNU_SOURCE
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)20 << 10)
@@ -11,7 +12,7 @@
 
 #define MOST_RANKS 6
 
-enum { SHORT = 1, STORM = 2, DELAY = 4, RESET = 8 };
+enum { SHORT = 1, STORM = 2, DELAY = 4, RESET = 8, DROP = 16, CUT = 32, CHANGE = 64 };
 
 static struct {
     uint32_t kinds, armed; /* armed: resets may come */
@@ -60,7 +61,39 @@ ssize_t recv(int fd, void *data, size_t bytes, int flags)
     return syscall(SYS_recvfrom, fd, data, bytes, flags, NULL, NULL);
 }
 
+/* A transport of the user's own: the threads transport's messages, on a bad day. */
+static dtrain_status bad_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved)
+{
+    uint32_t kinds = __atomic_load_n(&fault.kinds, __ATOMIC_RELAXED);
+    uint64_t dice = throw_dice();
+    unsigned char *copy = NULL;
+    size_t n = bytes;
+    dtrain_status status;
+    if ((kinds & DELAY) && dice % 32 == 0)
+        usleep((useconds_t)(dice >> 32) % 2000);
+    if (!__atomic_load_n(&fault.armed, __ATOMIC_RELAXED) || (dice >> 8) % 100 != 0)
+        return dtrain__threads_send(self, peer, data, bytes, deadline_ns, moved);
+    if ((kinds & CUT) && (dice >> 20) % 4 == 0) {
+        dtrain__threads_send(self, peer, data, bytes / 2, deadline_ns, moved);
+        return DTRAIN_ERR_PEER_LOST;
+    }
+    if (bytes == 0 || !(kinds & (DROP | CHANGE)))
+        return dtrain__threads_send(self, peer, data, bytes, deadline_ns, moved);
+    __atomic_add_fetch(&fault.resets, 1, __ATOMIC_RELAXED);
+    copy = (unsigned char *)malloc(bytes);
+    memcpy(copy, data, bytes);
+    if (kinds & CHANGE)
+        copy[(dice >> 24) % bytes] ^= (unsigned char)(1 << (dice >> 50) % 8);
+    else
+        n = bytes - 1 - (size_t)(dice >> 24) % bytes;
+    status = dtrain__threads_send(self, peer, copy, n, deadline_ns, moved);
+    *moved = *moved == n ? bytes : *moved;
+    free(copy);
+    return status;
+}
+
 typedef struct rank_of_run {
+    dtrain__board *board; /* NULL: over sockets */
     int rank, ranks, calls, broke;
     int *formed;
     uint64_t seed;
@@ -139,7 +172,17 @@ static void *rank_main(void *pointer)
     desc.root = r->root;
     desc.timeout_ms = 10000;
     desc.reconnect_ms = r->reconnect_ms;
-    dtrain_status status = dtrain_comm_create(&world, &desc);
+    dtrain_status status;
+    if (r->board != NULL) {
+        dtrain_transport transport;
+        dtrain__threads_transport(&transport, r->board, r->rank);
+        transport.board = NULL;
+        transport.send = bad_send;
+        desc.timeout_ms = 500;
+        status = dtrain_comm_from_transport(&world, &transport, &desc);
+    } else {
+        status = dtrain_comm_create(&world, &desc);
+    }
     if (status != DTRAIN_OK)
         TEST_FAIL("seed %llu: rank %d: %s", (unsigned long long)r->seed, r->rank, dtrain_last_error());
     __atomic_add_fetch(r->formed, 1, __ATOMIC_SEQ_CST);
@@ -166,8 +209,9 @@ static void *rank_main(void *pointer)
 }
 
 /* Returns how many ranks ended with an error. */
-static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms)
+static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int sockets)
 {
+    dtrain__board *board = NULL;
     static int turn;
     rank_of_run ranks[MOST_RANKS];
     pthread_t threads[MOST_RANKS];
@@ -176,10 +220,13 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms)
     fault.calls = 0;
     fault.armed = 0;
     __atomic_store_n(&fault.kinds, kinds, __ATOMIC_SEQ_CST);
+    if (!sockets)
+        CHECK_EQ(dtrain__board_create(&board, n, NULL), DTRAIN_OK);
     turn++;
     for (int rank = 0; rank < n; rank++) {
         rank_of_run *r = &ranks[rank];
         memset(r, 0, sizeof *r);
+        r->board = board;
         r->rank = rank;
         r->ranks = n;
         r->calls = 20;
@@ -225,7 +272,7 @@ TEST(short_calls_storms_and_delays_change_nothing)
     dtrain_set_log(quiet, NULL);
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + (uint64_t)i;
-        int broke = run_with(kinds[seed % 5], seed, 0);
+        int broke = run_with(kinds[seed % 5], seed, 0, 1);
         if (broke > 0)
             TEST_FAIL("seed %llu: %d ranks failed", (unsigned long long)seed, broke);
     }
@@ -237,7 +284,7 @@ TEST(a_reset_ends_every_rank_or_none)
     dtrain_set_log(quiet, NULL);
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + 1000000 + (uint64_t)i;
-        run_with(i % 2 ? RESET : RESET | SHORT | STORM, seed, 0);
+        run_with(i % 2 ? RESET : RESET | SHORT | STORM, seed, 0, 1);
     }
     dtrain_set_log(NULL, NULL);
 }
@@ -249,11 +296,27 @@ TEST(links_that_may_come_back_survive_resets)
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + 2000000 + (uint64_t)i;
         fault.resets = 0;
-        int broke = run_with(RESET | (i % 3 ? SHORT : 0), seed, 5000);
+        int broke = run_with(RESET | (i % 3 ? SHORT : 0), seed, 5000, 1);
         survived += broke == 0 && fault.resets > 0;
         resets += (int)fault.resets;
     }
     printf("%d resets, %d runs survived some\n", resets, survived);
     CHECK(resets > 0 && survived > 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(bytes_that_are_dropped_cut_off_or_changed_are_noticed)
+{
+    static const uint32_t kinds[] = {DROP, CUT, CHANGE, CHANGE | DELAY, DROP | CUT | DELAY};
+    int broke = 0, damaged = 0;
+    dtrain_set_log(quiet, NULL);
+    for (int i = 0; i < runs(20); i++) {
+        uint64_t seed = first_seed() + 3000000 + (uint64_t)i;
+        fault.resets = 0;
+        broke += run_with(kinds[i % 5], seed, 0, 0) > 0;
+        damaged += fault.resets > 0;
+    }
+    printf("%d runs were damaged, %d ended with errors\n", damaged, broke);
+    CHECK(damaged > 0 && broke >= damaged / 2);
     dtrain_set_log(NULL, NULL);
 }

@@ -511,8 +511,9 @@ static dtrain_status without_rank_2(dtrain_comm *world, void *user)
         CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_TIMEOUT);
         CHECK_CONTAINS(dtrain_last_error(),
                        "; rank 2 has called nothing yet; nothing had moved, so the call can be made");
+        usleep(400000);
     } else {
-        usleep(700000);
+        usleep(1000000);
     }
     while (status == DTRAIN_ERR_TIMEOUT)
         status = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM);

@@ -111,8 +111,9 @@ typedef struct dtrain__sweep {
 } dtrain__sweep;
 
 /* Advances, without waiting, the messages from head to the next collective: of those to one peer the first, of those
- * from one peer the first. Crossing messages so get past each other, whatever was queued first. */
-static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
+ * from one peer the first. Crossing messages so get past each other, whatever was queued first. Stops at until_ns once
+ * one has moved. */
+static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head, int64_t until_ns)
 {
     dtrain__sweep sweep = {NULL, NULL, 0, 0};
     int taken = 0, lanes = 2 * (comm->size - 1);
@@ -123,6 +124,8 @@ static dtrain__sweep dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head)
         uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
         if (work->ended || *lane == comm->sweep)
             continue;
+        if (sweep.moved && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
         work->ended = dtrain__comm_turn(comm, &work->op, 0, &sweep.moved);
         if (work->ended)
             continue;
@@ -153,7 +156,7 @@ static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrai
 static int dtrain__queue_mail(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
 {
     for (;;) {
-        dtrain__sweep sweep = dtrain__queue_sweep(comm, head);
+        dtrain__sweep sweep = dtrain__queue_sweep(comm, head, until_ns != 0 ? until_ns : comm->poll_until_ns);
         int64_t now, slice;
         int crowded;
         *moved |= sweep.moved;
@@ -471,10 +474,15 @@ static dtrain_status dtrain__comm_begin(dtrain_comm *comm, dtrain__op *op)
         return status;
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
+    return DTRAIN_OK;
+}
+
+/* The time allowed to a call begins. */
+static void dtrain__comm_clock(dtrain_comm *comm, dtrain__op *op)
+{
     op->started_ns = dtrain__os_now_ns();
     op->deadline_ns =
         comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
-    return DTRAIN_OK;
 }
 
 /* Puts an operation at the end of the queue; NULL: no memory. */
@@ -678,6 +686,7 @@ static dtrain_status dtrain__comm_call(dtrain_comm *comm, dtrain__op *op, dtrain
                             dtrain__kind_name((uint64_t)op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__comm_note(comm, op);
+    dtrain__comm_clock(comm, op);
     if (work != NULL)
         return dtrain__comm_enqueue(comm, op, work);
     if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {

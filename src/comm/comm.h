@@ -86,6 +86,7 @@ typedef struct dtrain_comm_desc {
     dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
     dtrain_order order;          /* of reductions; 0: the tree's */
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
+    int checksum;                /* 1: messages carry one of their data; -1: none do; 0: over your own transports */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */

@@ -156,6 +156,7 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
             if (!dtrain__op_is_letter(op) || (distance + comm->size) % comm->size != k)
                 continue;
             dtrain__fuse_keep(first, dtrain__comm_begin(comm, op));
+            dtrain__comm_clock(comm, op);
             comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__queue_add(comm, op) : NULL;
             if (comm->notes[i].work == NULL)
                 dtrain__fuse_keep(first, dtrain__thread_error.status);

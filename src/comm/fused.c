@@ -149,7 +149,9 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
     __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
-            op->awaited = peer;
+            /* the one awaited all along, rather than one that has just taken its post back */
+            if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
+                op->awaited = peer;
             dtrain__op_expire(comm, op);
             return 1;
         }

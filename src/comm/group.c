@@ -44,6 +44,9 @@ static void dtrain__comm_free(dtrain_comm *comm)
 static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
 {
     const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    int own = comm->transport.send != NULL && comm->transport.send != dtrain__threads_send &&
+              comm->transport.send != dtrain__socket_send;
+    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && own);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     comm->node_ranks = comm->desc.node_ranks;

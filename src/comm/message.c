@@ -94,6 +94,46 @@ static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op
     return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
 }
 
+/* Goes on with a checksum over more data; changes when any 8 bytes in line do. */
+static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, size_t bytes)
+{
+    static const uint64_t odd = 0x9e3779b97f4a7c15u;
+    uint64_t lane[4] = {sum + 1, sum + 2, sum + 3, sum + 4}, word[4];
+    sum = (sum + bytes) * odd;
+    while (bytes > 0) {
+        size_t n = bytes < sizeof word ? bytes : sizeof word;
+        if (n < sizeof word)
+            memset(word, 0, sizeof word);
+        memcpy(word, data, n);
+        for (int i = 0; i < 4; i++) {
+            lane[i] = (lane[i] ^ word[i]) * odd;
+            lane[i] ^= lane[i] >> 29;
+        }
+        data += n;
+        bytes -= n;
+    }
+    for (int i = 0; i < 4; i++) {
+        sum = (sum ^ lane[i]) * odd;
+        sum ^= sum >> 32;
+    }
+    return sum;
+}
+
+/* Of a whole message's data, in the pieces that a receiver may have of them. Never 0. */
+static uint64_t dtrain__message_sum_all(const unsigned char *data, size_t bytes)
+{
+    uint64_t sum = 0;
+    for (size_t at = 0; at < bytes; at += DTRAIN__MESSAGE_CHUNK)
+        sum = dtrain__message_sum(sum, data + at,
+                                  bytes - at < DTRAIN__MESSAGE_CHUNK ? bytes - at : DTRAIN__MESSAGE_CHUNK);
+    return sum | 1;
+}
+
+static uint64_t dtrain__message_header_sum(const dtrain__message_header *header)
+{
+    return dtrain__message_sum(0, (const unsigned char *)header, offsetof(dtrain__message_header, check));
+}
+
 static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header header;
@@ -101,6 +141,8 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     header.call = dtrain__op_call(comm, op, 0);
     header.tag = step->tag_out;
     header.bytes = step->send_bytes;
+    header.data_check = comm->checks ? dtrain__message_sum_all(step->send, step->send_bytes) : 0;
+    header.check = dtrain__message_header_sum(&header);
     unsigned char *letter = dtrain__message_letter(comm, op, 1);
     memcpy(letter, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
@@ -140,6 +182,14 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     return next;
 }
 
+static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op *op, int peer, const char *what)
+{
+    return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,
+                        "%s on rank %d: %s of a message from rank %d came damaged; the connection "
+                        "between the two cannot be trusted",
+                        dtrain__op_text(comm, op).text, comm->rank, what, peer);
+}
+
 /* Compares the header that has come with the call that this rank made. */
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
@@ -149,11 +199,25 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
+    if (came.check != dtrain__message_header_sum(&came))
+        return dtrain__message_damaged(comm, op, step->from, "the header");
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
     if (came.bytes != step->recv_bytes)
         return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
+    op->check_due = came.data_check;
+    op->check = 0;
     return DTRAIN_OK;
+}
+
+/* Says whether the data that have come are those that were sent, as far as they were checked. */
+static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    if (op->check_due == 0)
+        return DTRAIN_OK;
+    if (!step->fold_early || step->recv_bytes <= DTRAIN__MESSAGE_SMALL)
+        op->check = dtrain__message_sum_all(step->recv, step->recv_bytes);
+    return (op->check | 1) == op->check_due ? DTRAIN_OK : dtrain__message_damaged(comm, op, step->from, "the data");
 }
 
 /* Counts what moved in one direction; checks a header that is whole now, folds a chunk that is. */
@@ -172,6 +236,8 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
         size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
+        if (op->check_due != 0)
+            op->check = dtrain__message_sum(op->check, step->recv, end - begin);
         dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
                           (end - begin) / dtrain__step_width(op));
     }
@@ -180,7 +246,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
         memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
-    return DTRAIN_OK;
+    return sending ? DTRAIN_OK : dtrain__message_whole(comm, op, step);
 }
 
 /* Records why a step failed; the transport's text, where it has one, says more than ours. */

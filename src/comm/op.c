@@ -56,6 +56,8 @@ typedef struct dtrain__message_header {
     dtrain__call call;
     uint64_t tag;
     uint64_t bytes;
+    uint64_t data_check; /* of what follows; 0: not checked */
+    uint64_t check;      /* of everything above */
 } dtrain__message_header;
 
 /* Where a rank's part of a vector is, in elements. */
@@ -85,6 +87,7 @@ typedef struct dtrain__op {
     int scattered; /* in is an array of dtrain__segment, which count elements in all */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
+    uint64_t check, check_due;       /* of the data that come in: so far, and what their header says; 0: not checked */
     uint64_t turn;                   /* among the operations that went over the board */
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
@@ -128,6 +131,7 @@ struct dtrain_comm {
     dtrain_transport transport;
     dtrain__channel *socket; /* of a group of processes; NULL: another transport */
     int forming;            /* such a group is not complete yet */
+    int checks;             /* messages carry a checksum of their data */
     int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */

@@ -32,11 +32,14 @@ struct dtrain__recorder {
     uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
     uint32_t awaited;                  /* by the operation under way, + 1 */
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
-    pthread_mutex_t mutex;             /* guards what follows */
+    pthread_mutex_t error_mutex;       /* guards error and failed; held for a few instructions */
     dtrain__error error;               /* of the first of the last failures in a row */
     uint64_t failed;                   /* its record; 0: none */
-    uint64_t good;                     /* the last record that ended well */
-    int written;                       /* the file of trace_on_failure, or its writing was tried */
+    uint64_t good;                     /* the last record that ended well; of whoever records */
+    pthread_mutex_t mutex;             /* held while a file is written; guards what follows */
+    dtrain__error shown;               /* error and failed, as the file has them */
+    uint64_t shown_failed;
+    int written; /* the file of trace_on_failure, or its writing was tried */
     char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
     unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
     dtrain__record_place places[DTRAIN__RECORDS];
@@ -63,6 +66,7 @@ static int dtrain__recorder_create(dtrain_comm *comm)
     clock_gettime(CLOCK_REALTIME, &now);
     recorder->monotonic_ns = dtrain__os_now_ns();
     recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    pthread_mutex_init(&recorder->error_mutex, NULL);
     pthread_mutex_init(&recorder->mutex, NULL);
     comm->recorder = recorder;
     if (comm->transport.board != NULL) {
@@ -76,6 +80,7 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 {
     if (comm->recorder == NULL)
         return;
+    pthread_mutex_destroy(&comm->recorder->error_mutex);
     pthread_mutex_destroy(&comm->recorder->mutex);
     if (comm->transport.board == NULL)
         dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
@@ -135,6 +140,8 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
         op->serial = recorder->begun + 1;
         __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
     }
+    if (recorder->begun - op->serial >= DTRAIN__RECORDS)
+        return; /* a message that others overtook: its place is theirs */
     record.call = dtrain__recorder_call(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
@@ -156,7 +163,7 @@ static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
     dtrain__recorder_note(comm, op, 0);
 }
 
-/* The first bytes of the operation move. */
+/* The first bytes of the operation move. Of messages peers are told so at once: see dtrain__recorder_contradicts. */
 static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->moved_ns != 0)
@@ -164,7 +171,7 @@ static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
     op->moved_ns = dtrain__os_now_ns();
     if (op->serial == 0)
         dtrain__recorder_start(comm, op);
-    else
+    else if (op->algorithm != DTRAIN_ALGORITHM_FUSED)
         dtrain__recorder_note(comm, op, 0);
 }
 
@@ -179,12 +186,12 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
         recorder->good = op->serial;
         return;
     }
-    pthread_mutex_lock(&recorder->mutex);
+    pthread_mutex_lock(&recorder->error_mutex);
     if (recorder->failed <= recorder->good) {
         recorder->failed = op->serial;
         recorder->error = op->error;
     }
-    pthread_mutex_unlock(&recorder->mutex);
+    pthread_mutex_unlock(&recorder->error_mutex);
 }
 
 /* What the rank of this recorder does now; 0 when it cannot be read. */

@@ -176,8 +176,8 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
     dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
     dtrain__trace_text(trace, "status",
                        record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
-    if (serial == trace->comm->recorder->failed)
-        dtrain__trace_text(trace, "error", trace->comm->recorder->error.text);
+    if (serial == trace->comm->recorder->shown_failed)
+        dtrain__trace_text(trace, "error", trace->comm->recorder->shown.text);
     dtrain__json_end(&trace->json);
 }
 
@@ -223,6 +223,10 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     if (trace.fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
                             strerror(errno));
+    pthread_mutex_lock(&recorder->error_mutex);
+    recorder->shown = recorder->error;
+    recorder->shown_failed = recorder->failed;
+    pthread_mutex_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
     if (trace.error == 0 && fsync(trace.fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
