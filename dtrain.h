@@ -6941,10 +6941,14 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
     }
 }
 
-static void dtrain__hub_flush_all(dtrain__hub *hub)
+/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
+ * no lasting reason. */
+static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 {
     for (int rank = 0; rank < hub->size; rank++)
-        if (rank != hub->rank)
+        for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
+                           (turn == 0 || hub->members[rank].out.bytes > 0);
+             turn++)
             dtrain__hub_flush(hub, rank);
 }
 
@@ -7612,7 +7616,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
             dtrain__hub_step_channel(channel, now);
     dtrain__hub_step_calls(hub, now);
     dtrain__hub_step_hearts(hub, now);
-    dtrain__hub_flush_all(hub);
+    dtrain__hub_flush_all(hub, 1);
 }
 
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
@@ -8152,23 +8156,12 @@ static void dtrain__socket_wake(void *self)
     dtrain__hub_kick(((dtrain__channel *)self)->hub);
 }
 
-/* Sends what is to be said right now, without waiting. The system may refuse a call for no lasting reason, and nobody
- * asks again after this. */
-static void dtrain__socket_flush(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < hub->size; rank++)
-        for (int turn = 0;
-             turn < 100 && rank != hub->rank && hub->members[rank].out.bytes > 0 && hub->members[rank].control.fd >= 0;
-             turn++)
-            dtrain__hub_flush(hub, rank);
-}
-
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     pthread_mutex_lock(&channel->hub->mutex);
     dtrain__channel_end(channel, channel->rank, why, text);
-    dtrain__socket_flush(channel->hub);
+    dtrain__hub_flush_all(channel->hub, 100);
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
@@ -8186,7 +8179,7 @@ static void dtrain__socket_leave(void *self, const char *why)
         dtrain__hub_relay(hub, -1, &gone);
     else
         dtrain__channel_relay(channel, -1, &bye);
-    dtrain__socket_flush(hub);
+    dtrain__hub_flush_all(hub, 100);
     pthread_mutex_unlock(&hub->mutex);
 }
 

@@ -458,10 +458,14 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
     }
 }
 
-static void dtrain__hub_flush_all(dtrain__hub *hub)
+/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
+ * no lasting reason. */
+static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 {
     for (int rank = 0; rank < hub->size; rank++)
-        if (rank != hub->rank)
+        for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
+                           (turn == 0 || hub->members[rank].out.bytes > 0);
+             turn++)
             dtrain__hub_flush(hub, rank);
 }
 

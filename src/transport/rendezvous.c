@@ -661,7 +661,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
             dtrain__hub_step_channel(channel, now);
     dtrain__hub_step_calls(hub, now);
     dtrain__hub_step_hearts(hub, now);
-    dtrain__hub_flush_all(hub);
+    dtrain__hub_flush_all(hub, 1);
 }
 
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
