@@ -56,8 +56,9 @@
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
  *
- *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its group on every
- *               rank, with its number and the first cause. Rank 0 is the one that tells the others.
+ *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its groups on every
+ *               rank, with its number and the first cause. Rank 0, or the lowest that is left, tells the others.
+ *               dtrain_comm_shrink makes a working group of the survivors, dtrain_resync gives them one state.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment writes
  *               PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says what
  *               the awaited rank does, and whom it awaits in turn.
