@@ -101,8 +101,9 @@ typedef struct dtrain_comm_desc {
 /* Makes the group of processes that the environment or desc describes; a world of one where they describe none.
  *
  * Rank 0 listens at the root address, the others reach it there, in any order, within timeout_ms. Between processes
- * connections are made when first needed; one service thread a group looks after them, unless progress is
- * DTRAIN_PROGRESS_POLL. A forked child cannot use its parent's group.
+ * connections are made when first needed; one service thread looks after those of this group and of all that come of
+ * it by dtrain_comm_split and its like, unless progress is DTRAIN_PROGRESS_POLL. A forked child cannot use its
+ * parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
@@ -139,7 +140,8 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
 
 /* Runs body once a rank, each on a thread of its own, and returns when all have returned.
  *
- *   body      gets its rank's end, which is destroyed after it returns
+ *   body      gets its rank's end, which is destroyed after it returns; when it returns an error, its ends of other
+ *             groups count as gone, too, but are still its own to destroy
  *   returns   DTRAIN_OK when every body did; else the status of the rank that failed first, and a text that
  *             begins with its number. Ranks that wait for it get DTRAIN_ERR_PEER_LOST
  *
@@ -208,8 +210,9 @@ DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *rank
  *
  * For a group that is broken as ranks were lost; it may be called on a whole one, too. More ranks may be lost
  * meanwhile, rank 0 included: a survivor that the group still counts breaks it, and the call is made again on that.
- * Who is counted out stays out, even should it come back; where nothing but silence speaks against a rank, only the
- * larger part of comm goes on, of two halves the one with the lowest rank.
+ * Who is counted out stays out, even should it come back. A connection that was closed or refused proves a death;
+ * where a rank is only silent (for heartbeat_ms, or has not reconnected within reconnect_ms), the larger part of comm
+ * goes on, of two halves the one with the lowest rank, so that no two parts ever do.
  *
  *   survivors  out: this rank's end; NULL on an error
  *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; it can be called again
@@ -347,7 +350,7 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
  *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
- *             DTRAIN_ERR_PEER_LOST  a rank has left; the group is broken
+ *             DTRAIN_ERR_PEER_LOST  a rank has left or died; the group is broken (see dtrain_comm_shrink)
  *             on any error the contents of out are undefined, in is unchanged unless in == out
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -684,6 +687,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
 #define DTRAIN_STORE_ABSENT ((size_t)-1)
 
 /* Sets key to a string of bytes that every rank can get; for a program's own set-up, not for tensors.
+ *
+ * A world and the groups that come of it share one store, which rank 0 of the world keeps and takes along.
  *
  *   key      1 to 255 characters
  *   value    up to 65,536 bytes; rank 0 keeps 64 MiB of them
