@@ -332,6 +332,10 @@ TEST(ranks_that_fuse_differently_are_told_even_where_the_sizes_add_up)
 static void fuse_misused(dtrain_comm *world)
 {
     float x[4] = {1, 1, 1, 1};
+    int both[2] = {0, 1};
+    dtrain_mesh_dim dim = {"data", 0};
+    dtrain_mesh *mesh = (dtrain_mesh *)x;
+    dtrain_comm *group = world;
     dtrain_work *work = (dtrain_work *)x;
     CHECK_EQ(dtrain_fuse_end(world), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "there was no fuse_begin");
@@ -345,6 +349,13 @@ static void fuse_misused(dtrain_comm *world)
     CHECK_EQ(dtrain_all_reduce(world, x, x, 1, (dtrain_dtype)DTRAIN_SUM, (dtrain_op)DTRAIN_F32), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_comm_check_equal(world, x, 1, DTRAIN_F32), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_all_reduce_weighted(world, x, x, 1, DTRAIN_F32, 1), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "comm_split on rank");
+    CHECK_CONTAINS(dtrain_last_error(), "it cannot be fused; call fuse_end first");
+    CHECK_EQ(dtrain_comm_subgroup(world, both, 2, &group), DTRAIN_ERR_INVALID);
+    CHECK(group == NULL);
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, &dim, 1), DTRAIN_ERR_INVALID);
+    CHECK(mesh == NULL);
     CHECK_EQ(dtrain_all_reduce(world, x + 1, x + 1, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
     CHECK_EQ(dtrain_fuse_end(world), DTRAIN_OK);
     CHECK(x[0] == 2 && x[1] == 2 && x[2] == 1);
