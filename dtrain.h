@@ -8126,6 +8126,7 @@ typedef struct dtrain__op {
 struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
+    dtrain_work *older; /* of all handles that the group has made */
     uint32_t done;
     int ended; /* done once it is the queue's head */
     dtrain__op op;
@@ -8173,7 +8174,7 @@ struct dtrain_comm {
     int64_t blocked_ns;
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
-    dtrain_work *head, *tail, *spare;
+    dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;       /* queued and not done */
     uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
     int fusing;             /* between fuse_begin and fuse_end */
@@ -11888,8 +11889,12 @@ static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
         comm->spare = work->next;
     else
         work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
-    if (work != NULL) {
+    if (work != NULL && work->comm == NULL) {
         work->comm = comm;
+        work->older = comm->newest;
+        comm->newest = work;
+    }
+    if (work != NULL) {
         work->next = NULL;
         work->done = 0;
         work->ended = 0;
@@ -12108,16 +12113,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size;
     dtrain_allocator *allocator = comm->allocator, own;
-    while (comm->head != NULL) {
-        comm->tail = comm->head->next;
-        comm->head->next = comm->spare;
-        comm->spare = comm->head;
-        comm->head = comm->tail;
-    }
-    while (comm->spare != NULL) {
-        comm->tail = comm->spare->next;
-        dtrain__free(allocator, comm->spare, sizeof(dtrain_work));
-        comm->spare = comm->tail;
+    while (comm->newest != NULL) {
+        dtrain_work *work = comm->newest;
+        comm->newest = work->older;
+        dtrain__free(allocator, work, sizeof *work);
     }
     dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));

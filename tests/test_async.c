@@ -373,6 +373,30 @@ TEST(a_fuse_says_what_it_does_not_take_and_may_be_left_open)
     CHECK_EQ(dtrain_fuse_end(NULL), DTRAIN_ERR_INVALID);
 }
 
+static dtrain_status left_with_handles(dtrain_comm *world, void *user)
+{
+    static float x[2][3];
+    dtrain_work *work[3];
+    (void)user;
+    for (int i = 0; i < 3; i++) {
+        float *at = &x[dtrain_comm_rank(world)][i];
+        CHECK_EQ(dtrain_all_reduce_async(world, at, at, 1, DTRAIN_F32, DTRAIN_SUM, &work[i]), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_work_wait(work[1]), DTRAIN_OK);
+    CHECK(dtrain_work_done(work[0]));
+    return DTRAIN_OK;
+}
+
+TEST(handles_that_nobody_waited_for_go_with_the_group)
+{
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = &allocator;
+    CHECK_EQ(dtrain_run_threads(2, left_with_handles, NULL, &desc), DTRAIN_OK);
+    CHECK_EQ(allocator.bytes, 0);
+}
+
 static void warm_fuses(dtrain_comm *world)
 {
     int rank = dtrain_comm_rank(world), peer = 1 - rank;

@@ -13,16 +13,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size;
     dtrain_allocator *allocator = comm->allocator, own;
-    while (comm->head != NULL) {
-        comm->tail = comm->head->next;
-        comm->head->next = comm->spare;
-        comm->spare = comm->head;
-        comm->head = comm->tail;
-    }
-    while (comm->spare != NULL) {
-        comm->tail = comm->spare->next;
-        dtrain__free(allocator, comm->spare, sizeof(dtrain_work));
-        comm->spare = comm->tail;
+    while (comm->newest != NULL) {
+        dtrain_work *work = comm->newest;
+        comm->newest = work->older;
+        dtrain__free(allocator, work, sizeof *work);
     }
     dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
