@@ -708,9 +708,10 @@ DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
  *
  *   color    0 or more; negative: this rank is in none of the groups
  *   group    out: this rank's end; NULL for a negative color and on an error
- *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; DTRAIN_ERR_MEMORY and
- * DTRAIN_ERR_IO, the text says on which rank; DTRAIN_ERR_UNSUPPORTED  a transport of your own, unless each group has
- * one rank
+ *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; and
+ *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO  the text says on which rank
+ *            DTRAIN_ERR_UNSUPPORTED            a transport of your own, unless each group has one rank
+ *            DTRAIN_ERR_INVALID                on this rank alone: a fuse is open
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
@@ -1172,11 +1173,13 @@ DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
  * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
  * belong to the fuse until the end; none may overlap another that is written.
  *
- *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive from
- * every other, of any size, in any order collectives   run in the order of their calls. Neighbours, messages aside,
- * become one operation where they are all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and
- * root, of up to 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls errors
- * DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive
+ *                 from every other, of any size, in any order
+ *   collectives   run in the order of their calls. Neighbours, messages aside, become one operation where they are
+ *                 all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and root, of up to
+ *                 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls
+ *   errors        DTRAIN_ERR_INVALID  a fuse is open already. So get calls that cannot wait for its end: asynchronous
+ *                                     ones, weighted means, check_equal, and those that make groups
  *
  * one thread per object */
 DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
@@ -4495,7 +4498,8 @@ struct dtrain__board {
     uint32_t broken; /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
     int ends;        /* ranks that have come and not left */
     int size;
-    uint64_t id; /* its name in the family; the first one's is 0 */
+    uint64_t id;        /* its name in the family; the first one's is 0 */
+    uint64_t withdrawn; /* posts taken back, or tried to; 2 each, odd while a rank is at it */
     dtrain__error cause;
     dtrain__family *family;
     dtrain__board *next;
@@ -8605,6 +8609,7 @@ typedef struct dtrain__op {
 struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
+    dtrain_work *older; /* of all handles that the group has made */
     uint32_t done;
     int ended; /* done once it is the queue's head */
     dtrain__op op;
@@ -8652,7 +8657,7 @@ struct dtrain_comm {
     int64_t blocked_ns;
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
-    dtrain_work *head, *tail, *spare;
+    dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;       /* queued and not done */
     uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
     int fusing;             /* between fuse_begin and fuse_end */
@@ -10086,8 +10091,9 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
  * theirs. Small inputs travel on the board itself and need no second round. No step waits: fused_advance
  * does what can be done now, so that blocking calls, the service thread and poll share it.
  *
- * A rank takes its post back at its deadline by marking it; peers commit only after they have seen every
- * post present twice in a row, so a mark made before the last post arrived is seen by all. */
+ * A rank takes its post back at its deadline by marking it, and looks whether every peer has posted: then it
+ * unmarks it and goes on. Ranks do so one after another, and peers commit only after they have seen every post
+ * present while nobody did so, so that either all ranks commit or none. */
 #ifndef DTRAIN__FUSED
 #define DTRAIN__FUSED
 
@@ -10222,22 +10228,40 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
     dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
 }
 
+/* Marks this rank's post as taken back, unless every peer has posted; the peer that has not, or -1. */
+static int dtrain__fused_mark(dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    int missing = -1;
+    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size && missing < 0; peer++)
+        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
+            missing = peer;
+    if (missing < 0)
+        __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    return missing;
+}
+
 /* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
-    for (int peer = 0; peer < comm->size; peer++)
-        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
-            /* the one awaited all along, rather than one that has just taken its post back */
-            if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
-                op->awaited = peer;
-            dtrain__op_expire(comm, op);
-            return 1;
-        }
-    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    dtrain__board *board = comm->transport.board;
+    uint64_t withdrawn = __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    while (!__atomic_compare_exchange_n(&board->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST)) {
+        withdrawn &= ~(uint64_t)1;
+        sched_yield();
+    }
+    int missing = dtrain__fused_mark(comm, op);
+    __atomic_store_n(&board->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
-    return 0;
+    if (missing < 0)
+        return 0;
+    /* the one awaited all along, rather than one that has just taken its post back */
+    if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
+        op->awaited = missing;
+    dtrain__op_expire(comm, op);
+    return 1;
 }
 
 /* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
@@ -10256,9 +10280,12 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
     }
     op->at = 0;
+    uint64_t withdrawn = __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST);
     for (peer = 0; peer < comm->size; peer++)
         if (!dtrain__fused_arrived(comm, op, peer))
             return 0;
+    if (withdrawn % 2 != 0 || __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
+        return 0; /* who is at it rings the bell */
     op->awaited = -1;
     comm->number = op->number;
     comm->turn = op->turn;
@@ -12374,8 +12401,12 @@ static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
         comm->spare = work->next;
     else
         work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
-    if (work != NULL) {
+    if (work != NULL && work->comm == NULL) {
         work->comm = comm;
+        work->older = comm->newest;
+        comm->newest = work;
+    }
+    if (work != NULL) {
         work->next = NULL;
         work->done = 0;
         work->ended = 0;
@@ -12594,16 +12625,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size;
     dtrain_allocator *allocator = comm->allocator, own;
-    while (comm->head != NULL) {
-        comm->tail = comm->head->next;
-        comm->head->next = comm->spare;
-        comm->spare = comm->head;
-        comm->head = comm->tail;
-    }
-    while (comm->spare != NULL) {
-        comm->tail = comm->spare->next;
-        dtrain__free(allocator, comm->spare, sizeof(dtrain_work));
-        comm->spare = comm->tail;
+    while (comm->newest != NULL) {
+        dtrain_work *work = comm->newest;
+        comm->newest = work->older;
+        dtrain__free(allocator, work, sizeof *work);
     }
     dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
@@ -12624,19 +12649,21 @@ static void dtrain__comm_free(dtrain_comm *comm)
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
 static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
 {
-    const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    int64_t ranks = 0;
+    dtrain_status status = DTRAIN_OK;
     int own = comm->transport.send != NULL && comm->transport.send != dtrain__threads_send &&
               comm->transport.send != dtrain__socket_send;
     comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && own);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
-    comm->node_ranks = comm->desc.node_ranks;
-    if (comm->node_ranks == 0 && ranks != NULL)
-        comm->node_ranks = atoi(ranks);
-    if (comm->node_ranks < 0)
+    if (comm->desc.node_ranks < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
-                            comm->node_ranks);
-    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+                            comm->desc.node_ranks);
+    if (comm->desc.node_ranks == 0 && dtrain__place_get("DTRAIN_NODE_RANKS") != NULL)
+        status = dtrain__place_number("DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks);
+    comm->node_ranks = comm->desc.node_ranks > 0 ? comm->desc.node_ranks : (int)ranks;
+    comm->node_ranks = comm->node_ranks < comm->size ? comm->node_ranks : comm->size;
+    return status == DTRAIN_OK ? dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM")) : status;
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. allocator: NULL, one of its own. */
@@ -14154,6 +14181,9 @@ static dtrain_status dtrain__draft_begin(dtrain__draft *draft, dtrain_comm *pare
 {
     size_t size = (size_t)parent->size;
     memset(draft, 0, sizeof *draft);
+    if (parent->fusing)
+        return dtrain__fail(&parent->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: it cannot be fused; call fuse_end first", call, parent->rank);
     draft->call = call;
     draft->parent = parent;
     draft->rank = -1;

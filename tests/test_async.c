@@ -332,6 +332,10 @@ TEST(ranks_that_fuse_differently_are_told_even_where_the_sizes_add_up)
 static void fuse_misused(dtrain_comm *world)
 {
     float x[4] = {1, 1, 1, 1};
+    int both[2] = {0, 1};
+    dtrain_mesh_dim dim = {"data", 0};
+    dtrain_mesh *mesh = (dtrain_mesh *)x;
+    dtrain_comm *group = world;
     dtrain_work *work = (dtrain_work *)x;
     CHECK_EQ(dtrain_fuse_end(world), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "there was no fuse_begin");
@@ -345,6 +349,13 @@ static void fuse_misused(dtrain_comm *world)
     CHECK_EQ(dtrain_all_reduce(world, x, x, 1, (dtrain_dtype)DTRAIN_SUM, (dtrain_op)DTRAIN_F32), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_comm_check_equal(world, x, 1, DTRAIN_F32), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_all_reduce_weighted(world, x, x, 1, DTRAIN_F32, 1), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "comm_split on rank");
+    CHECK_CONTAINS(dtrain_last_error(), "it cannot be fused; call fuse_end first");
+    CHECK_EQ(dtrain_comm_subgroup(world, both, 2, &group), DTRAIN_ERR_INVALID);
+    CHECK(group == NULL);
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, &dim, 1), DTRAIN_ERR_INVALID);
+    CHECK(mesh == NULL);
     CHECK_EQ(dtrain_all_reduce(world, x + 1, x + 1, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
     CHECK_EQ(dtrain_fuse_end(world), DTRAIN_OK);
     CHECK(x[0] == 2 && x[1] == 2 && x[2] == 1);
@@ -360,6 +371,30 @@ TEST(a_fuse_says_what_it_does_not_take_and_may_be_left_open)
     everywhere(2, fuse_misused);
     CHECK_EQ(dtrain_fuse_begin(NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_fuse_end(NULL), DTRAIN_ERR_INVALID);
+}
+
+static dtrain_status left_with_handles(dtrain_comm *world, void *user)
+{
+    static float x[2][3];
+    dtrain_work *work[3];
+    (void)user;
+    for (int i = 0; i < 3; i++) {
+        float *at = &x[dtrain_comm_rank(world)][i];
+        CHECK_EQ(dtrain_all_reduce_async(world, at, at, 1, DTRAIN_F32, DTRAIN_SUM, &work[i]), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_work_wait(work[1]), DTRAIN_OK);
+    CHECK(dtrain_work_done(work[0]));
+    return DTRAIN_OK;
+}
+
+TEST(handles_that_nobody_waited_for_go_with_the_group)
+{
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = &allocator;
+    CHECK_EQ(dtrain_run_threads(2, left_with_handles, NULL, &desc), DTRAIN_OK);
+    CHECK_EQ(allocator.bytes, 0);
 }
 
 static void warm_fuses(dtrain_comm *world)

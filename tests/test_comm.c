@@ -433,6 +433,31 @@ TEST(a_rank_that_posts_and_never_polls_again_breaks_the_group_at_the_deadline)
     dtrain_comm_destroy(comms[1]);
 }
 
+TEST(no_rank_commits_while_another_takes_its_post_back)
+{
+    dtrain_comm_desc desc;
+    dtrain_comm *comms[3];
+    dtrain_work *work[3];
+    float x[3] = {1, 2, 3};
+    memset(&desc, 0, sizeof desc);
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_threads_create(comms, 3, &desc), DTRAIN_OK);
+    uint64_t *withdrawn = &comms[0]->transport.board->withdrawn;
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(dtrain_all_reduce_async(comms[i], &x[i], &x[i], 1, DTRAIN_F32, DTRAIN_SUM, &work[i]), DTRAIN_OK);
+        *withdrawn += i == 2; /* somebody is at it */
+        CHECK_EQ(dtrain_comm_poll(comms[i], 0), DTRAIN_OK);
+        CHECK(!dtrain_work_done(work[i]));
+    }
+    *withdrawn += 1;
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(dtrain_work_wait(work[i]), DTRAIN_OK);
+        CHECK(x[i] == 6);
+    }
+    for (int i = 0; i < 3; i++)
+        dtrain_comm_destroy(comms[i]);
+}
+
 TEST(leaving_with_work_pending_tells_the_others)
 {
     dtrain_comm *comms[2];

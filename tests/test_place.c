@@ -279,6 +279,30 @@ TEST(the_rest_of_the_variables_stand_for_their_fields)
     refused("DTRAIN_TIMEOUT_MS=soon");
 }
 
+TEST(a_number_of_ranks_of_a_node_is_one)
+{
+    static const char *const bad[] = {"two", "2x", "-3", "99999999999"};
+    dtrain_comm_desc desc;
+    dtrain_comm *world;
+    memset(&desc, 0, sizeof desc);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        setenv("DTRAIN_NODE_RANKS", bad[i], 1);
+        CHECK_EQ(dtrain_threads_create(&world, 1, &desc), DTRAIN_ERR_INVALID);
+        CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_NODE_RANKS=");
+        CHECK_CONTAINS(dtrain_last_error(), bad[i]);
+    }
+    unsetenv("DTRAIN_NODE_RANKS");
+    desc.node_ranks = -3;
+    CHECK_EQ(dtrain_threads_create(&world, 1, &desc), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "-3 ranks of a node");
+    desc.node_ranks = INT_MAX; /* all on one */
+    desc.algorithm = DTRAIN_ALGORITHM_NODES;
+    float x = 1;
+    CHECK_EQ(dtrain_threads_create(&world, 1, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    dtrain_comm_destroy(world);
+}
+
 /* RFC 4231, the seven test cases. */
 static void hmac_is(const void *key, size_t key_bytes, const void *data, size_t bytes, const char *hex, size_t kept)
 {

@@ -496,8 +496,12 @@ static dtrain_work *dtrain__queue_add(dtrain_comm *comm, const dtrain__op *op)
         comm->spare = work->next;
     else
         work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
-    if (work != NULL) {
+    if (work != NULL && work->comm == NULL) {
         work->comm = comm;
+        work->older = comm->newest;
+        comm->newest = work;
+    }
+    if (work != NULL) {
         work->next = NULL;
         work->done = 0;
         work->ended = 0;

@@ -184,9 +184,10 @@ DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
  *
  *   color    0 or more; negative: this rank is in none of the groups
  *   group    out: this rank's end; NULL for a negative color and on an error
- *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; DTRAIN_ERR_MEMORY and
- * DTRAIN_ERR_IO, the text says on which rank; DTRAIN_ERR_UNSUPPORTED  a transport of your own, unless each group has
- * one rank
+ *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; and
+ *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO  the text says on which rank
+ *            DTRAIN_ERR_UNSUPPORTED            a transport of your own, unless each group has one rank
+ *            DTRAIN_ERR_INVALID                on this rank alone: a fuse is open
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
@@ -648,11 +649,13 @@ DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
  * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
  * belong to the fuse until the end; none may overlap another that is written.
  *
- *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive from
- * every other, of any size, in any order collectives   run in the order of their calls. Neighbours, messages aside,
- * become one operation where they are all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and
- * root, of up to 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls errors
- * DTRAIN_ERR_INVALID  a fuse is open already. So get asynchronous calls until its end
+ *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive
+ *                 from every other, of any size, in any order
+ *   collectives   run in the order of their calls. Neighbours, messages aside, become one operation where they are
+ *                 all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and root, of up to
+ *                 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls
+ *   errors        DTRAIN_ERR_INVALID  a fuse is open already. So get calls that cannot wait for its end: asynchronous
+ *                                     ones, weighted means, check_equal, and those that make groups
  *
  * one thread per object */
 DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm);

@@ -4,8 +4,9 @@
  * theirs. Small inputs travel on the board itself and need no second round. No step waits: fused_advance
  * does what can be done now, so that blocking calls, the service thread and poll share it.
  *
- * A rank takes its post back at its deadline by marking it; peers commit only after they have seen every
- * post present twice in a row, so a mark made before the last post arrived is seen by all. */
+ * A rank takes its post back at its deadline by marking it, and looks whether every peer has posted: then it
+ * unmarks it and goes on. Ranks do so one after another, and peers commit only after they have seen every post
+ * present while nobody did so, so that either all ranks commit or none. */
 #ifndef DTRAIN__FUSED
 #define DTRAIN__FUSED
 #include "op.c"
@@ -142,22 +143,40 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
     dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
 }
 
+/* Marks this rank's post as taken back, unless every peer has posted; the peer that has not, or -1. */
+static int dtrain__fused_mark(dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    int missing = -1;
+    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size && missing < 0; peer++)
+        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
+            missing = peer;
+    if (missing < 0)
+        __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    return missing;
+}
+
 /* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
-    for (int peer = 0; peer < comm->size; peer++)
-        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer)) {
-            /* the one awaited all along, rather than one that has just taken its post back */
-            if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
-                op->awaited = peer;
-            dtrain__op_expire(comm, op);
-            return 1;
-        }
-    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    dtrain__board *board = comm->transport.board;
+    uint64_t withdrawn = __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    while (!__atomic_compare_exchange_n(&board->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST)) {
+        withdrawn &= ~(uint64_t)1;
+        sched_yield();
+    }
+    int missing = dtrain__fused_mark(comm, op);
+    __atomic_store_n(&board->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
-    return 0;
+    if (missing < 0)
+        return 0;
+    /* the one awaited all along, rather than one that has just taken its post back */
+    if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
+        op->awaited = missing;
+    dtrain__op_expire(comm, op);
+    return 1;
 }
 
 /* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
@@ -176,9 +195,12 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
     }
     op->at = 0;
+    uint64_t withdrawn = __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST);
     for (peer = 0; peer < comm->size; peer++)
         if (!dtrain__fused_arrived(comm, op, peer))
             return 0;
+    if (withdrawn % 2 != 0 || __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
+        return 0; /* who is at it rings the bell */
     op->awaited = -1;
     comm->number = op->number;
     comm->turn = op->turn;

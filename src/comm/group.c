@@ -13,16 +13,10 @@ static void dtrain__comm_free(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size;
     dtrain_allocator *allocator = comm->allocator, own;
-    while (comm->head != NULL) {
-        comm->tail = comm->head->next;
-        comm->head->next = comm->spare;
-        comm->spare = comm->head;
-        comm->head = comm->tail;
-    }
-    while (comm->spare != NULL) {
-        comm->tail = comm->spare->next;
-        dtrain__free(allocator, comm->spare, sizeof(dtrain_work));
-        comm->spare = comm->tail;
+    while (comm->newest != NULL) {
+        dtrain_work *work = comm->newest;
+        comm->newest = work->older;
+        dtrain__free(allocator, work, sizeof *work);
     }
     dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
     dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
@@ -43,19 +37,21 @@ static void dtrain__comm_free(dtrain_comm *comm)
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
 static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
 {
-    const char *ranks = getenv("DTRAIN_NODE_RANKS");
+    int64_t ranks = 0;
+    dtrain_status status = DTRAIN_OK;
     int own = comm->transport.send != NULL && comm->transport.send != dtrain__threads_send &&
               comm->transport.send != dtrain__socket_send;
     comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && own);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
-    comm->node_ranks = comm->desc.node_ranks;
-    if (comm->node_ranks == 0 && ranks != NULL)
-        comm->node_ranks = atoi(ranks);
-    if (comm->node_ranks < 0)
+    if (comm->desc.node_ranks < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
-                            comm->node_ranks);
-    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+                            comm->desc.node_ranks);
+    if (comm->desc.node_ranks == 0 && dtrain__place_get("DTRAIN_NODE_RANKS") != NULL)
+        status = dtrain__place_number("DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks);
+    comm->node_ranks = comm->desc.node_ranks > 0 ? comm->desc.node_ranks : (int)ranks;
+    comm->node_ranks = comm->node_ranks < comm->size ? comm->node_ranks : comm->size;
+    return status == DTRAIN_OK ? dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM")) : status;
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. allocator: NULL, one of its own. */

@@ -111,6 +111,7 @@ typedef struct dtrain__op {
 struct dtrain_work {
     dtrain_comm *comm;
     dtrain_work *next;
+    dtrain_work *older; /* of all handles that the group has made */
     uint32_t done;
     int ended; /* done once it is the queue's head */
     dtrain__op op;
@@ -158,7 +159,7 @@ struct dtrain_comm {
     int64_t blocked_ns;
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
-    dtrain_work *head, *tail, *spare;
+    dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;       /* queued and not done */
     uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
     int fusing;             /* between fuse_begin and fuse_end */

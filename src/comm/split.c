@@ -37,6 +37,9 @@ static dtrain_status dtrain__draft_begin(dtrain__draft *draft, dtrain_comm *pare
 {
     size_t size = (size_t)parent->size;
     memset(draft, 0, sizeof *draft);
+    if (parent->fusing)
+        return dtrain__fail(&parent->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: it cannot be fused; call fuse_end first", call, parent->rank);
     draft->call = call;
     draft->parent = parent;
     draft->rank = -1;

@@ -78,7 +78,8 @@ struct dtrain__board {
     uint32_t broken; /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
     int ends;        /* ranks that have come and not left */
     int size;
-    uint64_t id; /* its name in the family; the first one's is 0 */
+    uint64_t id;        /* its name in the family; the first one's is 0 */
+    uint64_t withdrawn; /* posts taken back, or tried to; 2 each, odd while a rank is at it */
     dtrain__error cause;
     dtrain__family *family;
     dtrain__board *next;
