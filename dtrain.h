@@ -872,7 +872,7 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
  *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
  *             DTRAIN_AND, OR, XOR for integers
- *   order     the binary tree over ranks (see >>order); with DTRAIN_ALGORITHM_RING the ring's
+ *   order     the binary tree over ranks (see >>order), unless the desc frees it
  *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
  *             DTRAIN_ERR_PEER_LOST  a rank has left or died; the group is broken (see dtrain_comm_shrink)
