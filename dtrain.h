@@ -8531,6 +8531,8 @@ typedef enum dtrain__kind {
 } dtrain__kind;
 
 #define DTRAIN__WEIGHTED 1u
+#define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
+#define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
 typedef struct dtrain__call {
@@ -8540,7 +8542,7 @@ typedef struct dtrain__call {
     uint64_t op;
     uint64_t count;
     uint64_t root;
-    uint64_t algorithm;
+    uint64_t algorithm; /* and what else its steps depend on: see dtrain__op_way */
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
@@ -8709,6 +8711,7 @@ static const char *dtrain__algorithm_name(uint64_t algorithm)
 {
     static const char *const names[] = {
         "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
+    algorithm %= DTRAIN__WAY_ANY;
     size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
     return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
            : index < sizeof names / sizeof names[0] ? names[index]
@@ -8729,6 +8732,15 @@ static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op 
     return hash | (uint64_t)1 << 63;
 }
 
+/* Which steps an operation takes, beside its arguments. */
+static uint64_t dtrain__op_way(const dtrain_comm *comm, const dtrain__op *op)
+{
+    uint64_t way = (uint64_t)op->algorithm;
+    if (op->algorithm == DTRAIN_ALGORITHM_NODES)
+        way |= (uint64_t)comm->node_ranks << DTRAIN__WAY_NODE;
+    return dtrain__op_reduces(op) && comm->desc.order == DTRAIN_ORDER_ANY ? way | DTRAIN__WAY_ANY : way;
+}
+
 /* What the peer of one direction must have called as well; only an exchange has two. */
 static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
 {
@@ -8742,7 +8754,7 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
         call.count = 0; /* every rank has a count of its own */
     call.root = message ? 0 : (uint64_t)op->root;
-    call.algorithm = message ? 0 : (uint64_t)op->algorithm;
+    call.algorithm = message ? 0 : dtrain__op_way(comm, op);
     call.ranks = (uint64_t)comm->size;
     call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
     call.group = comm->group;
@@ -8753,7 +8765,7 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
 }
 
 typedef struct dtrain__text {
-    char text[128];
+    char text[160];
 } dtrain__text;
 
 /* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
@@ -8763,7 +8775,7 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
     int weighted = call->form == DTRAIN__WEIGHTED;
     uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
     const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "";
+    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "", elements[24] = "";
     size_t n = 0;
     int reduces =
         call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
@@ -8776,13 +8788,15 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
         snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
     if (call->form > DTRAIN__WEIGHTED)
         snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
+    if (call->parts != 1 || count > 0) /* of an uneven all-to-all every rank has a count of its own */
+        snprintf(elements, sizeof elements, " x %llu", (unsigned long long)count);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
     else
-        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s x %llu%s%s%s)", dtrain__kind_name(call->kind),
+        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s%s%s%s%s)", dtrain__kind_name(call->kind),
                  call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
-                 dtype, (unsigned long long)count, root,
-                 call->algorithm == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
+                 dtype, elements, root,
+                 call->algorithm % DTRAIN__WAY_ANY == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
     return out;
 }
 
@@ -8792,6 +8806,18 @@ static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *o
     call.kind = (uint64_t)op->kind;
     call.count = op->kind == DTRAIN__EXCHANGE && op->root < 0 ? op->in_count : op->count;
     return dtrain__call_text(&call);
+}
+
+/* "nodes of 4 ranks", "tree in any order" */
+static dtrain__text dtrain__way_text(uint64_t way)
+{
+    dtrain__text out;
+    char node[40] = "";
+    if (way >> DTRAIN__WAY_NODE != 0)
+        snprintf(node, sizeof node, " of %u ranks", (unsigned)(way >> DTRAIN__WAY_NODE));
+    snprintf(out.text, sizeof out.text, "%s%s%s", dtrain__algorithm_name(way), node,
+             (way & DTRAIN__WAY_ANY) != 0 ? " in any order" : "");
+    return out;
 }
 
 /* What another rank called does not fit; says what it was, or, where the calls look the same, what differs. */
@@ -8819,9 +8845,9 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     if (alike && theirs->algorithm != call.algorithm)
         return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                             "%s: rank %d called %s by %s, this rank %d by %s; give every rank the same desc.algorithm, "
-                            "order and DTRAIN_ALGORITHM",
-                            mine.text, peer, other.text, dtrain__algorithm_name(theirs->algorithm), comm->rank,
-                            dtrain__algorithm_name(call.algorithm));
+                            "order, node_ranks and DTRAIN_ALGORITHM",
+                            mine.text, peer, other.text, dtrain__way_text(theirs->algorithm).text, comm->rank,
+                            dtrain__way_text(call.algorithm).text);
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order",
                         mine.text, peer, other.text, comm->rank, mine.text);
@@ -9337,7 +9363,7 @@ static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op
     dtrain__last last;
     text[0] = 0;
     for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
-        char does[288];
+        char does[320];
         if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
             return;
         int next = last.call.group == comm->group ? dtrain__last_awaits(&last) : -1;

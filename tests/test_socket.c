@@ -366,6 +366,39 @@ TEST(a_mismatch_quotes_both_calls_on_both_ranks)
     run_ranks(&s, calls_something_else);
 }
 
+static int believes_in_other_nodes(dtrain_comm *world, scene *s)
+{
+    float x[8] = {0};
+    (void)s;
+    world->node_ranks = dtrain_comm_rank(world) == 3 ? 2 : 4; /* as with another DTRAIN_NODE_RANKS */
+    CHECK_EQ(dtrain_all_reduce(world, x, x, 8, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_MISMATCH);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 3");
+    CHECK_CONTAINS(dtrain_comm_error(world), "by nodes of 2 ranks");
+    CHECK_CONTAINS(dtrain_comm_error(world), "by nodes of 4 ranks");
+    return 0;
+}
+
+static int adds_in_another_order(dtrain_comm *world, scene *s)
+{
+    float x[8] = {0};
+    (void)s;
+    world->desc.order = dtrain_comm_rank(world) == 1 ? DTRAIN_ORDER_ANY : DTRAIN_ORDER_TREE;
+    CHECK_EQ(dtrain_all_reduce(world, x, x, 8, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_MISMATCH);
+    CHECK_CONTAINS(dtrain_comm_error(world), "in any order");
+    CHECK_CONTAINS(dtrain_comm_error(world), "give every rank the same desc.algorithm, order, node_ranks");
+    return 0;
+}
+
+TEST(settings_that_change_the_steps_are_compared_and_named)
+{
+    scene s;
+    scene_begin(&s, 4, 0);
+    s.desc.algorithm = DTRAIN_ALGORITHM_NODES;
+    run_ranks(&s, believes_in_other_nodes);
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, adds_in_another_order);
+}
+
 /* Ranks that do not get in: each runs create and expects an error. */
 typedef struct misfit {
     dtrain_status expected;

@@ -277,7 +277,7 @@ static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op
     dtrain__last last;
     text[0] = 0;
     for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
-        char does[288];
+        char does[320];
         if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
             return;
         int next = last.call.group == comm->group ? dtrain__last_awaits(&last) : -1;
