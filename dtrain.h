@@ -59,13 +59,13 @@
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
  *
- *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its groups on every
- *               rank, with its number and the first cause; dtrain_comm_abort does so by hand. Rank 0, or the lowest that
- *               is left, tells the others. The survivors may go on: dtrain_comm_shrink makes a group of them,
- *               dtrain_resync brings all to the state of the furthest.
- *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment writes
- *               PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says what
- *               the awaited rank does, and whom it awaits in turn.
+ *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its groups on
+ *               every rank, with its number and the first cause; dtrain_comm_abort does so by hand. Rank 0, or the
+ *               lowest that is left, tells the others. The survivors may go on: dtrain_comm_shrink makes a group of
+ *               them, dtrain_resync brings all to the state of the furthest.
+ *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment
+ *               writes PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says
+ *               what the awaited rank does, and whom it awaits in turn.
  *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token only
  *               this host is spoken to. Traffic is neither encrypted nor signed.
  *
