@@ -615,7 +615,7 @@ typedef struct dtrain_comm_desc {
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
     int checksum;                /* 1: messages carry one of their data; -1: none do; 0: over your own transports */
     dtrain_progress progress;    /* 0: a service thread */
-    size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
+    size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB; at least 64 KiB, which calls need */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
@@ -910,7 +910,7 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
  *
  *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
  *                     one after the other
- *   out               counts[rank] elements; in place means out == in + this rank's offset
+ *   out               counts[rank] elements; in place means out == in + this rank's offset, and no parts that overlap
  *   others            as dtrain_reduce_scatter
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -13047,6 +13047,8 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
     return comm != NULL ? comm->blocked_ns : 0;
 }
 
+#define DTRAIN__LEAST_STACK 65536
+
 typedef struct dtrain__runner {
     dtrain__os_thread thread;
     dtrain_comm *comm;
@@ -13120,6 +13122,10 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     if (n == 0 || body == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
                             DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
+    if (stack < DTRAIN__LEAST_STACK)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
+                            DTRAIN__LEAST_STACK);
     dtrain__runner *runners = (dtrain__runner *)dtrain__alloc(&heap, n * sizeof(dtrain__runner));
     dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
     for (size_t rank = 0; runners != NULL && rank < n; rank++) {

@@ -501,6 +501,10 @@ TEST(bad_arguments_are_named)
     CHECK_EQ(dtrain_threads_create(&none, 0, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_run_threads(2, NULL, NULL, NULL), DTRAIN_ERR_INVALID);
     memset(&desc, 0, sizeof desc);
+    desc.stack_bytes = 32768;
+    CHECK_EQ(dtrain_run_threads(2, different_calls, NULL, &desc), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "desc.stack_bytes is 32768; calls need 65536");
+    memset(&desc, 0, sizeof desc);
     desc.world_size = 2;
     CHECK_EQ(dtrain_comm_create(&none, &desc), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "desc.root is needed");

@@ -91,7 +91,7 @@ typedef struct dtrain_comm_desc {
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
     int checksum;                /* 1: messages carry one of their data; -1: none do; 0: over your own transports */
     dtrain_progress progress;    /* 0: a service thread */
-    size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB */
+    size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB; at least 64 KiB, which calls need */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
     void *on_address_user;
@@ -386,7 +386,7 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
  *
  *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
  *                     one after the other
- *   out               counts[rank] elements; in place means out == in + this rank's offset
+ *   out               counts[rank] elements; in place means out == in + this rank's offset, and no parts that overlap
  *   others            as dtrain_reduce_scatter
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */

@@ -409,6 +409,8 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
     return comm != NULL ? comm->blocked_ns : 0;
 }
 
+#define DTRAIN__LEAST_STACK 65536
+
 typedef struct dtrain__runner {
     dtrain__os_thread thread;
     dtrain_comm *comm;
@@ -482,6 +484,10 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     if (n == 0 || body == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
                             DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
+    if (stack < DTRAIN__LEAST_STACK)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
+                            DTRAIN__LEAST_STACK);
     dtrain__runner *runners = (dtrain__runner *)dtrain__alloc(&heap, n * sizeof(dtrain__runner));
     dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
     for (size_t rank = 0; runners != NULL && rank < n; rank++) {
