@@ -6158,6 +6158,13 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
         hub->members[rank].heard_ns = begin;
         hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
     }
+    for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
+        const dtrain__member *member = &hub->members[rank];
+        dtrain_status status = member->silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST;
+        dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, member->why};
+        if (member->gone == DTRAIN__LOST) /* before anything else: nobody shall blame a rank that left because of it */
+            dtrain__hub_relay(hub, -1, &reason);
+    }
 }
 
 /* A member is gone, of its own will or not: every channel that has it hears of it. */
