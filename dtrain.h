@@ -8638,9 +8638,9 @@ struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
     dtrain__channel *socket; /* of a group of processes; NULL: another transport */
-    int forming;            /* such a group is not complete yet */
-    int checks;             /* messages carry a checksum of their data */
-    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
+    int forming;             /* such a group is not complete yet */
+    int checks;              /* messages carry a checksum of their data */
+    int node_ranks;          /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
     pid_t process;         /* that made it */
@@ -8952,8 +8952,10 @@ static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, co
 static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
 {
     size_t mine;
-    if (op->kind < DTRAIN__ALL_REDUCE || op->kind > DTRAIN__ALL_TO_ALL)
-        return;
+    int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE;
+    if (op->kind > DTRAIN__ALL_TO_ALL || op->kind == DTRAIN__BROADCAST ||
+        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT))
+        return; /* it has no parts */
     dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
     if (op->kind != DTRAIN__ALL_TO_ALL)
         return;

@@ -236,7 +236,7 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int soc
         if (seed % 2 == 0)
             snprintf(r->root, sizeof r->root, "unix:/tmp/dtrain-fault-%ld-%d", (long)getpid(), turn);
         else
-            snprintf(r->root, sizeof r->root, "127.0.0.1:%d", 20000 + (int)(getpid() + turn) % 12000);
+            snprintf(r->root, sizeof r->root, "127.0.0.1:%d", 10000 + (int)(getpid() + turn) % 20000);
         CHECK_EQ(pthread_create(&threads[rank], NULL, rank_main, r), 0);
     }
     for (int rank = 0; rank < n; rank++) {

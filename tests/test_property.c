@@ -533,7 +533,7 @@ static void run_stage(const stage *s, int ranks, int calls)
     run *runs = (run *)calloc((size_t)ranks, sizeof *runs);
     pthread_t threads[MOST_RANKS];
     dtrain__board *board = NULL;
-    port = port == 0 ? 20000 + (int)getpid() % 20000 : port + 1;
+    port = port == 0 ? 10000 + (int)getpid() % 20000 : port + 1;
     if (s->how == ON_BARE_MESSAGES)
         CHECK_EQ(dtrain__board_create(&board, ranks, NULL), DTRAIN_OK);
     for (int rank = 0; rank < ranks; rank++) {

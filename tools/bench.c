@@ -471,7 +471,7 @@ static int bench_processes(const bench *plan)
         return 1;
     *b = *plan;
     if (b->transport == TCP)
-        snprintf(root, sizeof root, "127.0.0.1:%d", 20000 + (int)getpid() % 20000);
+        snprintf(root, sizeof root, "127.0.0.1:%d", 10000 + (int)getpid() % 20000);
     else
         snprintf(root, sizeof root, "unix:/tmp/dtrain-bench-%ld", (long)getpid());
     wire_open(b->ranks, b->transport == TCP);
