@@ -438,11 +438,12 @@ static void bench_print(const bench *b)
     double us = bench_median(b->us, b->runs), limit_us = bench_median(b->limit_us, b->runs), ratios[BENCH_RUNS];
     for (int i = 0; i < b->runs; i++)
         ratios[i] = b->limit_us[i] / b->us[i];
-    printf("op=%s transport=%s ranks=%d bytes=%zu huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f limit_GBps=%.4f "
+    printf("op=%s transport=%s ranks=%d bytes=%zu against=%s huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f "
+           "limit_GBps=%.4f "
            "of_limit=%.3f\n",
-           bench_names[b->op], b->op == ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes, b->huge,
-           us, (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
-           bench_median(ratios, b->runs));
+           bench_names[b->op], b->op == ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes,
+           b->against_ring ? "ring" : "limit", b->huge, us, (double)b->bytes * 1e-3 / us, limit_us,
+           (double)b->bytes * 1e-3 / limit_us, bench_median(ratios, b->runs));
 }
 
 static int bench_collective(bench *b)
