@@ -370,6 +370,7 @@ static int believes_in_other_nodes(dtrain_comm *world, scene *s)
 {
     float x[8] = {0};
     (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK); /* all are there */
     world->node_ranks = dtrain_comm_rank(world) == 3 ? 2 : 4; /* as with another DTRAIN_NODE_RANKS */
     CHECK_EQ(dtrain_all_reduce(world, x, x, 8, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_comm_error(world), "rank 3");
@@ -382,6 +383,7 @@ static int adds_in_another_order(dtrain_comm *world, scene *s)
 {
     float x[8] = {0};
     (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     world->desc.order = dtrain_comm_rank(world) == 1 ? DTRAIN_ORDER_ANY : DTRAIN_ORDER_TREE;
     CHECK_EQ(dtrain_all_reduce(world, x, x, 8, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_comm_error(world), "in any order");

@@ -170,7 +170,7 @@ static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, i
     size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
     if (!dtrain__halving_where(comm, op, (size_t)k, &at))
         return 0;
-    int level = at.step < at.blocks.levels ? at.step : at.steps - 1 - at.step;
+    int level = at.step < at.blocks.levels ? at.step : at.step >= at.doubling ? at.steps - 1 - at.step : 0;
     int peer_index = at.blocks.index ^ (1 << level), peer = at.blocks.first + peer_index;
     step->tag_out = step->tag_in = at.begin << 8 | (uint64_t)(at.step < at.blocks.levels ? at.step : 128 + level);
     step->send_first = comm->rank < peer;
