@@ -10,6 +10,7 @@ WARN = -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion
 LIBS = -lpthread -lm
 SAN ?=
 MINUTES ?= 10
+MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 programs = $(patsubst examples/%.c,build/%,$(wildcard examples/*.c)) $(patsubst tools/%.c,build/%,$(wildcard tools/*.c))
 test_dir = build/tests$(if $(SAN),-$(subst $(comma),-,$(SAN)))
