@@ -783,29 +783,4 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     pthread_mutex_unlock(&hub->mutex);
 }
 
-/* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
- * hub->news was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
-static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
-{
-    dtrain__hub *hub = channel->hub;
-    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
-    int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
-    if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
-        if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
-            dtrain__hub_step(hub, fds, count, until_ns);
-        pthread_mutex_unlock(&hub->step_mutex);
-        return;
-    }
-    __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
-        fds[count].fd = channel->wake[0];
-        fds[count].events = POLLIN;
-        fds[count].revents = 0;
-        dtrain__hub_poll(fds, count + 1, until_ns < soon ? until_ns : soon);
-        if (fds[count].revents != 0)
-            dtrain__net_drain(channel->wake[0]);
-    }
-    __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
-}
-
 #endif
