@@ -5070,17 +5070,42 @@ static int dtrain__net_socket(int family, int *fd)
     return error;
 }
 
-/* Settings of a connected socket: send at once; on one host a plain congestion control, which costs least. */
+/* Gives a socket that is not connected yet a plain congestion control, which costs least on one host. Once bbr has
+ * seen a connection, the system paces it for good. */
+static void dtrain__net_plain(int fd)
+{
+#ifdef TCP_CONGESTION
+    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+#else
+    (void)fd;
+#endif
+}
+
+/* Gives a socket the congestion control of the system's choice, for the way to another host. */
+static void dtrain__net_unplain(int fd)
+{
+#ifdef TCP_CONGESTION
+    char name[16];
+    socklen_t bytes = sizeof name;
+    int fresh;
+    if (dtrain__net_socket(AF_INET, &fresh) != 0)
+        return;
+    if (getsockopt(fresh, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) == 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, bytes);
+    close(fresh);
+#else
+    (void)fd;
+#endif
+}
+
+/* Settings of a connected socket. */
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-#ifdef TCP_CONGESTION
-    if (same_host && setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-#else
-    (void)same_host;
-#endif
+    if (!same_host)
+        dtrain__net_unplain(fd);
     if (buffer > 0) {
         setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
         setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
@@ -5107,6 +5132,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     int one = 1, error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
+    dtrain__net_plain(*fd); /* for the connections that come by it */
     if (any->sa_family == AF_UNIX)
         dtrain__net_remove_stale(address);
     else
@@ -5129,6 +5155,7 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
+    dtrain__net_plain(*fd);
     if (connect(*fd, any, address->bytes) == 0 || errno == EINPROGRESS || errno == EINTR)
         return 0;
     error = errno;
@@ -7953,9 +7980,7 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
 #define DTRAIN__SOCKET
 
 #ifndef DTRAIN__TURN_BYTES
-#define DTRAIN__TURN_BYTES                                                                                             \
-    ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache                         \
-                       */
+#define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved at once one way before the other: what waits stays cached */
 #endif
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
@@ -8278,6 +8303,7 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
     if (fd < 0)
         return 0;
+    dtrain__net_plain(fd);
     hub->listener = fd;
     return 1;
 }
@@ -10529,8 +10555,11 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
+#ifndef DTRAIN__BLOCK_ALONE
+#define DTRAIN__BLOCK_ALONE ((size_t)1 << 20) /* of partial sums, where one piece at a time is under way */
+#endif
 #ifndef DTRAIN__MESSAGE_CHUNK
-#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
+#define DTRAIN__MESSAGE_CHUNK ((size_t)128 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
 #endif
 
 typedef struct dtrain__step {
@@ -10934,20 +10963,29 @@ typedef struct dtrain__halving {
     int paired;                          /* another piece is under way in turn with this one */
 } dtrain__halving;
 
-/* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
+/* Pieces under way at once. Between hosts one moves while the other is folded or on its way; on one host that would
+ * only drive both out of the cache. */
+static size_t dtrain__halving_lanes(const dtrain_comm *comm)
+{
+    return comm->node_ranks == comm->size ? 1 : 2;
+}
+
+/* Elements of one piece: as many pieces as lanes take turns at, about as large as each other. */
 static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
-    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__step_width(op);
-    pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
-    return (op->count / (2 * pairs) / 64 + 1) * 64;
+    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
+    bytes = lanes == 1 ? DTRAIN__BLOCK_ALONE : bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST;
+    most = bytes / dtrain__step_width(op);
+    turns = (op->count > 0 ? op->count - 1 : 0) / (lanes * most) + 1;
+    return (op->count / (lanes * turns) / 64 + 1) * 64;
 }
 
 /* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
  * nothing later than the one before the last. */
 static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op), pair, turn, index;
+    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op);
+    size_t lanes = dtrain__halving_lanes(comm), group, turn, index;
     int peers;
     at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
     peers = at->blocks.previous_size / at->blocks.size;
@@ -10955,10 +10993,10 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     at->down = at->up + peers;
     at->doubling = at->down + peers + (at->blocks.next_size > 0);
     at->steps = at->doubling + at->blocks.levels;
-    pair = k / (size_t)(2 * at->steps);
-    turn = k % (size_t)(2 * at->steps);
-    at->paired = (2 * pair + 1) * piece < op->count;
-    index = 2 * pair + (at->paired ? turn % 2 : 0);
+    group = k / (lanes * (size_t)at->steps);
+    turn = k % (lanes * (size_t)at->steps);
+    at->paired = lanes == 2 && (2 * group + 1) * piece < op->count;
+    index = lanes * group + (at->paired ? turn % 2 : 0);
     at->step = (int)(at->paired ? turn / 2 : turn);
     at->begin = index * piece;
     if (at->begin >= op->count || at->step >= at->steps)
@@ -10968,7 +11006,7 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     at->recv = comm->scratch;
     at->held = dtrain__step_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__step_width(op);
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % lanes * piece * dtrain__step_width(op);
     return 1;
 }
 
@@ -11059,7 +11097,7 @@ static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, i
 static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
-    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : 2 * piece);
+    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : dtrain__halving_lanes(comm) * piece);
 }
 
 #endif

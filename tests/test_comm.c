@@ -1,6 +1,7 @@
 /* Groups and collectives on threads: results against a sequential reference, failures provoked for real. */
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)20 << 10) /* several pieces at small counts */
+#define DTRAIN__BLOCK_ALONE ((size_t)40 << 10)
 #define DTRAIN__MESSAGE_CHUNK ((size_t)8 << 10) /* and several chunks in each */
 #include "../dtrain.h"
 #include "test.h"

@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)20 << 10)
+#define DTRAIN__BLOCK_ALONE ((size_t)40 << 10)
 #define DTRAIN__MESSAGE_CHUNK ((size_t)8 << 10)
 #include "../dtrain.h"
 #include "test.h"

@@ -3,7 +3,8 @@
  * random and summed by the tree of the manual. PROPERTY_SEED=n repeats a run; PROPERTY_LARGE=1 adds vectors of more
  * than 2^31 elements, which take 5 GB. */
 #define DTRAIN_IMPLEMENTATION
-#define DTRAIN__BLOCK_BYTES ((size_t)5 << 10)   /* several blocks at small counts */
+#define DTRAIN__BLOCK_BYTES ((size_t)5 << 10) /* several blocks at small counts */
+#define DTRAIN__BLOCK_ALONE ((size_t)12 << 10)
 #define DTRAIN__MESSAGE_CHUNK ((size_t)4 << 10) /* and several chunks in each */
 #include "../dtrain.h"
 #include "test.h"

@@ -67,20 +67,29 @@ typedef struct dtrain__halving {
     int paired;                          /* another piece is under way in turn with this one */
 } dtrain__halving;
 
-/* Elements of one piece: an even number of pieces about as large as each other, of which two are under way at once. */
+/* Pieces under way at once. Between hosts one moves while the other is folded or on its way; on one host that would
+ * only drive both out of the cache. */
+static size_t dtrain__halving_lanes(const dtrain_comm *comm)
+{
+    return comm->node_ranks == comm->size ? 1 : 2;
+}
+
+/* Elements of one piece: as many pieces as lanes take turns at, about as large as each other. */
 static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, most, pairs;
-    most = (bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST) / dtrain__step_width(op);
-    pairs = (op->count > 0 ? op->count - 1 : 0) / (2 * most) + 1;
-    return (op->count / (2 * pairs) / 64 + 1) * 64;
+    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
+    bytes = lanes == 1 ? DTRAIN__BLOCK_ALONE : bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST;
+    most = bytes / dtrain__step_width(op);
+    turns = (op->count > 0 ? op->count - 1 : 0) / (lanes * most) + 1;
+    return (op->count / (lanes * turns) / 64 + 1) * 64;
 }
 
 /* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
  * nothing later than the one before the last. */
 static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op), pair, turn, index;
+    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op);
+    size_t lanes = dtrain__halving_lanes(comm), group, turn, index;
     int peers;
     at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
     peers = at->blocks.previous_size / at->blocks.size;
@@ -88,10 +97,10 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     at->down = at->up + peers;
     at->doubling = at->down + peers + (at->blocks.next_size > 0);
     at->steps = at->doubling + at->blocks.levels;
-    pair = k / (size_t)(2 * at->steps);
-    turn = k % (size_t)(2 * at->steps);
-    at->paired = (2 * pair + 1) * piece < op->count;
-    index = 2 * pair + (at->paired ? turn % 2 : 0);
+    group = k / (lanes * (size_t)at->steps);
+    turn = k % (lanes * (size_t)at->steps);
+    at->paired = lanes == 2 && (2 * group + 1) * piece < op->count;
+    index = lanes * group + (at->paired ? turn % 2 : 0);
     at->step = (int)(at->paired ? turn / 2 : turn);
     at->begin = index * piece;
     if (at->begin >= op->count || at->step >= at->steps)
@@ -101,7 +110,7 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     at->recv = comm->scratch;
     at->held = dtrain__step_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % 2 * piece * dtrain__step_width(op);
+                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % lanes * piece * dtrain__step_width(op);
     return 1;
 }
 
@@ -192,7 +201,7 @@ static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, i
 static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
-    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : 2 * piece);
+    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : dtrain__halving_lanes(comm) * piece);
 }
 
 #endif

@@ -10,8 +10,11 @@
 #define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
 #endif
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
+#ifndef DTRAIN__BLOCK_ALONE
+#define DTRAIN__BLOCK_ALONE ((size_t)1 << 20) /* of partial sums, where one piece at a time is under way */
+#endif
 #ifndef DTRAIN__MESSAGE_CHUNK
-#define DTRAIN__MESSAGE_CHUNK ((size_t)64 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
+#define DTRAIN__MESSAGE_CHUNK ((size_t)128 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
 #endif
 
 typedef struct dtrain__step {

@@ -226,17 +226,42 @@ static int dtrain__net_socket(int family, int *fd)
     return error;
 }
 
-/* Settings of a connected socket: send at once; on one host a plain congestion control, which costs least. */
+/* Gives a socket that is not connected yet a plain congestion control, which costs least on one host. Once bbr has
+ * seen a connection, the system paces it for good. */
+static void dtrain__net_plain(int fd)
+{
+#ifdef TCP_CONGESTION
+    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+#else
+    (void)fd;
+#endif
+}
+
+/* Gives a socket the congestion control of the system's choice, for the way to another host. */
+static void dtrain__net_unplain(int fd)
+{
+#ifdef TCP_CONGESTION
+    char name[16];
+    socklen_t bytes = sizeof name;
+    int fresh;
+    if (dtrain__net_socket(AF_INET, &fresh) != 0)
+        return;
+    if (getsockopt(fresh, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) == 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, bytes);
+    close(fresh);
+#else
+    (void)fd;
+#endif
+}
+
+/* Settings of a connected socket. */
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-#ifdef TCP_CONGESTION
-    if (same_host && setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-#else
-    (void)same_host;
-#endif
+    if (!same_host)
+        dtrain__net_unplain(fd);
     if (buffer > 0) {
         setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
         setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
@@ -263,6 +288,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     int one = 1, error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
+    dtrain__net_plain(*fd); /* for the connections that come by it */
     if (any->sa_family == AF_UNIX)
         dtrain__net_remove_stale(address);
     else
@@ -285,6 +311,7 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
+    dtrain__net_plain(*fd);
     if (connect(*fd, any, address->bytes) == 0 || errno == EINPROGRESS || errno == EINTR)
         return 0;
     error = errno;

@@ -8,9 +8,7 @@
 #include "channel.c"
 
 #ifndef DTRAIN__TURN_BYTES
-#define DTRAIN__TURN_BYTES                                                                                             \
-    ((size_t)1 << 18) /* moved at once one way before the other: what waits stays in the cache                         \
-                       */
+#define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved at once one way before the other: what waits stays cached */
 #endif
 #define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
@@ -333,6 +331,7 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
     if (fd < 0)
         return 0;
+    dtrain__net_plain(fd);
     hub->listener = fd;
     return 1;
 }
