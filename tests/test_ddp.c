@@ -303,14 +303,47 @@ TEST(ddp_calls_out_of_place_are_refused)
     dtrain_comm_destroy(world);
 }
 
+static dtrain_status frozen_rank(dtrain_comm *world, void *user)
+{
+    model *m = (model *)malloc(sizeof *m);
+    dtrain_ddp *ddp;
+    float kept = 7.0f;
+    (void)user;
+    model_init(m);
+    m->table[2].grad = &m->grad[FLAT - 64];
+    m->table[2].frozen = 1;
+    m->grad[FLAT - 64] = kept;
+    m->data[FLAT - 64] = (float)dtrain_comm_rank(world);
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, NULL), DTRAIN_OK);
+    CHECK(m->data[FLAT - 64] == 0.0f); /* as rank 0 has it: frozen weights are used too */
+    CHECK_EQ(dtrain_ddp_begin(ddp, 1, 1.0), DTRAIN_OK);
+    m->grad[0] = (float)dtrain_comm_rank(world);
+    for (int unit = LAYERS + 1; unit >= 0; unit--)
+        CHECK_EQ(dtrain_ddp_reduce(ddp, unit), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_OK);
+    CHECK(m->grad[0] == 1.0f); /* (0 + 1 + 2) / 3 */
+    CHECK(m->grad[FLAT - 64] == kept);
+    dtrain_ddp_destroy(ddp);
+    free(m);
+    return DTRAIN_OK;
+}
+
+TEST(a_frozen_gradient_is_neither_cleared_nor_reduced)
+{
+    CHECK_EQ(dtrain_run_threads(3, frozen_rank, NULL, NULL), DTRAIN_OK);
+}
+
 static dtrain_status differing_rank(dtrain_comm *world, void *user)
 {
     model *m = (model *)malloc(sizeof *m);
     dtrain_ddp *ddp;
-    (void)user;
     model_init(m);
-    if (dtrain_comm_rank(world) == 1)
+    if (dtrain_comm_rank(world) == 1 && *(int *)user == 0)
         m->table[2].name = "ice";
+    if (dtrain_comm_rank(world) == 1 && *(int *)user == 1)
+        m->table[0].frozen = 1;
+    if (dtrain_comm_rank(world) == 1 && *(int *)user == 2)
+        m->table[0].tied = 1;
     CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, NULL), DTRAIN_ERR_MISMATCH);
     CHECK(error_says("another parameter table or desc"));
     free(m);
@@ -319,7 +352,8 @@ static dtrain_status differing_rank(dtrain_comm *world, void *user)
 
 TEST(ranks_with_other_tables_are_refused)
 {
-    CHECK_EQ(dtrain_run_threads(2, differing_rank, NULL, NULL), DTRAIN_OK);
+    for (int difference = 0; difference < 3; difference++)
+        CHECK_EQ(dtrain_run_threads(2, differing_rank, &difference, NULL), DTRAIN_OK);
 }
 
 static dtrain_status leaving_rank(dtrain_comm *world, void *user)

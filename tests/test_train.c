@@ -82,6 +82,101 @@ TEST(a_bad_table_is_refused_by_name)
     REFUSED(bad[1].data = memory + 9, "overlap");
     REFUSED(bad[1].grad = bad[1].data, "overlap");
 #undef REFUSED
+    bad[1].frozen = 1; /* its grad is not looked at */
+    CHECK_EQ(dtrain_params_check(bad, 2), DTRAIN_OK);
+}
+
+TEST(only_a_library_that_reserves_takes_a_table_without_memory)
+{
+    dtrain_param table[2];
+    table[0] = param("a", 0, 10, NULL, NULL);
+    table[1] = param("b", 1, 10, memory, memory + 10);
+    CHECK_EQ(dtrain__params_check_for(table, 2, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain__params_check_for(table, 2, 0), DTRAIN_ERR_INVALID);
+    CHECK(error_says("parameter a: data is NULL, expected 40 bytes"));
+    CHECK_EQ(dtrain_params_check(table, 2), DTRAIN_ERR_INVALID);
+    table[0].data = memory + 9;
+    CHECK_EQ(dtrain__params_check_for(table, 2, 1), DTRAIN_ERR_INVALID);
+    CHECK(error_says("overlap"));
+    table[0] = param("b", 0, 10, NULL, NULL);
+    CHECK_EQ(dtrain__params_check_for(table, 2, 1), DTRAIN_ERR_INVALID);
+    CHECK(error_says("two parameters are named b"));
+}
+
+TEST(a_digest_covers_all_of_a_table_but_its_addresses)
+{
+    unsigned char before[32], after[32];
+    dtrain_param good[2], other[2];
+    good[0] = param("a", 0, 10, memory, memory + 10);
+    good[1] = param("b", 1, 10, memory + 20, memory + 30);
+#define DIGEST(table, digest) (memset(digest, 7, sizeof digest), dtrain__params_digest(table, 2, digest))
+#define DIFFERS(change)                                                                                                \
+    memcpy(other, good, sizeof other);                                                                                 \
+    change;                                                                                                            \
+    DIGEST(other, after);                                                                                              \
+    CHECK(memcmp(before, after, sizeof after) != 0)
+    DIGEST(good, before);
+    memcpy(other, good, sizeof other);
+    other[0].data = memory + 50;
+    other[1].grad = memory + 60;
+    DIGEST(other, after);
+    CHECK(memcmp(before, after, sizeof after) == 0);
+    memset(after, 8, sizeof after);
+    dtrain__params_digest(good, 2, after);
+    CHECK(memcmp(before, after, sizeof after) != 0); /* it starts from what was given */
+    DIFFERS(other[0].name = "c");
+    DIFFERS((other[0] = good[1], other[1] = good[0]));
+    DIFFERS(other[1].dtype = DTRAIN_BF16);
+    DIFFERS(other[1].shape[0] = 11);
+    DIFFERS(other[1].shape[1] = 1);
+    DIFFERS(other[1].ndim = 2);
+    DIFFERS(other[1].stacked = 1);
+    DIFFERS(other[1].unit = 0);
+    DIFFERS(other[1].grad = NULL);
+    DIFFERS(other[1].frozen = 1);
+    DIFFERS(other[1].tied = 1);
+#undef DIFFERS
+#undef DIGEST
+}
+
+static dtrain_status unit_gradients(void *user, double *weight)
+{
+    float *grad = (float *)user;
+    grad[0] = grad[1] = grad[3] = 2.0f;
+    *weight = 4.0;
+    return DTRAIN_OK;
+}
+
+TEST(what_is_frozen_keeps_its_weights_and_its_gradient)
+{
+    float data[4] = {1, 1, 1, 1}, grad[4] = {7, 7, 7, 7};
+    dtrain_step_desc step;
+    dtrain_step_result result;
+    dtrain_optimizer_desc sgd;
+    dtrain_param table[3];
+    memset(&step, 0, sizeof step);
+    memset(&sgd, 0, sizeof sgd);
+    sgd.kind = DTRAIN_SGD;
+    table[0] = param("a", 0, 2, data, grad);
+    table[1] = param("frozen", 0, 1, data + 2, grad + 2);
+    table[1].frozen = 1;
+    table[2] = param("b", 0, 1, data + 3, grad + 3);
+    step.table = table;
+    step.count = 3;
+    step.compute = unit_gradients;
+    step.user = grad;
+    step.lr = 1.0f;
+    step.max_norm = 100.0f;
+    CHECK_EQ(dtrain_optimizer_create(&step.optimizer, table, 3, &sgd, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_train_step(&step, &result), DTRAIN_OK);
+    CHECK(result.norm * result.norm > 0.7499999 && result.norm * result.norm < 0.7500001); /* three times 0.5^2 */
+    CHECK(grad[0] == 0.5f && grad[2] == 7.0f && grad[3] == 0.5f);
+    CHECK(data[0] == 0.5f && data[1] == 0.5f && data[2] == 1.0f && data[3] == 0.5f);
+    CHECK_EQ(dtrain_clip_grad_norm(table, 3, 0.01f, NULL), DTRAIN_OK);
+    CHECK(grad[0] < 0.01f && grad[2] == 7.0f);
+    dtrain_optimizer_destroy(step.optimizer);
+    table[1].dtype = DTRAIN_BF16; /* and may be of any dtype */
+    CHECK_EQ(dtrain_clip_grad_norm(table, 3, 0.01f, NULL), DTRAIN_OK);
 }
 
 /* ---- the sampler ---- */

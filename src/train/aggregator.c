@@ -17,7 +17,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         dtrain_tensor view;
         size_t elements = dtrain_param_elements(&table[i]);
-        if (table[i].grad == NULL)
+        if (!dtrain__params_trained(&table[i]))
             continue;
         status = dtrain_tensor_view(&view, DTRAIN_F32, 1, &elements, table[i].grad);
         if (status == DTRAIN_OK)
@@ -35,7 +35,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; i < count; i++) {
         float *grad = (float *)table[i].grad;
-        if (grad != NULL)
+        if (dtrain__params_trained(&table[i]))
             dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
     }
     dtrain__fpmode_restore(mode);
@@ -47,7 +47,7 @@ static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, d
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
         float *grad = (float *)table[i].grad;
-        if (grad != NULL)
+        if (dtrain__params_trained(&table[i]))
             dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
     }
     dtrain__fpmode_restore(mode);
@@ -81,7 +81,7 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        if (table[i].grad != NULL)
+        if (dtrain__params_trained(&table[i]))
             status = dtrain_all_reduce(comm, table[i].grad, table[i].grad, dtrain_param_elements(&table[i]), DTRAIN_F32,
                                        DTRAIN_SUM);
     }
@@ -131,7 +131,7 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < desc->count; i++) {
-        if (desc->table[i].grad != NULL && dtrain_param_elements(&desc->table[i]) > 0)
+        if (dtrain__params_trained(&desc->table[i]) && dtrain_param_elements(&desc->table[i]) > 0)
             memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
     }
     dtrain_aggregator local = dtrain_aggregator_local();

@@ -375,35 +375,14 @@ static void dtrain__ddp_lay_out(dtrain_ddp *ddp, size_t bucket_bytes)
     }
 }
 
-typedef struct dtrain__ddp_print {
-    unsigned char before[32], name[32];
-    uint64_t fields[6 + DTRAIN_MAX_DIMS];
-} dtrain__ddp_print;
-
 /* Compares tables and descs: ranks that differ in them would add what does not belong together. */
 static dtrain_status dtrain__ddp_check_tables(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
                                               const dtrain_ddp_desc *desc)
 {
-    dtrain__ddp_print print;
+    const uint64_t fields[3] = {desc->bucket_bytes, (uint64_t)desc->no_broadcast, (uint64_t)desc->no_overlap};
     unsigned char digest[32];
-    memset(&print, 0, sizeof print);
-    print.fields[0] = desc->bucket_bytes;
-    print.fields[1] = (uint64_t)desc->no_broadcast;
-    print.fields[2] = (uint64_t)desc->no_overlap;
-    dtrain_sha256(&print, sizeof print, digest);
-    for (size_t i = 0; i < count; i++) {
-        memset(&print, 0, sizeof print);
-        memcpy(print.before, digest, sizeof digest);
-        dtrain_sha256(table[i].name, strlen(table[i].name), print.name);
-        print.fields[0] = (uint64_t)table[i].dtype;
-        print.fields[1] = (uint64_t)dtrain__params_ndim(&table[i]);
-        print.fields[2] = (uint64_t)table[i].stacked;
-        print.fields[3] = (uint64_t)table[i].unit;
-        print.fields[4] = table[i].grad != NULL;
-        for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
-            print.fields[5 + d] = table[i].shape[d];
-        dtrain_sha256(&print, sizeof print, digest);
-    }
+    dtrain_sha256(fields, sizeof fields, digest);
+    dtrain__params_digest(table, count, digest);
     dtrain_status status = dtrain_comm_check_equal(ddp->comm, digest, sizeof digest, DTRAIN_U8);
     if (status == DTRAIN_ERR_MISMATCH)
         return dtrain__fail(

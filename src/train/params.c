@@ -28,6 +28,12 @@ typedef struct dtrain__span {
     const dtrain_param *param;
 } dtrain__span;
 
+/* Says whether there is a gradient to reduce and to apply. */
+static int dtrain__params_trained(const dtrain_param *param)
+{
+    return param->grad != NULL && !param->frozen;
+}
+
 static int dtrain__params_ndim(const dtrain_param *param)
 {
     int ndim = param->ndim;
@@ -67,7 +73,7 @@ DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count)
     return units <= INT_MAX ? (int)units : 0;
 }
 
-static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t index)
+static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t index, int reserves)
 {
     size_t count, bytes;
     const char *name = param->name;
@@ -88,7 +94,7 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
     if (param->unit < 0 || dtrain__params_layers(param) > (size_t)(INT_MAX - param->unit))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: unit %d and %zu layers, expected 0 to %d", name,
                             param->unit, dtrain__params_layers(param), INT_MAX);
-    if (param->data == NULL && bytes > 0)
+    if (param->data == NULL && bytes > 0 && !reserves)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: data is NULL, expected %zu bytes", name, bytes);
     return DTRAIN_OK;
 }
@@ -144,7 +150,7 @@ static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size
     size_t used = 0, elements, bytes;
     for (size_t i = 0; i < 2 * count; i++) {
         const dtrain_param *param = &table[i / 2];
-        void *memory = i % 2 == 0 ? param->data : param->grad;
+        void *memory = i % 2 == 0 ? param->data : dtrain__params_trained(param) ? param->grad : NULL;
         if (!dtrain__params_size(param, &elements, &bytes) || bytes == 0 || memory == NULL)
             continue;
         spans[used].begin = (uintptr_t)memory;
@@ -162,7 +168,8 @@ static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count)
+/* Checks a table; reserves = 1: data and grad may be NULL, the library reserves them. */
+static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t count, int reserves)
 {
     dtrain_allocator allocator = {NULL, NULL, 0, 0};
     size_t bytes;
@@ -171,7 +178,7 @@ DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t c
     if (!dtrain__mul_size(count, 2 * sizeof(dtrain__span), &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is longer than memory", count);
     for (size_t i = 0; i < count; i++) {
-        if (dtrain__params_check_one(&table[i], i) != DTRAIN_OK)
+        if (dtrain__params_check_one(&table[i], i, reserves) != DTRAIN_OK)
             return DTRAIN_ERR_INVALID;
     }
     dtrain__span *spans = (dtrain__span *)dtrain__alloc(&allocator, bytes);
@@ -186,15 +193,46 @@ DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t c
     return status;
 }
 
+DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count)
+{
+    return dtrain__params_check_for(table, count, 0);
+}
+
+typedef struct dtrain__params_print {
+    unsigned char before[32], name[32];
+    uint64_t fields[7 + DTRAIN_MAX_DIMS];
+} dtrain__params_print;
+
+/* Adds a good table, but for its addresses, to the hash that digest holds. */
+static void dtrain__params_digest(const dtrain_param *table, size_t count, unsigned char digest[32])
+{
+    for (size_t i = 0; i < count; i++) {
+        dtrain__params_print print;
+        memset(&print, 0, sizeof print);
+        memcpy(print.before, digest, sizeof print.before);
+        dtrain_sha256(table[i].name, strlen(table[i].name), print.name);
+        print.fields[0] = (uint64_t)table[i].dtype;
+        print.fields[1] = (uint64_t)dtrain__params_ndim(&table[i]);
+        print.fields[2] = table[i].stacked != 0;
+        print.fields[3] = (uint64_t)table[i].unit;
+        print.fields[4] = table[i].grad != NULL;
+        print.fields[5] = table[i].frozen != 0;
+        print.fields[6] = table[i].tied != 0;
+        for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
+            print.fields[7 + d] = table[i].shape[d];
+        dtrain_sha256(&print, sizeof print, digest);
+    }
+}
+
 /* Checks that what has a gradient is F32. */
 static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
-        if (table[i].grad != NULL && table[i].dtype != DTRAIN_F32)
+        if (dtrain__params_trained(&table[i]) && table[i].dtype != DTRAIN_F32)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_UNSUPPORTED,
                 "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
-                "freeze it with a NULL grad",
+                "set frozen",
                 table[i].name, dtrain_dtype_name(table[i].dtype));
     }
     return DTRAIN_OK;
@@ -213,7 +251,7 @@ static void dtrain__params_fill(dtrain__params *params, const dtrain_param *tabl
     for (size_t i = 0; i < count; i++) {
         size_t layers = dtrain__params_layers(&table[i]);
         size_t each = layers > 0 ? dtrain_param_elements(&table[i]) / layers : 0;
-        for (size_t layer = 0; table[i].grad != NULL && layer < layers; layer++) {
+        for (size_t layer = 0; dtrain__params_trained(&table[i]) && layer < layers; layer++) {
             dtrain__range *range = &params->ranges[params->unit_begin[(size_t)table[i].unit + layer + 1]++];
             range->data = (float *)table[i].data + layer * each;
             range->grad = (float *)table[i].grad + layer * each;
@@ -235,7 +273,7 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
         return status;
     params->units = dtrain_params_units(table, count);
     for (size_t i = 0; i < count; i++)
-        params->range_count += table[i].grad != NULL ? dtrain__params_layers(&table[i]) : 0;
+        params->range_count += dtrain__params_trained(&table[i]) ? dtrain__params_layers(&table[i]) : 0;
     params->unit_begin = (size_t *)dtrain__alloc(allocator, ((size_t)params->units + 1) * sizeof(size_t));
     params->ranges = (dtrain__range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__range));
     if (params->unit_begin == NULL || params->ranges == NULL) {
@@ -244,7 +282,7 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
     }
     /* Counts of unit u go to u + 2, so that summing leaves the begin of u at u + 1, and filling its end. */
     for (size_t i = 0; i < count; i++) {
-        size_t layers = table[i].grad != NULL ? dtrain__params_layers(&table[i]) : 0;
+        size_t layers = dtrain__params_trained(&table[i]) ? dtrain__params_layers(&table[i]) : 0;
         for (size_t unit = (size_t)table[i].unit; unit < (size_t)table[i].unit + layers; unit++)
             params->unit_begin[unit + 2 <= (size_t)params->units ? unit + 2 : 0] += 1;
     }

@@ -27,8 +27,11 @@ typedef struct dtrain_param {
     int stacked;  /* 1: the first size counts layers, one unit each */
     int unit;     /* the unit, or the first layer's */
     int no_decay; /* 1: no weight decay (biases, norms) */
+    int frozen;   /* 1: no gradient: neither reduced nor updated */
+    int tied;     /* 1: also used outside its unit, as an embedding that is the output layer too: FSDP keeps its unit
+                     besides the two that rotate */
     void *data;
-    void *grad; /* as data; NULL: frozen, neither reduced nor updated */
+    void *grad; /* as data; not touched when frozen; NULL: as frozen */
 } dtrain_param;
 
 /* Checks a table as every function here that takes one does.
