@@ -1309,6 +1309,7 @@ typedef struct dtrain_sampler_desc {
     int no_shuffle;    /* 1: in order */
     size_t batch;      /* examples a micro-batch; 0: 1 */
     int micro_batches; /* micro-batches a step, over all ranks together; 0: 1 */
+    int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step, as where each is reduced at once */
 } dtrain_sampler_desc;
 
 /* Deals every example of an epoch exactly once. Holds no position: any step may be asked for, by any number of
@@ -1338,11 +1339,14 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
  * any thread */
 DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position);
 
-/* Says which of a step's micro-batches are a rank's: a contiguous block, so that their sums fit the tree.
+/* Says which of a step's micro-batches are a rank's: a contiguous block, so that the sum of what it keeps until the
+ * step ends fits the tree. Strided: every ranks-th, so that the i-th of all ranks are a contiguous block.
  *
  *   step      counted over all epochs: epoch step / steps, in it step % steps
- *   first     out: the first of them, 0 to micro_batches - 1; may be NULL
- *   returns   how many there are, those without examples left out: 0 for a rank that has none this step
+ *   first     out: the first of them, 0 to micro_batches - 1; may be NULL. The others are first + 1, first + 2, ...;
+ *             strided: first is rank, the others are first + ranks, first + 2 * ranks, ...
+ *   returns   how many there are, those without examples left out: 0 for a rank that has none this step, whose first
+ *             then means nothing
  *
  * any thread */
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
@@ -15663,14 +15667,19 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
 
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first)
 {
-    size_t begin = 0;
-    size_t share = dtrain_split((size_t)sampler->desc.micro_batches, ranks, rank, &begin);
+    size_t begin = 0, micro_batches = (size_t)sampler->desc.micro_batches;
+    size_t share = dtrain_split(micro_batches, ranks, rank, &begin), stride = 1;
     uint64_t filled = dtrain__sampler_left(sampler, step % dtrain_sampler_steps(sampler));
+    if (sampler->desc.strided && ranks > 0 && rank >= 0 && rank < ranks) {
+        begin = (size_t)rank; /* the share is the same: earlier ranks have one more here too */
+        stride = (size_t)ranks;
+    }
     if (first != NULL)
         *first = (int)begin;
     if (filled <= begin)
         return 0;
-    return (int)(share < filled - begin ? share : filled - begin);
+    uint64_t most = (filled - begin - 1) / stride + 1;
+    return (int)(share < most ? share : most);
 }
 
 DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,

@@ -253,6 +253,70 @@ TEST(the_ranks_of_any_world_share_the_same_micro_batches)
     CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 8, examples), 0);
 }
 
+TEST(strided_ranks_deal_a_steps_micro_batches_round)
+{
+    dtrain_sampler sampler;
+    dtrain_sampler_desc desc;
+    int first;
+    memset(&desc, 0, sizeof desc);
+    desc.count = 203;
+    desc.batch = 4;
+    desc.micro_batches = 8;
+    desc.strided = 1;
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+    static const int shares_of_3[3] = {3, 3, 2}; /* 0 3 6, 1 4 7, 2 5 */
+    for (int rank = 0; rank < 3; rank++) {
+        CHECK_EQ(dtrain_sampler_share(&sampler, 0, rank, 3, &first), shares_of_3[rank]);
+        CHECK_EQ(first, rank);
+    }
+    CHECK_EQ(dtrain_sampler_share(&sampler, 0, 7, 9, &first), 1);
+    CHECK_EQ(first, 7);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 0, 8, 9, NULL), 0);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 0, 3, 3, NULL), 0);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 0, -1, 3, NULL), 0);
+    desc.count = 197; /* the last step has 5 examples, and so micro-batches 0 to 4: 0 3, 1 4, 2 */
+    CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 6, 0, 3, NULL), 2);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 6, 1, 3, NULL), 2);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 6, 2, 3, NULL), 1);
+    CHECK_EQ(dtrain_sampler_share(&sampler, 6, 5, 7, NULL), 0);
+}
+
+static void check_deal(const dtrain_sampler *sampler, uint64_t step, int ranks)
+{
+    int dealt[16] = {0};
+    for (int rank = 0; rank < ranks; rank++) {
+        int first, share = dtrain_sampler_share(sampler, step, rank, ranks, &first);
+        for (int i = 0; i < share; i++)
+            dealt[sampler->desc.strided ? first + i * ranks : first + i]++;
+    }
+    for (int micro = 0; micro < sampler->desc.micro_batches; micro++) {
+        uint64_t examples[4];
+        CHECK_EQ(dealt[micro], dtrain_sampler_batch(sampler, step, micro, examples) > 0);
+    }
+}
+
+TEST(each_micro_batch_is_dealt_exactly_once)
+{
+    for (uint64_t count = 1; count <= 90; count++) {
+        for (int micro = 1; micro <= 13; micro++) {
+            dtrain_sampler sampler;
+            dtrain_sampler_desc desc;
+            memset(&desc, 0, sizeof desc);
+            desc.count = count;
+            desc.batch = 4;
+            desc.micro_batches = micro;
+            for (desc.strided = 0; desc.strided < 2; desc.strided++) {
+                CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
+                for (uint64_t step = 0; step < dtrain_sampler_steps(&sampler); step++) {
+                    for (int ranks = 1; ranks <= 9; ranks++)
+                        check_deal(&sampler, step, ranks);
+                }
+            }
+        }
+    }
+}
+
 TEST(orders_depend_on_seed_and_epoch_and_are_even)
 {
     int places[5][5], same_epoch = 0, same_seed = 0;

@@ -88,14 +88,19 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
 
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first)
 {
-    size_t begin = 0;
-    size_t share = dtrain_split((size_t)sampler->desc.micro_batches, ranks, rank, &begin);
+    size_t begin = 0, micro_batches = (size_t)sampler->desc.micro_batches;
+    size_t share = dtrain_split(micro_batches, ranks, rank, &begin), stride = 1;
     uint64_t filled = dtrain__sampler_left(sampler, step % dtrain_sampler_steps(sampler));
+    if (sampler->desc.strided && ranks > 0 && rank >= 0 && rank < ranks) {
+        begin = (size_t)rank; /* the share is the same: earlier ranks have one more here too */
+        stride = (size_t)ranks;
+    }
     if (first != NULL)
         *first = (int)begin;
     if (filled <= begin)
         return 0;
-    return (int)(share < filled - begin ? share : filled - begin);
+    uint64_t most = (filled - begin - 1) / stride + 1;
+    return (int)(share < most ? share : most);
 }
 
 DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,

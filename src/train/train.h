@@ -60,6 +60,7 @@ typedef struct dtrain_sampler_desc {
     int no_shuffle;    /* 1: in order */
     size_t batch;      /* examples a micro-batch; 0: 1 */
     int micro_batches; /* micro-batches a step, over all ranks together; 0: 1 */
+    int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step, as where each is reduced at once */
 } dtrain_sampler_desc;
 
 /* Deals every example of an epoch exactly once. Holds no position: any step may be asked for, by any number of
@@ -89,11 +90,14 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
  * any thread */
 DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position);
 
-/* Says which of a step's micro-batches are a rank's: a contiguous block, so that their sums fit the tree.
+/* Says which of a step's micro-batches are a rank's: a contiguous block, so that the sum of what it keeps until the
+ * step ends fits the tree. Strided: every ranks-th, so that the i-th of all ranks are a contiguous block.
  *
  *   step      counted over all epochs: epoch step / steps, in it step % steps
- *   first     out: the first of them, 0 to micro_batches - 1; may be NULL
- *   returns   how many there are, those without examples left out: 0 for a rank that has none this step
+ *   first     out: the first of them, 0 to micro_batches - 1; may be NULL. The others are first + 1, first + 2, ...;
+ *             strided: first is rank, the others are first + ranks, first + 2 * ranks, ...
+ *   returns   how many there are, those without examples left out: 0 for a rank that has none this step, whose first
+ *             then means nothing
  *
  * any thread */
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
