@@ -1,7 +1,7 @@
 /* ---- >>bits ----
- * Prints two hashes: of the outputs of casts, folds, vector operations and random numbers, which must be one under any
- * flags, compiler and instruction set; and of matrix products, which may differ between instruction sets only.
- * Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that this file's own flags
+ * Prints two hashes: of the outputs of casts, folds, vector operations, norms and random numbers, which must be one
+ * under any flags, compiler and instruction set; and of matrix products, which may differ between instruction sets
+ * only. Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that this file's own flags
  * change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that casts give are hashed. */
 #define DTRAIN_API static /* what is not called costs no time to compile */
 #define DTRAIN_IMPLEMENTATION
@@ -157,6 +157,21 @@ static void tensors(void)
             }
 }
 
+static void norms(void)
+{
+    for (int c = 0; c < COUNTS; c++)
+        for (size_t shift = 0; shift < 6; shift++) {
+            dtrain__exact sum;
+            double value;
+            memset(&sum, 0, sizeof sum);
+            fill(inputs[0] + shift, DTRAIN_F32, counts[c], shift != 2);
+            dtrain__exact_add_squares(&sum, (const float *)(void *)(inputs[0] + shift), counts[c]);
+            value = dtrain__exact_value(&sum);
+            add_memory(&sum, sizeof sum);
+            add_memory(&value, sizeof value);
+        }
+}
+
 static void biases(void)
 {
     for (size_t columns = 1; columns < 70; columns++) {
@@ -215,6 +230,7 @@ int main(int argc, char **argv)
     folds();
     partial_folds();
     tensors();
+    norms();
     biases();
     randoms();
     printf("%s %016llx", dtrain_isa_name(), (unsigned long long)hash);

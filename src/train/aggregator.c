@@ -6,39 +6,39 @@
 #include "train.h"
 #include "kernels.c"
 #include "params.c"
+#include "norm.c"
 
-DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
+static void dtrain__aggregator_shorten(const dtrain_param *table, size_t count, double max_norm, double norm)
 {
-    double sum = 0.0, part = 0.0;
-    if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
-    dtrain_status status = dtrain__params_check_f32(table, count);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        dtrain_tensor view;
-        size_t elements = dtrain_param_elements(&table[i]);
-        if (!dtrain__params_trained(&table[i]))
-            continue;
-        status = dtrain_tensor_view(&view, DTRAIN_F32, 1, &elements, table[i].grad);
-        if (status == DTRAIN_OK)
-            status = dtrain_tensor_sum_squares(&part, &view);
-        sum = sum + part;
-    }
-    if (status != DTRAIN_OK)
-        return status;
-    double length = dtrain__train_root(sum);
-    if (norm != NULL)
-        *norm = length;
-    if (max_norm == 0.0f || !dtrain__train_finite(length) || length <= (double)max_norm)
-        return DTRAIN_OK;
-    float factor = dtrain__train_ratio((double)max_norm, length);
     uint64_t mode = dtrain__fpmode_enter();
+    float factor = dtrain__train_ratio(max_norm, norm);
     for (size_t i = 0; i < count; i++) {
         float *grad = (float *)table[i].grad;
         if (dtrain__params_trained(&table[i]))
             dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
     }
     dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
+{
+    dtrain__exact sum;
+    if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    memset(&sum, 0, sizeof sum);
+    for (size_t i = 0; i < count; i++) {
+        if (dtrain__params_trained(&table[i]))
+            dtrain__exact_add_squares(&sum, (const float *)table[i].grad, dtrain_param_elements(&table[i]));
+    }
+    double length = dtrain__train_root(dtrain__exact_value(&sum));
+    if (norm != NULL)
+        *norm = length;
+    if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
+        dtrain__aggregator_shorten(table, count, (double)max_norm, length);
     return DTRAIN_OK;
 }
 

@@ -217,13 +217,15 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
 
 /* Measures the length of all gradients of a table as one vector, and shortens it to max_norm when it is longer.
  *
- * Squares are summed in float64: each parameter as dtrain_tensor_sum_squares does, then the parameters in table
- * order. The factor max_norm / norm is rounded to float32 once.
+ * The sum of squares is exact, whatever the order of elements and parameters, and rounded to float64 once; its root
+ * is norm. The factor max_norm / norm is rounded to float32 once.
  *
  *   max_norm   0: measure only
- *   norm       out: the length before; may be NULL. When it is not finite the gradients are left as they are
+ *   norm       out: the length before; may be NULL. NaN when a gradient has a NaN, else infinity when one has an
+ *              infinity: then the gradients are left as they are
  *   errors     DTRAIN_ERR_INVALID      max_norm negative or NaN
  *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
+ *   source     Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015
  *
  * any thread; allocates nothing */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
