@@ -16,6 +16,7 @@
  *                    of groups, survivors, the store
  *     >>order        the order in which a reduction adds
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
+ *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *
  * DATA-PARALLEL IN AN EXISTING TRAINER
  *
@@ -38,6 +39,17 @@
  *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
  *
  * OPTIMIZER STATE SHARDED: reduce_scatter gradients, update my slice (dtrain_shard), all_gather parameters.
+ *
+ * FULLY SHARDED: declare parameters once, in a table of dtrain_param; their memory is there only while a layer runs.
+ *
+ *     DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, count, &desc));
+ *     float *qkvw = dtrain_fsdp_param(fsdp, "qkvw");
+ *     ...                                              forward, layer after layer
+ *     DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, layer));   also starts the next one
+ *     DTRAIN_CHECK(dtrain_fsdp_release(fsdp, layer));
+ *     ...                                              backward: gather, compute, dtrain_fsdp_reduce(fsdp, layer)
+ *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
+ *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
  *
  * CONVENTIONS
  *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's
@@ -1390,7 +1402,8 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
 typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_DEFAULT = 0, /* AdamW */
     DTRAIN_SGD = 501,
-    DTRAIN_ADAMW
+    DTRAIN_ADAMW,
+    DTRAIN_OPTIMIZER_NONE /* of FSDP: no state, no step; the caller updates its slices */
 } dtrain_optimizer_kind;
 
 /* An optimizer's constants. */
@@ -1485,7 +1498,7 @@ typedef struct dtrain_ddp dtrain_ddp;
 typedef struct dtrain_ddp_desc {
     size_t bucket_bytes; /* a bucket is closed when it has as many; 0: 1 MiB */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
-    int no_overlap;      /* 1: everything is reduced in dtrain_ddp_finish, by blocking calls */
+    int no_overlap;      /* 1: nothing is reduced before all units are */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.
@@ -1621,6 +1634,353 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
 
 #endif
 
+/* ---- >>fsdp ----
+ * Fully sharded data parallelism for a program that keeps its own loop. Parameters are declared once, in a table;
+ * their addresses never change, but a unit's memory is there only while the unit is gathered. Gradients are reduced
+ * to the shards of their owners as soon as a unit's are complete, and the optimizer runs on shards.
+ *
+ * A unit is the concatenation of its ranges in table order (a stacked tensor gives one layer to each of its units).
+ * It is cut into as many slices as ranks shard it, earlier ones one element longer; there is no padding, and a rank
+ * may hold nothing of a tensor, or of a unit. The same calls serve every strategy:
+ *
+ *                  parameters      gradients    optimizer state   sent a step, for P bytes on n ranks
+ *   FULL_SHARD     slice           slice        slice             2 or 3 P (n-1)/n
+ *   SHARD_GRAD_OP  full            slice        slice             2 P (n-1)/n
+ *   NO_SHARD       full            full         full              2 P (n-1)/n
+ *   HYBRID_SHARD   slice of a node, replicated over the nodes; as FULL_SHARD in a node of s ranks, and
+ *                  2 P/s (m-1)/m between m nodes
+ *
+ * (PyTorch's SHARD_GRAD_OP shards parameters between steps; here they stay.) Reductions are the tree of >>order, so
+ * FULL_SHARD, SHARD_GRAD_OP and NO_SHARD give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
+ * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
+ * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
+ *
+ * Every rank makes the same gather calls in the same order: gathering is collective. Reductions may come in any order
+ * of units, and a rank may leave some out. A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can
+ * then only be asked for its slices and destroyed.
+ *
+ *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
+#ifndef DTRAIN__FSDP_H
+#define DTRAIN__FSDP_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum dtrain_strategy {
+    DTRAIN_STRATEGY_DEFAULT = 0, /* full shard */
+    DTRAIN_FULL_SHARD = 601,
+    DTRAIN_SHARD_GRAD_OP,
+    DTRAIN_NO_SHARD,
+    DTRAIN_HYBRID_SHARD
+} dtrain_strategy;
+
+/* What some parameters have of their own. The first group of a desc whose name fits counts. */
+typedef struct dtrain_param_group {
+    const char *name;   /* of a parameter; with a * at its end, of all that begin so */
+    float lr_factor;    /* of the learning rate; 0: 1 */
+    float weight_decay; /* 0: the optimizer's */
+    int no_decay;       /* 1: none */
+} dtrain_param_group;
+
+typedef struct dtrain_fsdp_desc {
+    dtrain_strategy strategy;         /* 0: full shard */
+    int shard_size;                   /* hybrid: ranks of a node, which divides the world size; others: not read */
+    dtrain_dtype gather_dtype;        /* that parameters travel in, F32, BF16 or F16; 0: F32. Masters stay F32 */
+    dtrain_dtype reduce_dtype;        /* that gradients travel in, F32, BF16 or F16; 0: F32. They are summed in F32 */
+    dtrain_optimizer_desc optimizer;  /* kind DTRAIN_OPTIMIZER_NONE: the caller's own, see dtrain_fsdp_local */
+    const dtrain_param_group *groups; /* read by create */
+    size_t group_count;
+    int no_reshard_after_forward; /* 1: what was gathered stays until the step */
+    int no_prefetch;              /* 1: a unit is gathered when it is asked for */
+    int no_overlap;               /* 1: nothing is reduced before all units of a micro-batch are */
+    size_t bucket_bytes;          /* between copies, units are reduced together until they have as many; 0: 1 MiB */
+    int keep_full_grads;          /* 1: micro-batches are folded on each rank in full, and communicated once a step */
+    int micro_batches;            /* of a rank in a step, the most, for the plan; 0: 1 */
+    float loss_scale;             /* the first, by which the caller multiplies its loss; 0: none is used */
+    int loss_scale_steps;         /* good steps after which it doubles; 0: 2,000 */
+    int no_broadcast;             /* 1: data in the table is the same on all ranks already */
+    size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
+} dtrain_fsdp_desc;
+
+/* What one rank will need and send, in bytes. Peak is what is in use at most at once, in whole pages. */
+typedef struct dtrain_fsdp_plan_result {
+    size_t weights;       /* this rank's slices; 0 where they lie in the full parameters */
+    size_t gradients;     /* slices of sums, with those of earlier micro-batches */
+    size_t optimizer;     /* state */
+    size_t full_weights;  /* pages of parameters that are gathered at once, at most */
+    size_t full_grads;    /* pages of gradients that are in full at once, at most */
+    size_t bookkeeping;   /* tables and page counts */
+    size_t peak;          /* the sum of all these */
+    uint64_t sent_gather; /* to other ranks in a step of one micro-batch, all parameters used */
+    uint64_t sent_reduce; /* and for gradients */
+} dtrain_fsdp_plan_result;
+
+/* Says what one rank will need, before anything is allocated. The table needs no memory for it.
+ *
+ *   desc     NULL: all defaults
+ *   rank     of world_size
+ *   plan     out
+ *   errors   DTRAIN_ERR_INVALID  as dtrain_fsdp_create
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
+                                          int world_size, int rank, dtrain_fsdp_plan_result *plan);
+
+typedef struct dtrain_fsdp dtrain_fsdp;
+
+/* Shards a table's parameters over a group.
+ *
+ * A parameter whose data is NULL gets a range of addresses from the library, and starts as zeros (see dtrain_fsdp_put
+ * and dtrain_fsdp_set); one that has data lies there, takes its first values from it, rank 0's unless no_broadcast,
+ * and its pages stay the caller's, as does its gradient's memory. A parameter with frozen set has no gradient, and no
+ * optimizer state.
+ *
+ *   comm     must outlive it; three or four groups of its ranks are made from it
+ *   table    copied, names included; the same on every rank but for addresses. F32; a frozen parameter of another
+ *            dtype must have data, and stays there in full on every rank
+ *   desc     NULL: all defaults; the same on every rank
+ *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            DTRAIN_ERR_MEMORY; those of dtrain_comm_split and dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
+                                            size_t count, const dtrain_fsdp_desc *desc);
+
+/* Frees it; NULL is legal. Memory of the caller's is left as it is: after dtrain_fsdp_unshard, full parameters.
+ * Operations on their way are waited for, up to timeout_ms, or cut short where the group is broken.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);
+
+/* Returns the text of the last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp);
+
+/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name. It may
+ * be read while the parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
+
+/* Returns the address of a parameter's gradient, of full size, zeros until the caller adds to it; NULL for none of
+ * that name, or a frozen one. From dtrain_fsdp_reduce of a unit on, the unit's are zero again.
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name);
+
+/* Makes a unit's parameters readable, and starts to gather the next one, in the direction in which calls go.
+ *
+ * A released unit stays until its room is needed: two units that rotate and those with tied parameters are in memory
+ * at most, so that the last of a forward pass is still there for the backward pass. A unit that is gathered already
+ * may be gathered again. Under strategies that keep full parameters it only takes note.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no such unit; those of dtrain_all_gather: the object is broken
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit);
+
+/* Says that a unit's parameters are not needed for now.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no such unit, or it is not gathered
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
+
+/* Starts to gather the first unit, before the first layer needs it.
+ *
+ *   errors   DTRAIN_ERR_INVALID  called already and no gather since; or a strategy that gathers nothing
+ *
+ * collective: every rank, same order; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp);
+
+/* Says whether a prefetch was called and the gather that takes it has not been.
+ *
+ * one thread per object */
+DTRAIN_API int dtrain_fsdp_prefetch_pending(const dtrain_fsdp *fsdp);
+
+/* Opens a step, for ranks whose batches differ. Without it every rank weighs 1, and the step has as many micro-batches
+ * as are reduced.
+ *
+ *   micro_batches   of this rank; more are an error. With keep_full_grads needed where there is more than one
+ *   weight          of this rank's examples in the whole step, usually their tokens; may be 0. Gradients are sums,
+ *                   divided once by the weight of all ranks
+ *   errors          DTRAIN_ERR_INVALID  gradients of a step are not used yet; a bad weight or number
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight);
+
+/* Takes a unit's gradients over when backward has finished with the unit, starts to reduce them, and releases the
+ * unit's parameters. Gradients are zero, and their memory free, as soon as they are on their way.
+ *
+ * Units are reduced from the last to the first; one that comes before a later one waits for it in full. Units without
+ * gradients are only released. When all were reduced and one is again, the next micro-batch has begun.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no such unit; it is not gathered, so that its gradients cannot have been computed;
+ *                                reduced twice while others are missing (see dtrain_fsdp_next); more micro-batches
+ *                                than announced. The object stays as it was
+ *            those of dtrain_reduce_scatter: the object is broken
+ *
+ * collective: every rank, any order of units; blocks up to timeout_ms for the unit before */
+DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
+
+/* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
+ *
+ * one thread per object; blocks up to timeout_ms for a unit that is on its way */
+DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
+
+/* Stands in for a micro-batch for which this rank has no examples: gathers and releases every unit from the first to
+ * the last and back, as the others do, and adds nothing.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
+
+/* Says that this rank cannot go on with the step, so that none applies it. The next call of dtrain_fsdp_finish, or one
+ * that implies it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why; gradients are dropped, and
+ * the object can be used. Gathers and reductions that the others make must still be made, as by dtrain_fsdp_join.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why);
+
+/* Waits for all gradients and divides them once by the weight of all ranks, and by the loss scale. A rank with fewer
+ * micro-batches than others adds nothing to those that it lacks. Called by clip_grad_norm, local and step where the
+ * caller has not.
+ *
+ *   total_weight   out: of all ranks; may be NULL. When it is 0 gradients are not divided
+ *   errors         DTRAIN_ERR_INVALID  on every rank: no rank has reduced anything. The object can be used
+ *                  DTRAIN_ERR_ABORTED  a rank has called dtrain_fsdp_fail
+ *                  those of dtrain_reduce_scatter: the object is broken
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_weight);
+
+/* Measures the length of all gradients as one vector, and shortens it to max_norm when it is longer.
+ *
+ * The sum of squares is exact, every element once, whatever the sharding, and rounded to float64 once; the factor
+ * max_norm / norm is rounded to float32 once. Not finite: gradients are left as they are.
+ *
+ *   max_norm   0: measure only
+ *   norm       out, the same on every rank; may be NULL
+ *   errors     as dtrain_fsdp_finish
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm);
+
+/* Updates the weights from the gradients, which are gone then, and gathers them where full parameters are kept.
+ *
+ * With a loss scale, a step in which any rank's gradient is not finite changes no weight and halves the scale; see
+ * dtrain_fsdp_skipped. Without one it is applied as it is.
+ *
+ *   errors   as dtrain_fsdp_finish; DTRAIN_ERR_INVALID lr negative or not finite, or no optimizer
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr);
+
+/* Drops the gradients of a step that is not to be applied; legal at any time but within a micro-batch.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp);
+
+/* The part of one range that this rank holds: what an optimizer of the caller's updates, and a checkpoint saves. */
+typedef struct dtrain_slice {
+    const char *name; /* of the parameter */
+    dtrain_dtype dtype;
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the parameter in full */
+    int ndim;
+    int layer; /* of a stacked parameter: the box [layer, ...]; -1: the box is all of it */
+    int unit;
+    size_t begin, count; /* elements of the box in row-major order; count may be 0 */
+    int no_decay;
+    float *weights;  /* count float32 each; NULL where there is none, or none yet */
+    float *grads;    /* after dtrain_fsdp_finish, until the step */
+    float *state[2]; /* AdamW: m and v; SGD with momentum: the velocity */
+} dtrain_slice;
+
+/* Lists this rank's slices, those of no elements included: by unit, in table order. The array is the object's; it stays
+ * until the next call that takes the object.
+ *
+ * After an own update of the weights, call dtrain_fsdp_publish. To resume, write weights and state, then publish.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count);
+
+/* Makes new slices of weights count: what was gathered before is not used again; where full parameters are kept they
+ * are gathered. Gradients are dropped.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp);
+
+/* Takes this rank's slice of a gathered unit from its full parameters: the caller has written them, the same on every
+ * rank, as when it initialises a model that no rank can hold.
+ *
+ *   errors   DTRAIN_ERR_INVALID  the unit is not gathered
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit);
+
+/* Sets a parameter from one rank's full value.
+ *
+ *   value    all elements on root; on other ranks not read, may be NULL
+ *   errors   DTRAIN_ERR_INVALID  no such parameter, or a bad root
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, const float *value, int root);
+
+/* Copies a parameter's full value, in F32, to one rank, or with root -1 to all.
+ *
+ *   value    out: all elements; on ranks that get none not touched, may be NULL
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root);
+
+/* Gathers every parameter and keeps all until the next step: for an evaluation by foreign code, or before destroy,
+ * which leaves them in memory of the caller's.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
+
+/* Return what was asked for, and the number of ranks that share one copy of the parameters.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp);
+DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
+
+/* Returns the factor by which the caller multiplies its loss now; 1 where none is used.
+ *
+ * one thread per object */
+DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
+
+/* What an object has done since it was made. */
+typedef struct dtrain_fsdp_stats {
+    uint64_t steps;          /* applied */
+    uint64_t skipped;        /* not applied, because a gradient was not finite */
+    int64_t communicated_ns; /* that gathers and reductions were under way, each by itself */
+    int64_t waited_ns;       /* that the caller waited for them */
+    size_t bytes;            /* in use now: memory and pages */
+    size_t peak_bytes;       /* the most at once */
+} dtrain_fsdp_stats;
+
+/* Returns the counters; hidden communication is 1 - waited_ns / communicated_ns.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp);
+
+/* Writes the last events as a Chrome trace: a lane of computation, of gathers, of reductions, and of waiting.
+ *
+ *   errors   DTRAIN_ERR_INVALID  the desc has no trace_events; DTRAIN_ERR_IO
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
 #ifdef DTRAIN_IMPLEMENTATION
 
 /* ---- >>begin ----
@@ -1646,6 +2006,7 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef __linux__
@@ -1761,6 +2122,42 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);
+}
+
+/* Bytes of a page, the unit in which memory comes and goes. */
+static size_t dtrain__os_page_bytes(void)
+{
+    long bytes = sysconf(_SC_PAGESIZE);
+    return bytes > 0 ? (size_t)bytes : 4096;
+}
+
+/* Reserves a range of addresses, in whole pages, which read as zeros and take memory page by page as they are written.
+ * Returns NULL when the system refuses. */
+static void *dtrain__os_reserve(size_t bytes)
+{
+    int flags = MAP_PRIVATE | MAP_ANON;
+#ifdef MAP_NORESERVE
+    flags |= MAP_NORESERVE;
+#endif
+    void *range = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return range != MAP_FAILED ? range : NULL;
+}
+
+/* Gives the memory of whole pages back; they read as zeros again. Returns 0 or an errno. */
+static int dtrain__os_discard(void *pages, size_t bytes)
+{
+#ifdef __linux__
+    return madvise(pages, bytes, MADV_DONTNEED) == 0 ? 0 : errno;
+#else
+    /* elsewhere that advice promises no zeros: new pages take their place */
+    void *range = mmap(pages, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_FIXED, -1, 0);
+    return range != MAP_FAILED ? 0 : errno;
+#endif
+}
+
+static void dtrain__os_unreserve(void *range, size_t bytes)
+{
+    munmap(range, bytes);
 }
 
 /* Fills out with bytes that nobody can guess. Returns 0 or an errno. */
@@ -1927,6 +2324,16 @@ static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_
 }
 #endif
 
+/* Adds to the bytes in use; less is a number that wraps around. */
+static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
+{
+    size_t in_use = __atomic_add_fetch(&allocator->bytes, more, __ATOMIC_RELAXED);
+    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
+    while (in_use > peak &&
+           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        continue;
+}
+
 static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t old_bytes, size_t new_bytes)
 {
     void *block = allocator->resize != NULL
@@ -1934,11 +2341,7 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t o
                       : DTRAIN_RESIZE(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE);
     if (new_bytes > 0 && block == NULL)
         return NULL;
-    size_t in_use = __atomic_add_fetch(&allocator->bytes, new_bytes - old_bytes, __ATOMIC_RELAXED);
-    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
-    while (in_use > peak &&
-           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-        continue;
+    dtrain__memory_count(allocator, new_bytes - old_bytes);
     return block;
 }
 
@@ -8633,6 +9036,7 @@ typedef struct dtrain__op {
     uint64_t turn;                   /* among the operations that went over the board */
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    int64_t ended_ns;
     uint64_t serial;                 /* of its record; 0: none yet */
     int async, queued;               /* has a handle of the caller's; waited for its turn */
     uint64_t form, first, digest;    /* as in the call */
@@ -8699,6 +9103,7 @@ struct dtrain_comm {
     unsigned char *scratch;
     size_t scratch_bytes;
     int64_t blocked_ns;
+    int64_t waited_ns[2]; /* when the operation waited for last had its turn, and ended */
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
@@ -12069,6 +12474,7 @@ static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
 /* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
 static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
 {
+    op->ended_ns = now;
     dtrain__recorder_end(comm, op, now);
     if (op->error.status != DTRAIN_OK)
         dtrain__trace_failure(comm, op);
@@ -12576,6 +12982,8 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
     status = dtrain__report(&work->op.error);
     if (status != DTRAIN_OK)
         comm->error = work->op.error;
+    comm->waited_ns[0] = work->op.run_ns;
+    comm->waited_ns[1] = work->op.ended_ns;
     pthread_mutex_lock(&comm->queue_mutex);
     work->next = comm->spare;
     comm->spare = work;
@@ -16015,7 +16423,7 @@ DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, s
 }
 
 /* Returns the name of the first constant out of range, or NULL. */
-static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc)
+static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int may_be_none)
 {
     if (!dtrain__train_finite((double)desc->beta1) || desc->beta1 < 0.0f || desc->beta1 >= 1.0f)
         return "beta1, expected 0 to below 1";
@@ -16027,7 +16435,7 @@ static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc)
         return "weight_decay, expected 0 or more";
     if (!dtrain__train_finite((double)desc->momentum) || desc->momentum < 0.0f || desc->momentum >= 1.0f)
         return "momentum, expected 0 to below 1";
-    if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW)
+    if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
         return "kind, expected DTRAIN_SGD or DTRAIN_ADAMW";
     return NULL;
 }
@@ -16057,7 +16465,7 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
 {
     dtrain_allocator own = {NULL, NULL, 0, 0};
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    const char *bad = dtrain__optimizer_bad(&full);
+    const char *bad = dtrain__optimizer_bad(&full, 0);
     if (optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_create: optimizer is NULL, expected a pointer");
     *optimizer = NULL;
@@ -16115,350 +16523,2392 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 
 #endif
 
-/* ---- >>ddp ----
- * Data-parallel training. Gradients are copied, unit by unit, into one flat buffer in the order in which backward
- * passes finish: the last unit first. Buckets are stretches of it. All ranks start them in that one order, whatever
- * the order of their units, since operations of a group are matched by their order.
- *
- * Micro-batches are folded by a binary counter: after micro-batch k the level of k's trailing ones takes the sum of
- * that many lower levels and k; the last collapses what there is, low levels first, which is the balanced tree whose
- * left part is the largest power of two. The highest level is the flat buffer itself. A unit that took no part in a
- * micro-batch adds -0, the one number that changes no other, so that the tree keeps its shape. */
-#ifndef DTRAIN__DDP
-#define DTRAIN__DDP
+/* ---- >>layout ----
+ * How a parameter table is cut over ranks: ranges of units, this rank's part of each, and where all of it lies.
+ * A range is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so that a rank
+ * may have nothing of a range. Arithmetic alone: the plan of >>fsdp and the object itself agree because both ask here.
+ */
+#ifndef DTRAIN__LAYOUT
+#define DTRAIN__LAYOUT
 
-#define DTRAIN__DDP_LEVELS 32
-#define DTRAIN__DDP_CHUNK 2048 /* elements folded at a time: what stays in the first cache */
-#define DTRAIN__DDP_BUCKET_BYTES ((size_t)1 << 20)
+typedef struct dtrain__cut {
+    size_t param; /* of the table */
+    int layer;    /* of a stacked parameter; else -1 */
+    int unit, trained;
+    size_t element, count; /* of the parameter */
+    size_t begin;          /* in the unit's concatenation */
+    size_t own, own_count; /* this rank's part of the range */
+    size_t weight;         /* where that part is in this rank's weights */
+    size_t grad;           /* and in its gradients and optimizer state; trained ranges alone are there */
+    size_t full_grad;      /* where the range is among all that are trained */
+} dtrain__cut;
 
-typedef struct dtrain__bucket {
-    size_t begin, count; /* in the flat buffer */
-    int units;           /* with gradients */
-    int missing;         /* of them, not yet folded in this step's last micro-batch */
-    dtrain_work *work;
-} dtrain__bucket;
+typedef struct dtrain__cut_unit {
+    size_t first, end;       /* its cuts */
+    size_t count;            /* elements */
+    size_t trained;          /* of them, with a gradient */
+    size_t grad, grad_count; /* this rank's gradients */
+    size_t full_grad;
+    int tied;
+} dtrain__cut_unit;
 
-typedef struct dtrain__ddp_unit {
-    size_t begin, count; /* in the flat buffer */
-    int bucket;
-    int reduced; /* in this micro-batch */
-} dtrain__ddp_unit;
+typedef struct dtrain__layout {
+    dtrain_param *table; /* a copy, with names of its own */
+    size_t table_count, names_bytes;
+    char *names;
+    dtrain__cut *cuts;
+    size_t cut_count;
+    dtrain__cut_unit *units;
+    int unit_count, shards, copies, shard; /* ranks of one copy; copies; this rank's place in its copy */
+    int resident;                          /* full parameters are kept */
+    int apart;                             /* this rank's weights are kept apart from them */
+    size_t weights, grads, trained; /* elements: of this rank's parts, of those trained; of all that is trained */
+    size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
+    size_t reserved;
+} dtrain__layout;
 
-struct dtrain_ddp {
-    dtrain_comm *comm;
-    dtrain_allocator *allocator;
-    dtrain__params params;
-    dtrain__ddp_unit *units;
-    dtrain__bucket *buckets;   /* room for one a unit */
-    int bucket_count, started; /* buckets before `started` are on their way */
-    int overlap;
-    float *levels[DTRAIN__DDP_LEVELS]; /* [0] is the flat buffer */
-    size_t count;                      /* elements of each */
-    int open, micro_batches;
-    int ended;         /* micro-batches of this step that are over */
-    int used, reduced; /* units with gradients; of them, reduced in this micro-batch */
-    double weight, total_weight;
-    dtrain_work *weight_work;
-    dtrain_status step_status; /* the first failure of this step */
-    dtrain__error error;
-};
-
-static int dtrain__ddp_level_count(int micro_batches)
+static dtrain_strategy dtrain__layout_strategy(const dtrain_fsdp_desc *desc)
 {
-    int levels = 0;
-    while (micro_batches > 1 && (micro_batches - 1) >> levels != 0)
-        levels++;
-    return levels;
+    return desc->strategy == DTRAIN_STRATEGY_DEFAULT ? DTRAIN_FULL_SHARD : desc->strategy;
 }
 
-/* A failure that ends the step: kept, and returned by every call until finish. */
-static dtrain_status dtrain__ddp_break(dtrain_ddp *ddp, dtrain_status status, const char *what)
+static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
 {
-    if (ddp->step_status == DTRAIN_OK) {
-        ddp->step_status = status;
-        dtrain__fail(&ddp->error, status, "ddp, %s: %s", what, dtrain_last_error());
+    return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
+}
+
+static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
+    if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
+                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD or DTRAIN_HYBRID_SHARD",
+                            (int)strategy);
+    if (strategy == DTRAIN_HYBRID_SHARD && (desc->shard_size < 1 || world % desc->shard_size != 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: shard_size is %d on %d ranks: hybrid sharding needs one "
+                            "that divides the number of ranks",
+                            desc->shard_size, world);
+    for (int i = 0; i < 2; i++)
+        if (dtypes[i] != 0 && dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
+                                "DTRAIN_F16",
+                                i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
+    if (desc->micro_batches < 0 || desc->loss_scale_steps < 0 || !dtrain__train_finite((double)desc->loss_scale) ||
+        desc->loss_scale < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
+                            "expected none below 0",
+                            desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
+{
+    dtrain_status status = dtrain__params_check_for(table, count, 1);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "fsdp: parameter %s is %s: list F32 parameters, or freeze it and give its data",
+                                table[i].name, dtrain_dtype_name(table[i].dtype));
+    return status;
+}
+
+static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *allocator)
+{
+    dtrain__free(allocator, layout->table, layout->table_count * sizeof(dtrain_param));
+    dtrain__free(allocator, layout->names, layout->names_bytes);
+    dtrain__free(allocator, layout->cuts, layout->cut_count * sizeof(dtrain__cut));
+    dtrain__free(allocator, layout->units, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
+    dtrain__free(allocator, layout->offsets, layout->table_count * sizeof(size_t));
+    memset(layout, 0, sizeof *layout);
+}
+
+static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
+                                         dtrain_allocator *allocator)
+{
+    size_t used = 0;
+    layout->table_count = count;
+    layout->unit_count = dtrain_params_units(table, count);
+    for (size_t i = 0; i < count; i++) {
+        layout->names_bytes += strlen(table[i].name) + 1;
+        layout->cut_count += dtrain__params_layers(&table[i]);
     }
-    return ddp->step_status;
-}
-
-static dtrain_status dtrain__ddp_start(dtrain_ddp *ddp)
-{
-    while (ddp->started < ddp->bucket_count && ddp->buckets[ddp->started].missing == 0) {
-        dtrain__bucket *bucket = &ddp->buckets[ddp->started];
-        float *begin = ddp->levels[0] + bucket->begin;
-        if (!ddp->overlap)
-            return DTRAIN_OK;
-        dtrain_status status =
-            dtrain_all_reduce_async(ddp->comm, begin, begin, bucket->count, DTRAIN_F32, DTRAIN_SUM, &bucket->work);
-        if (status != DTRAIN_OK) {
-            bucket->work = NULL;
-            return dtrain__ddp_break(ddp, status, "starting a bucket");
-        }
-        ddp->started++;
+    layout->table = (dtrain_param *)dtrain__alloc(allocator, count * sizeof(dtrain_param));
+    layout->names = (char *)dtrain__alloc(allocator, layout->names_bytes);
+    layout->offsets = (size_t *)dtrain__alloc(allocator, count * sizeof(size_t));
+    layout->cuts = (dtrain__cut *)dtrain__alloc(allocator, layout->cut_count * sizeof(dtrain__cut));
+    layout->units = (dtrain__cut_unit *)dtrain__alloc(allocator, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
+    if (layout->table == NULL || layout->names == NULL || layout->offsets == NULL || layout->cuts == NULL ||
+        layout->units == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
+    memcpy(layout->table, table, count * sizeof(dtrain_param));
+    for (size_t i = 0; i < count; i++) {
+        size_t bytes = strlen(table[i].name) + 1;
+        memcpy(layout->names + used, table[i].name, bytes);
+        layout->table[i].name = layout->names + used;
+        used += bytes;
+        layout->offsets[i] = layout->reserved;
+        if (table[i].dtype == DTRAIN_F32)
+            layout->reserved += (dtrain_param_elements(&table[i]) * sizeof(float) + 63) / 64 * 64;
     }
     return DTRAIN_OK;
 }
 
-/* Adds count gradients to what earlier micro-batches left at `begin` of the levels. */
-static void dtrain__ddp_fold(dtrain_ddp *ddp, const float *grad, size_t begin, size_t count)
+/* Writes the cuts of one unit, in table order. */
+static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
-    int last = ddp->ended == ddp->micro_batches - 1, top = dtrain__ddp_level_count(ddp->micro_batches) - 1;
-    unsigned held = (unsigned)ddp->ended; /* bit l: level l has a sum */
-    int ones = 0;
-    while (held >> ones & 1)
-        ones++;
-    unsigned taken = last ? held : held & ((1u << ones) - 1);
-    float *out = (last ? ddp->levels[0] : ddp->levels[top - ones]) + begin;
-    for (size_t i = 0; i < count; i += DTRAIN__DDP_CHUNK) {
-        size_t chunk = count - i < DTRAIN__DDP_CHUNK ? count - i : DTRAIN__DDP_CHUNK;
-        float sums[DTRAIN__DDP_CHUNK];
-        const float *sum = grad + i;
-        for (int level = 0; taken >> level != 0; level++) {
-            if (taken >> level & 1) {
-                kernels->add(sums, ddp->levels[top - level] + begin + i, sum, chunk);
-                sum = sums;
-            }
+    dtrain__cut_unit *unit = &layout->units[number];
+    unit->first = at;
+    for (size_t i = 0; i < layout->table_count; i++) {
+        const dtrain_param *param = &layout->table[i];
+        size_t layers = dtrain__params_layers(param);
+        if (number < param->unit || (size_t)number >= (size_t)param->unit + layers)
+            continue;
+        dtrain__cut *cut = &layout->cuts[at++];
+        cut->param = i;
+        cut->unit = number;
+        cut->layer = param->stacked ? number - param->unit : -1;
+        cut->trained = !param->frozen;
+        cut->count = param->dtype == DTRAIN_F32 ? dtrain_param_elements(param) / layers : 0;
+        cut->element = (size_t)(number - param->unit) * cut->count;
+        cut->begin = unit->count;
+        unit->count += cut->count;
+        unit->trained += cut->trained ? cut->count : 0;
+        unit->tied |= param->tied;
+    }
+    unit->end = at;
+    return at;
+}
+
+/* The part of a range that a rank of the copy has; *own is where it begins in the range. */
+static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cut *cut, int shard, size_t *own)
+{
+    size_t low, high, begin = cut->begin, end = cut->begin + cut->count;
+    high = dtrain_split(layout->units[cut->unit].count, layout->shards, shard, &low);
+    high += low;
+    low = low > begin ? low : begin;
+    high = high < end ? high : end;
+    *own = low < high ? low - begin : 0;
+    return low < high ? high - low : 0;
+}
+
+/* Cuts a table for rank `rank` of `world`. The table and desc are checked first. */
+static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_param *table, size_t count,
+                                           const dtrain_fsdp_desc *desc, int world, int rank,
+                                           dtrain_allocator *allocator)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    memset(layout, 0, sizeof *layout);
+    dtrain_status status = dtrain__layout_check_desc(desc, world);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_check_table(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_copy(layout, table, count, allocator);
+    if (status != DTRAIN_OK) {
+        dtrain__layout_destroy(layout, allocator);
+        return status;
+    }
+    layout->shards = strategy == DTRAIN_NO_SHARD ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
+    layout->copies = world / layout->shards;
+    layout->shard = rank % layout->shards;
+    layout->resident = strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
+    layout->apart = !layout->resident || dtrain__layout_is_16_bit(desc->gather_dtype);
+    for (size_t at = 0, number = 0; number < (size_t)layout->unit_count; number++) {
+        dtrain__cut_unit *unit = &layout->units[number];
+        unit->grad = layout->grads;
+        unit->full_grad = layout->trained;
+        at = dtrain__layout_fill(layout, (int)number, at);
+        for (size_t i = unit->first; i < unit->end; i++) {
+            dtrain__cut *cut = &layout->cuts[i];
+            cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
+            cut->weight = layout->weights;
+            cut->grad = layout->grads;
+            cut->full_grad = layout->trained;
+            layout->weights += cut->own_count;
+            layout->grads += cut->trained ? cut->own_count : 0;
+            layout->trained += cut->trained ? cut->count : 0;
         }
-        memcpy(out + i, sum, chunk * sizeof(float));
+        unit->grad_count = layout->grads - unit->grad;
+    }
+    return DTRAIN_OK;
+}
+
+/* Levels of the counter that folds this many micro-batches. */
+static int dtrain__layout_levels(int micro_batches)
+{
+    int levels = 1;
+    while (micro_batches >> levels != 0)
+        levels++;
+    return levels;
+}
+
+#endif
+
+/* ---- >>pages ----
+ * A reserved range of addresses whose pages come as they are written and go when nobody uses them. Users take and drop
+ * stretches of bytes; stretches may share a page, which stays while any of them is in use. */
+#ifndef DTRAIN__PAGES
+#define DTRAIN__PAGES
+
+typedef struct dtrain__pages {
+    unsigned char *base; /* NULL: nothing was reserved */
+    size_t bytes, page;
+    uint16_t *users; /* of each page */
+    dtrain_allocator *allocator;
+} dtrain__pages;
+
+static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, dtrain_allocator *allocator)
+{
+    pages->page = dtrain__os_page_bytes();
+    pages->allocator = allocator;
+    pages->bytes = (bytes + pages->page - 1) / pages->page * pages->page;
+    if (bytes == 0)
+        return DTRAIN_OK;
+    pages->users = (uint16_t *)dtrain__alloc(allocator, pages->bytes / pages->page * sizeof(uint16_t));
+    pages->base = (unsigned char *)dtrain__os_reserve(pages->bytes);
+    if (pages->users == NULL || pages->base == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "the system does not reserve %zu bytes of addresses: %s",
+                            pages->bytes, strerror(errno));
+    return DTRAIN_OK;
+}
+
+/* Notes a user of `bytes` bytes from `begin` on. */
+static void dtrain__pages_take(dtrain__pages *pages, size_t begin, size_t bytes)
+{
+    size_t fresh = 0;
+    for (size_t at = begin / pages->page; bytes > 0 && at <= (begin + bytes - 1) / pages->page; at++)
+        fresh += pages->users[at]++ == 0;
+    dtrain__memory_count(pages->allocator, fresh * pages->page);
+}
+
+/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
+static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t end)
+{
+    if (end > first && dtrain__os_discard(pages->base + first * pages->page, (end - first) * pages->page) != 0)
+        memset(pages->base + first * pages->page, 0, (end - first) * pages->page);
+}
+
+/* Ends a use: pages without users go; what lies in others is set to zero where zero says so. */
+static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes, int zero)
+{
+    size_t page = pages->page, free_begin = begin / page, gone = 0, at;
+    size_t end = bytes > 0 ? (begin + bytes - 1) / page + 1 : free_begin;
+    for (at = begin / page; at < end; at++) {
+        int last = --pages->users[at] == 0;
+        size_t low = at * page > begin ? at * page : begin;
+        size_t high = (at + 1) * page < begin + bytes ? (at + 1) * page : begin + bytes;
+        if (last) {
+            gone++;
+            continue;
+        }
+        dtrain__pages_discard(pages, free_begin, at);
+        if (zero)
+            memset(pages->base + low, 0, high - low);
+        free_begin = at + 1;
+    }
+    dtrain__pages_discard(pages, free_begin, at);
+    dtrain__memory_count(pages->allocator, (size_t)0 - gone * page);
+}
+
+static void dtrain__pages_destroy(dtrain__pages *pages)
+{
+    size_t used = 0;
+    for (size_t at = 0; pages->users != NULL && at < pages->bytes / pages->page; at++)
+        used += pages->users[at] > 0;
+    if (pages->base != NULL)
+        dtrain__os_unreserve(pages->base, pages->bytes);
+    if (pages->users != NULL) {
+        dtrain__memory_count(pages->allocator, (size_t)0 - used * pages->page);
+        dtrain__free(pages->allocator, pages->users, pages->bytes / pages->page * sizeof(uint16_t));
+    }
+    memset(pages, 0, sizeof *pages);
+}
+
+#endif
+
+/* ---- >>fsdp-core ----
+ * What an object of >>fsdp holds, how it fails, waits and keeps account. Units come and go in >>fsdp-gather, gradients
+ * are reduced in >>fsdp-reduce, steps are made in >>fsdp-step, objects in >>fsdp-create.
+ *
+ * Three groups of the same ranks keep gathers, reductions and small agreements from waiting for each other; over a
+ * transport that has no groups, all three are the caller's. What fails breaks the object for good: the first cause is
+ * kept, and buffers stay until destroy has waited for whatever may still be inside them. */
+#ifndef DTRAIN__FSDP
+#define DTRAIN__FSDP
+
+#define DTRAIN__FSDP_LEVELS 32
+#define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
+#define DTRAIN__FSDP_WHY 104
+#define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
+
+enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__READY };                 /* a unit's parameters */
+enum { DTRAIN__IDLE, DTRAIN__WAITS, DTRAIN__SCATTERS, DTRAIN__COPIES }; /* its gradients */
+enum { DTRAIN__LANE_COMPUTE, DTRAIN__LANE_GATHER, DTRAIN__LANE_REDUCE, DTRAIN__LANE_WAIT, DTRAIN__LANES };
+
+typedef struct dtrain__fsdp_unit {
+    int state;
+    int held;  /* gathered, and neither released nor reduced since */
+    int fresh; /* gathered since it was last reduced */
+    int stale; /* what is in memory is not what a gather would bring */
+    int has_pages, has_grads;
+    uint64_t used; /* when it was gathered last */
+    int reduced;   /* in this micro-batch */
+    int stage, level;
+} dtrain__fsdp_unit;
+
+typedef struct dtrain__fsdp_event {
+    int lane, unit;
+    int64_t begin_ns, end_ns;
+} dtrain__fsdp_event;
+
+/* What ranks tell each other at the end of a step. */
+typedef struct dtrain__fsdp_note {
+    uint64_t rounds; /* reductions of every unit */
+    uint64_t failed;
+    char why[DTRAIN__FSDP_WHY];
+    double unused;
+} dtrain__fsdp_note;
+
+struct dtrain_fsdp {
+    dtrain_comm *comm;              /* the caller's */
+    dtrain_comm *gathers, *reduces; /* of the ranks of one copy; NULL: one rank */
+    dtrain_comm *copies;            /* of the ranks with the same slices; NULL: one rank */
+    dtrain_comm *world;             /* of all; NULL: one rank */
+    int shares_comm;                /* these are the caller's own */
+    dtrain_allocator memory;
+    dtrain_fsdp_desc desc;
+    dtrain_optimizer_desc optimizer;
+    dtrain__layout layout;
+    dtrain__pages weight_pages, grad_pages;
+    dtrain__fsdp_unit *units;
+    unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;          /* of a parameter */
+    size_t *counts;                      /* of a cut: every rank's part */
+    dtrain_work **gathering, **reducing; /* of a cut */
+    dtrain_work **copying;               /* of a unit */
+    dtrain_slice *slices;                /* of a cut */
+    float *masters, *state;
+    float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
+    float *full_levels[DTRAIN__FSDP_LEVELS]; /* in full, where they are kept */
+    float *grads;                            /* after finish; NULL: not finished */
+    uint64_t clock, step;
+    int last;                                /* the unit gathered last; -1: none in this step */
+    int keeps;                               /* nothing is dropped until the step */
+    int prefetched;                          /* a prefetch has been called and not been taken */
+    int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
+    int just_ended;                          /* no unit has been reduced since the last one was over */
+    int turn;                                /* the unit whose reduction is next */
+    int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
+    int round;                               /* reductions of every unit that have begun and ended */
+    int announced;                           /* micro-batches; -1: begin was not called */
+    double announcement[2], *announcements, total_weight;
+    dtrain_work *announcing;
+    dtrain__fsdp_note note, *notes;
+    dtrain__exact sum; /* of squares, where summed says so */
+    int summed;
+    float loss_scale;
+    int good_steps;
+    dtrain_fsdp_stats stats;
+    dtrain__fsdp_event *events;
+    size_t event_count;
+    int64_t left_ns; /* when the caller was given control back */
+    dtrain__error broken, error;
+};
+
+static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
+{
+    return dtrain_comm_rank(fsdp->comm);
+}
+
+static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
+{
+    if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
+        return;
+    dtrain__fsdp_event *event = &fsdp->events[fsdp->event_count++ % fsdp->desc.trace_events];
+    event->lane = lane;
+    event->unit = unit;
+    event->begin_ns = begin_ns;
+    event->end_ns = end_ns;
+}
+
+/* The first failure is kept: buffers may still be in use, so nothing goes on. */
+static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
+{
+    if (fsdp->broken.status == DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain__fail(&fsdp->broken, status, "fsdp on rank %d, %s of unit %d: %.560s", dtrain__fsdp_rank(fsdp), what,
+                     unit, cause.text);
+    }
+    fsdp->error = fsdp->broken;
+    return dtrain__report(&fsdp->broken);
+}
+
+/* Begins a public call: says whether the object can be used, and ends the caller's computation in the trace. */
+static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
+{
+    if (fsdp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the object is NULL: create it first", call);
+    if (fsdp->broken.status != DTRAIN_OK)
+        return dtrain__report(&fsdp->broken);
+    if (unit < 0 || unit >= fsdp->layout.unit_count)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
+                            call, unit, fsdp->layout.unit_count - 1);
+    if (fsdp->left_ns != 0)
+        dtrain__fsdp_record(fsdp, DTRAIN__LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
+    return DTRAIN_OK;
+}
+
+/* Ends a public call. */
+static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
+{
+    if (fsdp->desc.trace_events > 0)
+        fsdp->left_ns = dtrain__os_now_ns();
+    return status;
+}
+
+/* Waits for one operation and counts the time of both sides. */
+static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, int lane, int unit)
+{
+    dtrain_work *waited = *work;
+    if (waited == NULL)
+        return DTRAIN_OK;
+    dtrain_comm *comm = waited->comm;
+    int64_t begin = dtrain__os_now_ns(), end;
+    *work = NULL;
+    dtrain_status status = dtrain_work_wait(waited);
+    end = dtrain__os_now_ns();
+    fsdp->stats.waited_ns += end - begin;
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_WAIT, unit, begin, end);
+    if (comm->waited_ns[0] > 0 && comm->waited_ns[1] > comm->waited_ns[0]) {
+        fsdp->stats.communicated_ns += comm->waited_ns[1] - comm->waited_ns[0];
+        dtrain__fsdp_record(fsdp, lane, unit, comm->waited_ns[0], comm->waited_ns[1]);
+    }
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, lane == DTRAIN__LANE_GATHER ? "gathering" : "reducing", unit);
+    return DTRAIN_OK;
+}
+
+/* Waits for all operations of a unit, also after one has failed: their buffers must be free. */
+static dtrain_status dtrain__fsdp_wait_all(dtrain_fsdp *fsdp, dtrain_work **works, int lane, int unit)
+{
+    dtrain_status first = DTRAIN_OK, status;
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++) {
+        status = dtrain__fsdp_wait(fsdp, &works[i], lane, unit);
+        first = first == DTRAIN_OK ? status : first;
+    }
+    return first;
+}
+
+static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *works, int unit)
+{
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
+        if (!dtrain_work_done(works[i]))
+            return 0;
+    return 1;
+}
+
+/* The addresses of a range in full. */
+static float *dtrain__fsdp_full(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return (float *)fsdp->layout.table[cut->param].data + cut->element;
+}
+
+static float *dtrain__fsdp_full_grad(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return (float *)fsdp->layout.table[cut->param].grad + cut->element;
+}
+
+/* This rank's part of a range. */
+static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return fsdp->layout.apart ? fsdp->masters + cut->weight : dtrain__fsdp_full(fsdp, cut) + cut->own;
+}
+
+/* Narrows count floats to 16 bits, from the first on, so that `to` may be where they are. */
+static void dtrain__fsdp_narrow(const float *from, unsigned char *to, size_t count, dtrain_dtype dtype)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        dtrain_convert(from + i, DTRAIN_F32, chunk, dtype, n);
+        memcpy(to + 2 * i, chunk, 2 * n);
     }
 }
 
-static void dtrain__ddp_fill(float *to, size_t count)
+/* Where count numbers of 16 bits wait to be widened: the upper half of the memory of as many floats. */
+static unsigned char *dtrain__fsdp_half(float *floats, size_t count)
+{
+    return (unsigned char *)floats + 2 * count;
+}
+
+/* Widens what waits in the upper half of `floats`. */
+static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
+{
+    const unsigned char *from = dtrain__fsdp_half(floats, count);
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        memcpy(chunk, from + 2 * i, 2 * n);
+        dtrain_convert(chunk, dtype, floats + i, DTRAIN_F32, n);
+    }
+}
+
+/* Takes or drops the reserved pages of a unit's parameters. */
+static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    if (fsdp->units[number].has_pages == take)
+        return;
+    fsdp->units[number].has_pages = take;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
+        if (!(fsdp->reserved[cut->param] & 1))
+            continue;
+        if (take)
+            dtrain__pages_take(&fsdp->weight_pages, begin, cut->count * sizeof(float));
+        else
+            dtrain__pages_drop(&fsdp->weight_pages, begin, cut->count * sizeof(float), 0);
+    }
+}
+
+/* Takes the reserved pages of a unit's gradients; or sets its gradients to zero, and drops them. */
+static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    if (fsdp->units[number].has_grads == take)
+        return;
+    fsdp->units[number].has_grads = take;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
+        if (!cut->trained || cut->count == 0)
+            continue;
+        if (!(fsdp->reserved[cut->param] & 2)) {
+            if (!take)
+                memset(dtrain__fsdp_full_grad(fsdp, cut), 0, cut->count * sizeof(float));
+        } else if (take) {
+            dtrain__pages_take(&fsdp->grad_pages, begin, cut->count * sizeof(float));
+        } else {
+            dtrain__pages_drop(&fsdp->grad_pages, begin, cut->count * sizeof(float), 1);
+        }
+    }
+}
+
+#endif
+
+/* ---- >>fsdp-gather ----
+ * Units in full: gathered, kept while there is room, dropped. What is started when depends on the caller's gathers and
+ * releases alone, so that all ranks start the same operations in the same order. */
+#ifndef DTRAIN__FSDP_GATHER
+#define DTRAIN__FSDP_GATHER
+
+static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
+
+/* Starts to gather one range. */
+static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    float *full = dtrain__fsdp_full(fsdp, cut);
+    unsigned char *half = dtrain__fsdp_half(full, cut->count);
+    if (cut->count == 0)
+        return DTRAIN_OK;
+    if (dtype == DTRAIN_F32)
+        return dtrain_all_gather_v_async(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
+                                         &fsdp->gathering[index]);
+    dtrain__fsdp_narrow(fsdp->masters + cut->weight, half + 2 * cut->own, cut->own_count, dtype);
+    if (fsdp->gathers == NULL)
+        return DTRAIN_OK;
+    return dtrain_all_gather_v_async(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
+                                     &fsdp->gathering[index]);
+}
+
+static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain__fsdp_page_weights(fsdp, number, 1);
+    unit->state = DTRAIN__COMING;
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        dtrain_status status = dtrain__fsdp_gather_cut(fsdp, i);
+        if (status != DTRAIN_OK) {
+            fsdp->gathering[i] = NULL;
+            return dtrain__fsdp_break(fsdp, status, "starting to gather", number);
+        }
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, number);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = fsdp->layout.units[number].first; dtype != DTRAIN_F32 && i < fsdp->layout.units[number].end; i++)
+        dtrain__fsdp_widen(dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count, dtype);
+    fsdp->units[number].state = DTRAIN__READY;
+    fsdp->units[number].stale = 0;
+    return DTRAIN_OK;
+}
+
+/* Forgets what was gathered of a unit. */
+static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->units[number].state == DTRAIN__COMING)
+        status = dtrain__fsdp_gather_finish(fsdp, number);
+    if (status == DTRAIN_OK) {
+        fsdp->units[number].state = DTRAIN__ABSENT;
+        dtrain__fsdp_page_weights(fsdp, number, 0);
+    }
+    return status;
+}
+
+/* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
+static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *room)
+{
+    *room = 1;
+    if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
+        return DTRAIN_OK;
+    for (;;) {
+        int rotating = 0, oldest = -1;
+        for (int i = 0; i < fsdp->layout.unit_count; i++) {
+            const dtrain__fsdp_unit *unit = &fsdp->units[i];
+            if (i == number || unit->state == DTRAIN__ABSENT || fsdp->layout.units[i].tied)
+                continue;
+            rotating++;
+            if (!unit->held && i != fsdp->last && (oldest < 0 || unit->used < fsdp->units[oldest].used))
+                oldest = i;
+        }
+        *room = rotating < DTRAIN__FSDP_ROTATING;
+        if (*room || oldest < 0)
+            return DTRAIN_OK;
+        dtrain_status status = dtrain__fsdp_gather_drop(fsdp, oldest);
+        if (status != DTRAIN_OK)
+            return status;
+    }
+}
+
+/* Starts the unit that comes next, where there is room for it. */
+static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
+{
+    int room;
+    if (number < 0 || number >= fsdp->layout.unit_count || fsdp->units[number].state != DTRAIN__ABSENT)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_make_room(fsdp, number, &room);
+    if (status != DTRAIN_OK || !room)
+        return status;
+    fsdp->units[number].used = ++fsdp->clock;
+    return dtrain__fsdp_gather_start(fsdp, number);
+}
+
+/* The direction in which a pass goes, by the unit before this one. */
+static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
+{
+    if (fsdp->last < 0 || unit > fsdp->last || (unit == 0 && fsdp->last > 1))
+        return 1;
+    return -1;
+}
+
+static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    int direction = dtrain__fsdp_direction(fsdp, number), room;
+    dtrain_status status = dtrain__fsdp_advance(fsdp, number);
+    unit->held = unit->fresh = 1;
+    unit->used = ++fsdp->clock;
+    fsdp->last = number;
+    fsdp->prefetched = 0;
+    if (direction < 0)
+        dtrain__fsdp_page_grads(fsdp, number, 1);
+    if (status != DTRAIN_OK || fsdp->layout.resident)
+        return status;
+    if (unit->state == DTRAIN__ABSENT)
+        status = dtrain__fsdp_make_room(fsdp, number, &room);
+    if (status == DTRAIN_OK && unit->state == DTRAIN__ABSENT)
+        status = dtrain__fsdp_gather_start(fsdp, number);
+    if (status == DTRAIN_OK && !fsdp->desc.no_prefetch)
+        status = dtrain__fsdp_gather_ahead(fsdp, number + direction);
+    if (status == DTRAIN_OK && unit->state == DTRAIN__COMING)
+        status = dtrain__fsdp_gather_finish(fsdp, number);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_gather", unit);
+    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_gather_now(fsdp, unit)) : status;
+}
+
+static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
+{
+    fsdp->units[unit].held = 0;
+    return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_release", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!fsdp->units[unit].held)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_release: unit %d is not gathered on rank %d: gather it before each release",
+                            unit, dtrain__fsdp_rank(fsdp));
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit));
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_prefetch", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->layout.resident)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_prefetch: this strategy keeps full parameters on rank %d and gathers nothing: "
+                            "leave the call out",
+                            dtrain__fsdp_rank(fsdp));
+    if (fsdp->prefetched)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_prefetch: called twice on rank %d without a forward pass in between: call it "
+                            "once before each",
+                            dtrain__fsdp_rank(fsdp));
+    fsdp->prefetched = 1;
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_gather_ahead(fsdp, 0));
+}
+
+DTRAIN_API int dtrain_fsdp_prefetch_pending(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL && fsdp->prefetched;
+}
+
+#endif
+
+/* ---- >>fsdp-reduce ----
+ * Gradients, from a unit's in full to this rank's part of the sum. All ranks start units from the last to the first,
+ * in every micro-batch, whatever the order of the caller's; one that a rank leaves out adds -0, the one number that
+ * changes no other. A unit's full gradients are free when they have been scattered; between copies only parts travel.
+ *
+ * Micro-batches are folded by a binary counter: reduction k goes to the level of k's trailing ones, which is free, and
+ * takes in the lower levels, lowest first; the end collapses what there is. That is the balanced tree whose left part
+ * is the largest power of two. */
+#ifndef DTRAIN__FSDP_REDUCE
+#define DTRAIN__FSDP_REDUCE
+
+static int dtrain__trailing_ones(unsigned number)
+{
+    int ones = 0;
+    while (number >> ones & 1)
+        ones++;
+    return ones;
+}
+
+static int dtrain__fsdp_narrows_grads(const dtrain_fsdp *fsdp)
+{
+    return fsdp->desc.reduce_dtype != DTRAIN_F32;
+}
+
+/* Where a unit's part of the reduction goes that is under way. */
+static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
+{
+    return fsdp->levels[fsdp->units[number].level] + fsdp->layout.units[number].grad;
+}
+
+static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
+{
+    if (*level == NULL)
+        *level = (float *)dtrain__alloc(&fsdp->memory, count * sizeof(float));
+    if (*level != NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of gradient sums: use fewer micro-batches",
+                        count * sizeof(float));
+}
+
+/* The sum of a unit is there: folds it with those of earlier micro-batches. */
+static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
+    float *sum = dtrain__fsdp_target(fsdp, number);
+    uint64_t mode = dtrain__fpmode_enter();
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_widen(sum, cuts->grad_count, fsdp->desc.reduce_dtype);
+    for (int level = 0; level < fsdp->units[number].level; level++)
+        dtrain__train_kernels_get()->add(sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
+    dtrain__fpmode_restore(mode);
+    fsdp->units[number].stage = DTRAIN__IDLE;
+}
+
+/* Full gradients have been scattered: they are free, and parts go on to the other copies. */
+static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
+    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
+    fsdp->scattering = -1;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_page_grads(fsdp, number, 0);
+    if (fsdp->copies == NULL || cuts->grad_count == 0) {
+        dtrain__fsdp_fold(fsdp, number);
+        return DTRAIN_OK;
+    }
+    float *sum = dtrain__fsdp_target(fsdp, number);
+    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, cuts->grad_count) : (void *)sum;
+    fsdp->units[number].stage = DTRAIN__COPIES;
+    status = dtrain_all_reduce_async(fsdp->copies, data, data, cuts->grad_count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
+                                     &fsdp->copying[number]);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->copying[number] = NULL;
+    return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
+}
+
+/* Ends what is under way of a unit's reduction. */
+static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->units[number].stage == DTRAIN__SCATTERS)
+        status = dtrain__fsdp_scattered(fsdp, number);
+    if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__COPIES) {
+        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[number], DTRAIN__LANE_REDUCE, number);
+        if (status == DTRAIN_OK)
+            dtrain__fsdp_fold(fsdp, number);
+    }
+    return status;
+}
+
+/* Goes on with reductions whose operations have ended, and ends scattering `unit`, which is needed again. */
+static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
+{
+    int now = fsdp->scattering;
+    if (now >= 0 && (now == unit || dtrain__fsdp_all_done(fsdp, fsdp->reducing, now)))
+        return dtrain__fsdp_scattered(fsdp, now);
+    return DTRAIN_OK;
+}
+
+/* Starts to reduce one range; `sum` is where this rank's part of its unit goes. */
+static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const dtrain__cut_unit *unit = &fsdp->layout.units[cut->unit];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    float *full = dtrain__fsdp_full_grad(fsdp, cut);
+    size_t at = cut->grad - unit->grad;
+    void *out = sum + at;
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        out = dtrain__fsdp_half(sum, unit->grad_count) + 2 * at;
+    if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_narrow(full, (unsigned char *)out, cut->count, dtype);
+    else if (fsdp->reduces == NULL)
+        memcpy(out, full, cut->count * sizeof(float));
+    if (fsdp->reduces == NULL)
+        return DTRAIN_OK;
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, dtype);
+    return dtrain_reduce_scatter_v_async(fsdp->reduces, full, out, fsdp->counts + index * (size_t)fsdp->layout.shards,
+                                         NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
+}
+
+static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain_status status = fsdp->scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->scattering) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
+    unit->level = dtrain__trailing_ones((unsigned)fsdp->round);
+    unit->stage = DTRAIN__SCATTERS;
+    fsdp->scattering = number;
+    status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
+    float *sum = status == DTRAIN_OK ? dtrain__fsdp_target(fsdp, number) : NULL;
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        if (status == DTRAIN_OK && fsdp->layout.cuts[i].trained && fsdp->layout.cuts[i].count > 0)
+            status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
+    }
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
+    return fsdp->reduces == NULL ? dtrain__fsdp_scattered(fsdp, number) : DTRAIN_OK;
+}
+
+/* Starts every unit whose turn it is. */
+static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->desc.no_overlap && fsdp->reduced_units < fsdp->trained_units)
+        return DTRAIN_OK;
+    for (; status == DTRAIN_OK && fsdp->turn >= 0; fsdp->turn--) {
+        if (fsdp->layout.units[fsdp->turn].trained == 0)
+            continue;
+        if (fsdp->units[fsdp->turn].stage != DTRAIN__WAITS)
+            return DTRAIN_OK;
+        status = dtrain__fsdp_reduce_start(fsdp, fsdp->turn);
+    }
+    return status;
+}
+
+static void dtrain__fsdp_fill_nothing(float *to, size_t count)
 {
     const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
     for (size_t i = 0; i < count; i++)
         memcpy(to + i, &negative_zero, sizeof negative_zero);
 }
 
-/* Folds one unit's gradients, or nothing when it was not used, and zeroes them for the next micro-batch. */
-static void dtrain__ddp_fold_unit(dtrain_ddp *ddp, int number, int unused)
+/* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. */
+static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, int last)
 {
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    int ones = dtrain__trailing_ones((unsigned)fsdp->ended);
+    unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
+    float *grad = dtrain__fsdp_full_grad(fsdp, cut), *out = last ? grad : fsdp->full_levels[ones] + cut->full_grad;
+    for (size_t i = 0; i < cut->count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = cut->count - i < DTRAIN__FSDP_CHUNK ? cut->count - i : DTRAIN__FSDP_CHUNK;
+        float sums[DTRAIN__FSDP_CHUNK];
+        const float *sum = grad + i;
+        for (int level = 0; taken >> level != 0; level++) {
+            if (taken >> level & 1) {
+                kernels->add(sums, fsdp->full_levels[level] + cut->full_grad + i, sum, n);
+                sum = sums;
+            }
+        }
+        if (sum != out + i)
+            memcpy(out + i, sum, n * sizeof(float));
+    }
+}
+
+/* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
+static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    int keeps = fsdp->desc.keep_full_grads && fsdp->announced > 1, last = fsdp->ended >= fsdp->announced - 1;
+    dtrain_status status = dtrain__fsdp_settle(fsdp, number);
+    if (status == DTRAIN_OK && keeps && !last)
+        status =
+            dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__trailing_ones((unsigned)fsdp->ended)], layout->trained);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "taking the gradients", number);
+    dtrain__fsdp_page_grads(fsdp, number, 1);
     uint64_t mode = dtrain__fpmode_enter();
-    size_t done = ddp->units[number].begin;
-    int last = ddp->ended == ddp->micro_batches - 1;
-    for (size_t i = ddp->params.unit_begin[number]; i < ddp->params.unit_begin[number + 1]; i++) {
-        const dtrain__range *range = &ddp->params.ranges[i];
-        if (unused)
-            dtrain__ddp_fill(range->grad, range->count);
-        dtrain__ddp_fold(ddp, range->grad, done, range->count);
-        if (!last && range->count > 0)
-            memset(range->grad, 0, range->count * sizeof(float));
-        done += range->count;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if (cut->trained && unused)
+            dtrain__fsdp_fill_nothing(dtrain__fsdp_full_grad(fsdp, cut), cut->count);
+        if (cut->trained && keeps)
+            dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
     dtrain__fpmode_restore(mode);
-    ddp->units[number].reduced = 1;
-    ddp->reduced++;
-    if (last)
-        ddp->buckets[ddp->units[number].bucket].missing--;
+    fsdp->units[number].reduced = 1;
+    fsdp->reduced_units++;
+    if (keeps && !last)
+        dtrain__fsdp_page_grads(fsdp, number, 0);
+    else
+        fsdp->units[number].stage = DTRAIN__WAITS;
+    return dtrain__fsdp_reduce_turns(fsdp);
+}
+
+/* All units of a micro-batch have been taken over. */
+static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        fsdp->units[i].reduced = 0;
+    fsdp->reduced_units = 0;
+    fsdp->ended++;
+    fsdp->just_ended = 1;
+    if (fsdp->turn < 0) {
+        fsdp->round++;
+        fsdp->turn = fsdp->layout.unit_count - 1;
+    }
 }
 
 /* Ends a micro-batch: units that were not reduced were not used. */
-static dtrain_status dtrain__ddp_end_micro_batch(dtrain_ddp *ddp)
+static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
 {
-    for (int unit = ddp->params.units - 1; unit >= 0; unit--) {
-        if (ddp->units[unit].count > 0 && !ddp->units[unit].reduced)
-            dtrain__ddp_fold_unit(ddp, unit, 1);
-        ddp->units[unit].reduced = 0;
-    }
-    ddp->reduced = 0;
-    ddp->ended++;
-    return dtrain__ddp_start(ddp);
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
+        if (fsdp->layout.units[i].trained > 0 && !fsdp->units[i].reduced)
+            status = dtrain__fsdp_take(fsdp, i, 1);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    return status;
 }
 
-static dtrain_status dtrain__ddp_grow(dtrain_ddp *ddp, int micro_batches)
+static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
 {
-    int levels = dtrain__ddp_level_count(micro_batches);
-    for (int level = 0; level < levels; level++) {
-        if (ddp->levels[level] == NULL)
-            ddp->levels[level] = (float *)dtrain__alloc(ddp->allocator, ddp->count * sizeof(float));
-        if (ddp->levels[level] == NULL)
-            return dtrain__fail(
-                &ddp->error, DTRAIN_ERR_MEMORY,
-                "dtrain_ddp_begin: no memory for partial sum %d of %d, %zu bytes: use fewer micro-batches "
-                "than %d",
-                level + 1, levels, ddp->count * sizeof(float), micro_batches);
+    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    int rank = dtrain__fsdp_rank(fsdp);
+    if (!unit->fresh)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: unit %d has not been gathered on rank %d since it was reduced last: gather it, "
+                            "compute, then reduce",
+                            call, number, rank);
+    if (fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: the gradients of the last step are finished but not used on rank %d: call "
+                            "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                            call, rank);
+    if (unit->reduced)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
+                            "missing: when these are unused, end the micro-batch first",
+                            call, number, fsdp->ended, rank, fsdp->trained_units,
+                            fsdp->trained_units - fsdp->reduced_units);
+    if (fsdp->ended >= (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: all %d micro-batches of this step are over on rank %d: announce as many as you "
+                            "compute when it begins",
+                            call, fsdp->ended, rank);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const char *call)
+{
+    if (fsdp->layout.units[unit].trained == 0)
+        return dtrain__fsdp_release_now(fsdp, unit);
+    dtrain_status status = dtrain__fsdp_check_reduce(fsdp, unit, call);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->units[unit].fresh = 0;
+    fsdp->just_ended = 0;
+    status = dtrain__fsdp_take(fsdp, unit, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_release_now(fsdp, unit);
+    if (status == DTRAIN_OK && fsdp->reduced_units == fsdp->trained_units)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_reduce", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_fsdp_reduce"));
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_next", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!fsdp->just_ended)
+        status = dtrain__fsdp_end_micro_batch(fsdp);
+    fsdp->just_ended = 0;
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_join", 0);
+    int units = status == DTRAIN_OK ? fsdp->layout.unit_count : 0;
+    for (int i = 0; status == DTRAIN_OK && i < 2 * units; i++) {
+        int unit = i < units ? i : 2 * units - 1 - i;
+        status = dtrain__fsdp_gather_now(fsdp, unit);
+        if (status == DTRAIN_OK && i >= units && fsdp->layout.units[unit].trained > 0)
+            status = dtrain__fsdp_take(fsdp, unit, 1);
+        fsdp->units[unit].fresh = i < units;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_release_now(fsdp, unit);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    if (status == DTRAIN_OK)
+        fsdp->just_ended = 0;
+    return units > 0 ? dtrain__fsdp_leave(fsdp, status) : status;
+}
+
+DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)
+{
+    if (fsdp == NULL || fsdp->note.failed)
+        return;
+    fsdp->note.failed = 1;
+    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%s", why != NULL ? why : "");
+}
+
+#endif
+
+/* ---- >>fsdp-step ----
+ * From sums to new weights: what ranks announce and agree on, the division, the norm, the update of this rank's slices,
+ * and making them count. */
+#ifndef DTRAIN__FSDP_STEP
+#define DTRAIN__FSDP_STEP
+
+DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_begin", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
+    if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_begin: a step is open on rank %d: end it with dtrain_fsdp_step, "
+                            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                            rank);
+    if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
+                            micro_batches, weight, rank);
+    fsdp->announced = micro_batches;
+    fsdp->announcement[0] = (double)micro_batches;
+    fsdp->announcement[1] = weight;
+    if (fsdp->world == NULL)
+        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
+                                     DTRAIN_F64, &fsdp->announcing);
+    if (status != DTRAIN_OK) {
+        fsdp->announcing = NULL;
+        return dtrain__fsdp_break(fsdp, status, "announcing a step, instead", 0);
+    }
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* Learns what all ranks announced: *most micro-batches, and the weight of all. */
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp, int *most)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    *most = fsdp->ended;
+    fsdp->total_weight = (double)ranks;
+    if (fsdp->announced < 0)
+        return DTRAIN_OK;
+    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
+    fsdp->total_weight = 0.0;
+    for (int rank = 0; rank < ranks; rank++) {
+        *most = all[2 * rank] > (double)*most ? (int)all[2 * rank] : *most;
+        fsdp->total_weight += all[2 * rank + 1];
+    }
+    return status;
+}
+
+/* Adds nothing to the reductions that others make and this rank does not. */
+static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->reduced_units > 0)
+        status = dtrain__fsdp_end_micro_batch(fsdp);
+    if (fsdp->desc.keep_full_grads && most > 0)
+        most = fsdp->announced > 1 ? fsdp->announced : 1;
+    while (status == DTRAIN_OK && fsdp->ended < most)
+        status = dtrain__fsdp_end_micro_batch(fsdp);
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
+        status = dtrain__fsdp_settle(fsdp, i);
+    return status;
+}
+
+/* Forgets the step's gradients. */
+static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++) {
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+        fsdp->units[i].reduced = 0;
+    }
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        fsdp->slices[i].grads = NULL;
+    memset(&fsdp->note, 0, sizeof fsdp->note);
+    fsdp->grads = NULL;
+    fsdp->announced = fsdp->last = -1;
+    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
+    fsdp->turn = fsdp->layout.unit_count - 1;
+}
+
+/* Compares what all ranks say of the step; the same verdict on every rank. */
+static dtrain_status dtrain__fsdp_agree(dtrain_fsdp *fsdp)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    dtrain_status status = DTRAIN_OK;
+    fsdp->note.rounds = (uint64_t)fsdp->round;
+    if (fsdp->world != NULL)
+        status = dtrain_all_gather(fsdp->world, &fsdp->note, fsdp->notes, sizeof fsdp->note * (size_t)ranks, DTRAIN_U8);
+    else
+        fsdp->notes[0] = fsdp->note;
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "ending a step, instead", 0);
+    for (int rank = 0; rank < ranks; rank++) {
+        const dtrain__fsdp_note *note = &fsdp->notes[rank];
+        if (note->failed)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_ABORTED,
+                                "fsdp, finishing a step: rank %d could not go on%s%.*s: its gradients are dropped on "
+                                "all ranks, the object can be used",
+                                rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
+        if (note->rounds == 0)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                                "fsdp, finishing a step: rank %d has reduced no gradient: call dtrain_fsdp_reduce for "
+                                "each unit first, or dtrain_fsdp_begin with 0 micro-batches on a rank without data",
+                                rank);
     }
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__ddp_check_begin(dtrain_ddp *ddp, int micro_batches, double weight)
+/* Collapses the levels and divides once. */
+static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
+    uint64_t mode = dtrain__fpmode_enter();
+    float *sum = NULL;
+    for (int level = 0; fsdp->round >> level != 0; level++) {
+        if (!(fsdp->round >> level & 1))
+            continue;
+        if (sum != NULL)
+            kernels->add(fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
+        sum = fsdp->levels[level];
+    }
+    kernels->divide(sum, sum, (float)divisor, fsdp->layout.grads);
+    dtrain__fpmode_restore(mode);
+    fsdp->grads = sum;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        if (fsdp->layout.cuts[i].trained)
+            fsdp->slices[i].grads = sum + fsdp->layout.cuts[i].grad;
+}
+
+/* idle: that no rank has a micro-batch is no error, and leaves no sums. */
+static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
+{
+    int most;
+    if (fsdp->grads != NULL)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_announced(fsdp, &most);
+    if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
+        return DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_catch_up(fsdp, most);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_agree(fsdp);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_divide(fsdp);
+    else if (fsdp->broken.status == DTRAIN_OK)
+        dtrain__fsdp_reset(fsdp);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_weight)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_finish", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (total_weight != NULL)
+        *total_weight = fsdp->total_weight;
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* Sums the squares of all gradients, over the ranks of one copy: each element once. */
+static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->summed)
+        return DTRAIN_OK;
+    memset(&fsdp->sum, 0, sizeof fsdp->sum);
+    dtrain__exact_add_squares(&fsdp->sum, fsdp->grads, fsdp->layout.grads);
+    if (fsdp->reduces != NULL)
+        status = dtrain_all_reduce(fsdp->reduces, fsdp->sum.limbs, fsdp->sum.limbs, DTRAIN__EXACT_LIMBS, DTRAIN_I64,
+                                   DTRAIN_SUM);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "measuring gradients, instead", 0);
+    fsdp->summed = 1;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!(max_norm >= 0.0f))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_clip_grad_norm: max_norm is %g, expected a number of at least 0",
+                            (double)max_norm);
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_sum_squares(fsdp);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_leave(fsdp, status);
+    double length = dtrain__train_root(dtrain__exact_value(&fsdp->sum));
+    if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
+                                              fsdp->layout.grads);
+        dtrain__fpmode_restore(mode);
+    }
+    if (norm != NULL)
+        *norm = length;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* Updates this rank's slices. */
+static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
+{
+    fsdp->step++;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        const dtrain_slice *slice = &fsdp->slices[i];
+        dtrain_optimizer_desc desc = fsdp->optimizer;
+        float rate = lr * fsdp->lr_factors[cut->param];
+        if (!cut->trained || cut->own_count == 0)
+            continue;
+        desc.weight_decay = fsdp->decays[cut->param];
+        if (desc.kind == DTRAIN_ADAMW)
+            dtrain_adamw(slice->weights, slice->grads, slice->state[0], slice->state[1], cut->own_count, &desc, rate,
+                         fsdp->step);
+        else
+            dtrain_sgd(slice->weights, slice->grads, slice->state[0], cut->own_count, &desc, rate);
+    }
+}
+
+/* Drops, or where full parameters are kept gathers, what older weights have left. */
+static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    int units = fsdp->layout.unit_count,
+        gathers = fsdp->layout.resident && (fsdp->gathers != NULL || fsdp->layout.apart);
+    fsdp->keeps = fsdp->prefetched = 0;
+    for (int i = 0; status == DTRAIN_OK && i < units && !fsdp->layout.resident; i++) {
+        fsdp->units[i].held = fsdp->units[i].fresh = 0;
+        if (fsdp->units[i].state != DTRAIN__ABSENT)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+    }
+    for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
+        status = dtrain__fsdp_gather_start(fsdp, i);
+    for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
+        status = dtrain__fsdp_gather_finish(fsdp, i);
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_new_weights(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_publish_now(fsdp);
+}
+
+/* With a loss scale: says whether the step is to be skipped, and sets the next scale. */
+static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
+{
+    int steps = fsdp->desc.loss_scale_steps > 0 ? fsdp->desc.loss_scale_steps : 2000;
+    if (!dtrain__exact_finite(&fsdp->sum)) {
+        fsdp->loss_scale = fsdp->loss_scale > 1e-30f ? fsdp->loss_scale / 2.0f : fsdp->loss_scale;
+        fsdp->good_steps = 0;
+        return 1;
+    }
+    if (++fsdp->good_steps == steps) {
+        fsdp->loss_scale = fsdp->loss_scale < 1e30f ? fsdp->loss_scale * 2.0f : fsdp->loss_scale;
+        fsdp->good_steps = 0;
+    }
+    return 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
+{
+    int skip = 0;
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_step", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!dtrain__train_finite((double)lr) || lr < 0.0f)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_step: lr is %g on rank %d, expected a number of at least 0", (double)lr,
+                            dtrain__fsdp_rank(fsdp));
+    if (fsdp->optimizer.kind == DTRAIN_OPTIMIZER_NONE)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
+                            "dtrain_fsdp_local, then call dtrain_fsdp_publish");
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f) {
+        status = dtrain__fsdp_sum_squares(fsdp);
+        skip = status == DTRAIN_OK && dtrain__fsdp_overflows(fsdp);
+    }
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_leave(fsdp, status);
+    fsdp->stats.skipped += (uint64_t)skip;
+    fsdp->stats.steps += (uint64_t)!skip;
+    if (skip) {
+        dtrain__fsdp_reset(fsdp);
+        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    }
+    dtrain__fsdp_update(fsdp, lr);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp));
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
+{
+    int most;
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->grads == NULL) {
+        status = dtrain__fsdp_announced(fsdp, &most);
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_catch_up(fsdp, most);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
+{
+    if (fsdp == NULL || slices == NULL || count == NULL)
+        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
+    *slices = fsdp->slices;
+    *count = fsdp->layout.cut_count;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
+    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp)) : status;
+}
+
+DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? dtrain__layout_strategy(&fsdp->desc) : DTRAIN_STRATEGY_DEFAULT;
+}
+
+DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->layout.shards : 0;
+}
+
+DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->loss_scale : 1.0f;
+}
+
+DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
+{
+    dtrain_fsdp_stats stats;
+    memset(&stats, 0, sizeof stats);
+    if (fsdp == NULL)
+        return stats;
+    stats = fsdp->stats;
+    stats.bytes = fsdp->memory.bytes;
+    stats.peak_bytes = fsdp->memory.peak_bytes;
+    return stats;
+}
+
+DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->error.text : "";
+}
+
+#endif
+
+/* ---- >>fsdp-access ----
+ * Parameters by name: addresses, full values in and out, all of them at once; and the trace file. */
+#ifndef DTRAIN__FSDP_ACCESS
+#define DTRAIN__FSDP_ACCESS
+
+#define DTRAIN__FSDP_STAGE ((size_t)1 << 18) /* elements that are broadcast at once */
+
+static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
+{
+    size_t i = 0;
+    while (i < fsdp->layout.table_count && strcmp(fsdp->layout.table[i].name, name) != 0)
+        i++;
+    return i;
+}
+
+DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
+{
+    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
+    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].data : NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
+{
+    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
+    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].grad : NULL;
+}
+
+/* What is in memory of a unit is what the caller wrote: keeps this rank's part of it. */
+static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if (cut->own_count > 0)
+            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                   cut->own_count * sizeof(float));
+    }
+}
+
+/* As a gather would bring it, from full values that are the same on every rank. */
+static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; fsdp->desc.gather_dtype != DTRAIN_F32 && i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        dtrain_convert(full + i, DTRAIN_F32, chunk, fsdp->desc.gather_dtype, n);
+        dtrain_convert(chunk, fsdp->desc.gather_dtype, full + i, DTRAIN_F32, n);
+    }
+}
+
+static void dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
+{
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++)
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_put", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!fsdp->units[unit].held)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
+                            "then put",
+                            unit, dtrain__fsdp_rank(fsdp));
+    dtrain__fsdp_put_now(fsdp, unit);
+    dtrain__fsdp_round_unit(fsdp, unit);
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* Keeps elements [at, at + count) of a parameter, whose values all ranks have. */
+static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const float *values, size_t count)
+{
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        size_t low = cut->element + cut->own, high = low + cut->own_count;
+        if (cut->param != param || !fsdp->layout.apart)
+            continue;
+        low = low > at ? low : at;
+        high = high < at + count ? high : at + count;
+        if (low < high)
+            memcpy(fsdp->masters + cut->weight + (low - cut->element - cut->own), values + (low - at),
+                   (high - low) * sizeof(float));
+    }
+    if (fsdp->layout.resident && count > 0) {
+        float *full = (float *)fsdp->layout.table[param].data + at;
+        memcpy(full, values, count * sizeof(float));
+        dtrain__fsdp_round(fsdp, full, count);
+    }
+}
+
+/* Forgets what was gathered before one of its parameters was set. */
+static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < fsdp->layout.cut_count && !fsdp->layout.resident && status == DTRAIN_OK; i++) {
+        dtrain__fsdp_unit *unit = &fsdp->units[fsdp->layout.cuts[i].unit];
+        if (fsdp->layout.cuts[i].param != param || unit->state == DTRAIN__ABSENT)
+            continue;
+        unit->stale = 1;
+        if (!unit->held)
+            status = dtrain__fsdp_gather_drop(fsdp, fsdp->layout.cuts[i].unit);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_set_now(dtrain_fsdp *fsdp, size_t param, const float *value, int root)
+{
+    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
+    size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
+    int is_root = dtrain__fsdp_rank(fsdp) == root;
+    float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
+    dtrain_status status = stage != NULL
+                               ? dtrain__fsdp_forget(fsdp, param)
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += most) {
+        size_t n = count - at < most ? count - at : most;
+        if (is_root)
+            memcpy(stage, value + at, n * sizeof(float));
+        if (fsdp->world != NULL)
+            status = dtrain_broadcast(fsdp->world, stage, n, DTRAIN_F32, root);
+        if (status == DTRAIN_OK)
+            dtrain__fsdp_keep(fsdp, param, at, stage, n);
+    }
+    dtrain__free(&fsdp->memory, stage, most * sizeof(float));
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter, instead", 0);
+}
+
+/* Finds a parameter for a call that takes its name and a rank. */
+static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, const char *name, int root, int lowest,
+                                        size_t *param)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    *param = name != NULL ? dtrain__fsdp_find(fsdp, name) : fsdp->layout.table_count;
+    if (*param == fsdp->layout.table_count)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
+                            name != NULL ? name : "NULL");
+    if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
+                            name);
+    if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
+                            dtrain_comm_size(fsdp->comm) - 1);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, const float *value, int root)
+{
+    size_t param;
+    dtrain_status status = dtrain__fsdp_named(fsdp, "dtrain_fsdp_set", name, root, 0, &param);
+    if (status != DTRAIN_OK)
+        return status;
+    if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name, root);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
+}
+
+static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    const float *own = dtrain__fsdp_own(fsdp, cut);
+    float *out = value != NULL ? value + cut->element : NULL;
+    if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
+        return DTRAIN_OK;
+    if (fsdp->gathers == NULL) {
+        if (root < 0 || root == rank)
+            memcpy(out, own, cut->count * sizeof(float));
+        return DTRAIN_OK;
+    }
+    return root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
+                    : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root)
+{
+    size_t param;
+    dtrain_status status = dtrain__fsdp_named(fsdp, "dtrain_fsdp_get", name, root, -1, &param);
+    if (status != DTRAIN_OK)
+        return status;
+    if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_get: value is NULL on rank %d, which gets %s", dtrain__fsdp_rank(fsdp), name);
+    for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
+        if (fsdp->layout.cuts[i].param == param)
+            status = dtrain__fsdp_get_cut(fsdp, i, value, root);
+    if (status != DTRAIN_OK)
+        status = dtrain__fsdp_break(fsdp, status, "getting a parameter, instead", 0);
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_unshard", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->keeps = !fsdp->layout.resident;
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && fsdp->keeps; i++) {
+        if (fsdp->units[i].state == DTRAIN__ABSENT)
+            status = dtrain__fsdp_gather_start(fsdp, i);
+        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__COMING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
+    }
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
+{
+    static const char *const lanes[DTRAIN__LANES] = {"compute", "gather", "reduce", "wait"};
+    size_t most = fsdp->desc.trace_events;
+    size_t first = fsdp->event_count > most ? fsdp->event_count - most : 0;
+    int rank = dtrain__fsdp_rank(fsdp);
+    fprintf(file,
+            "{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
+            rank, rank);
+    for (int lane = 0; lane < DTRAIN__LANES; lane++)
+        fprintf(file, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                rank, lane, lanes[lane]);
+    for (size_t i = first; i < fsdp->event_count; i++) {
+        const dtrain__fsdp_event *event = &fsdp->events[i % most];
+        fprintf(file,
+                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d}",
+                lanes[event->lane], event->unit, rank, event->lane, (long long)(event->begin_ns / 1000),
+                (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
+                (int)((event->end_ns - event->begin_ns) % 1000));
+    }
+    fprintf(file, "\n]}\n");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path)
+{
+    char beside[1100];
+    if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0 || strlen(path) > 1024)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path of at most 1024 "
+            "bytes");
+    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
+    FILE *file = fopen(beside, "w");
+    int bad = file == NULL;
+    if (!bad) {
+        dtrain__fsdp_write_events(fsdp, file);
+        bad = ferror(file) != 0;
+        bad |= fclose(file) != 0;
+        bad = bad || rename(beside, path) != 0;
+    }
+    if (!bad)
+        return DTRAIN_OK;
+    int error = errno;
+    unlink(beside);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
+                        path, strerror(error));
+}
+
+#endif
+
+/* ---- >>fsdp-plan ----
+ * What an object will need, from its layout alone, before anything of it is allocated. */
+#ifndef DTRAIN__FSDP_PLAN
+#define DTRAIN__FSDP_PLAN
+
+typedef struct dtrain__page_span {
+    size_t begin, end;
+} dtrain__page_span;
+
+static int dtrain__page_span_compare(const void *left, const void *right)
+{
+    const dtrain__page_span *a = (const dtrain__page_span *)left, *b = (const dtrain__page_span *)right;
+    return a->begin < b->begin ? -1 : a->begin > b->begin;
+}
+
+/* Adds the pages of a unit's reserved ranges; grads: those of its gradients. */
+static size_t dtrain__plan_add(const dtrain__layout *layout, int unit, int grads, dtrain__page_span *spans, size_t used)
+{
+    size_t page = dtrain__os_page_bytes();
+    for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        const dtrain_param *param = &layout->table[cut->param];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
+        if (cut->count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
+            continue;
+        spans[used].begin = begin / page;
+        spans[used++].end = (begin + cut->count * sizeof(float) - 1) / page + 1;
+    }
+    return used;
+}
+
+/* Bytes of the pages that spans cover together. */
+static size_t dtrain__plan_cover(dtrain__page_span *spans, size_t used)
+{
+    size_t pages = 0, covered = 0;
+    qsort(spans, used, sizeof *spans, dtrain__page_span_compare);
+    for (size_t i = 0; i < used; i++) {
+        size_t begin = spans[i].begin > covered ? spans[i].begin : covered;
+        pages += spans[i].end > begin ? spans[i].end - begin : 0;
+        covered = spans[i].end > covered ? spans[i].end : covered;
+    }
+    return pages * dtrain__os_page_bytes();
+}
+
+/* The most bytes in pages at once: of all units, or of two neighbours and those that are tied. */
+static size_t dtrain__plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__page_span *spans)
+{
+    size_t most = 0;
+    for (int unit = 0; unit < layout->unit_count; unit++) {
+        size_t used = 0, bytes;
+        for (int i = 0; i < layout->unit_count; i++)
+            if (all || i == unit || i == unit + 1 || layout->units[i].tied)
+                used = dtrain__plan_add(layout, i, grads, spans, used);
+        bytes = dtrain__plan_cover(spans, used);
+        most = bytes > most ? bytes : most;
+        if (all)
+            break;
+    }
+    return most;
+}
+
+static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)
+{
+    return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
+}
+
+/* Of tables and page counts. */
+static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world)
+{
+    size_t a_param = sizeof(dtrain_param) + sizeof(size_t) + 2 * sizeof(float) + 1;
+    size_t a_cut = sizeof(dtrain__cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
+                   (size_t)layout->shards * sizeof(size_t);
+    size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *);
+    return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
+           layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
+           (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
+           2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
+           desc->trace_events * sizeof(dtrain__fsdp_event);
+}
+
+/* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
+static void dtrain__plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
+                                 dtrain_fsdp_plan_result *plan)
+{
+    uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
+    uint64_t reduce_bytes = dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4, copies = (uint64_t)layout->copies;
+    for (int i = 0; i < layout->unit_count; i++) {
+        uint64_t own = 0, own_trained = layout->units[i].grad_count;
+        uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
+                                  i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
+                              ? 1
+                              : 2;
+        for (size_t k = layout->units[i].first; k < layout->units[i].end; k++)
+            own += layout->cuts[k].own_count;
+        if (layout->shards > 1) {
+            plan->sent_gather += passes * (layout->units[i].count - own) * gather_bytes;
+            plan->sent_reduce += (layout->units[i].trained - own_trained) * reduce_bytes;
+        }
+        plan->sent_reduce += copies > 1 ? 2 * own_trained * (copies - 1) / copies * reduce_bytes : 0;
+    }
+}
+
+static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
+                                       dtrain_allocator *allocator, dtrain_fsdp_plan_result *plan)
+{
+    dtrain_optimizer_desc optimizer = dtrain__optimizer_defaults(&desc->optimizer);
+    int micro = desc->micro_batches > 1 ? desc->micro_batches : 1;
+    int all = layout->resident || desc->no_reshard_after_forward;
+    size_t bytes = (layout->cut_count + 1) * sizeof(dtrain__page_span);
+    dtrain__page_span *spans = (dtrain__page_span *)dtrain__alloc(allocator, bytes);
+    if (spans == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
+    plan->weights = layout->apart ? layout->weights * sizeof(float) : 0;
+    plan->gradients = layout->grads * sizeof(float);
+    if (desc->keep_full_grads)
+        plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
+    else
+        plan->gradients *= (size_t)dtrain__layout_levels(micro);
+    plan->optimizer = layout->grads * sizeof(float) * dtrain__plan_state_floats(&optimizer);
+    plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
+    plan->full_grads = dtrain__plan_pages(layout, 1, 0, spans);
+    plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
+    plan->peak =
+        plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads + plan->bookkeeping;
+    dtrain__plan_traffic(layout, desc, plan);
+    dtrain__free(allocator, spans, bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
+                                          int world_size, int rank, dtrain_fsdp_plan_result *plan)
+{
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    dtrain_fsdp_desc full;
+    dtrain__layout layout;
+    memset(&full, 0, sizeof full);
+    if (plan == NULL || rank < 0 || rank >= world_size || world_size > DTRAIN__MAX_RANKS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_plan: rank %d of %d, and a plan to fill in: expected a rank below the number "
+                            "of ranks, at most %d, and no NULL",
+                            rank, world_size, DTRAIN__MAX_RANKS);
+    if (desc != NULL)
+        full = *desc;
+    memset(plan, 0, sizeof *plan);
+    dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__plan_fill(&layout, &full, world_size, &allocator, plan);
+    dtrain__layout_destroy(&layout, &allocator);
+    return status;
+}
+
+#endif
+
+/* ---- >>fsdp-create ----
+ * Makes and frees an object: its groups, its memory, the first values. */
+#ifndef DTRAIN__FSDP_CREATE
+#define DTRAIN__FSDP_CREATE
+
+/* Hashes what must be the same on every rank. */
+static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
+                                unsigned char digest[32])
+{
+    const dtrain_optimizer_desc *o = &desc->optimizer;
+    double fields[] = {(double)desc->strategy,
+                       (double)desc->shard_size,
+                       (double)desc->gather_dtype,
+                       (double)desc->reduce_dtype,
+                       (double)o->kind,
+                       (double)o->beta1,
+                       (double)o->beta2,
+                       (double)o->eps,
+                       (double)o->weight_decay,
+                       (double)o->momentum,
+                       (double)o->nesterov,
+                       (double)o->decoupled_decay,
+                       (double)desc->no_reshard_after_forward,
+                       (double)desc->no_prefetch,
+                       (double)desc->keep_full_grads,
+                       (double)desc->loss_scale,
+                       (double)desc->loss_scale_steps,
+                       (double)desc->no_broadcast,
+                       (double)desc->no_overlap,
+                       (double)desc->bucket_bytes};
+    struct {
+        unsigned char before[32];
+        char name[128];
+        float numbers[4];
+    } group;
+    dtrain_sha256(fields, sizeof fields, digest);
+    for (size_t i = 0; i < desc->group_count; i++) {
+        memset(&group, 0, sizeof group);
+        memcpy(group.before, digest, 32);
+        snprintf(group.name, sizeof group.name, "%s", desc->groups[i].name);
+        group.numbers[0] = desc->groups[i].lr_factor;
+        group.numbers[1] = desc->groups[i].weight_decay;
+        group.numbers[2] = (float)desc->groups[i].no_decay;
+        dtrain_sha256(&group, sizeof group, digest);
+    }
+    dtrain__params_digest(table, count, digest);
+    for (size_t i = 0; i < count; i++) {
+        memset(&group, 0, sizeof group);
+        memcpy(group.before, digest, 32);
+        group.numbers[0] = (float)(table[i].data != NULL);
+        dtrain_sha256(&group, sizeof group, digest);
+    }
+}
+
+/* Compares tables and descs on all ranks; a rank whose own is bad takes part, so that the others learn it. */
+static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count,
+                                          dtrain_status mine)
+{
+    unsigned char digest[32];
+    dtrain__error cause = dtrain__thread_error;
+    memset(digest, 0, sizeof digest);
+    if (mine == DTRAIN_OK)
+        dtrain__fsdp_digest(table, count, &fsdp->desc, digest);
+    dtrain_status status = dtrain_comm_check_equal(fsdp->comm, digest, sizeof digest, DTRAIN_U8);
+    if (mine != DTRAIN_OK)
+        return dtrain__report(&cause);
+    if (status != DTRAIN_ERR_MISMATCH)
+        return status;
+    cause = dtrain__thread_error;
+    return dtrain__fail(NULL, status,
+                        "dtrain_fsdp_create: rank %d of %d has another parameter table or desc than others, or one of "
+                        "them is refused: build them alike on every rank (by hash: %.300s)",
+                        dtrain__fsdp_rank(fsdp), dtrain_comm_size(fsdp->comm), cause.text);
+}
+
+/* Makes the groups; where a transport has none, and all ranks are one group, the caller's serves for all. */
+static dtrain_status dtrain__fsdp_groups(dtrain_fsdp *fsdp)
+{
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards, copies = fsdp->layout.copies;
+    if (shards * copies == 1)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_comm_duplicate(fsdp->comm, &fsdp->world);
+    if (status == DTRAIN_ERR_UNSUPPORTED && (shards == 1 || copies == 1)) {
+        fsdp->shares_comm = 1;
+        fsdp->world = fsdp->comm;
+        fsdp->gathers = fsdp->reduces = shards > 1 ? fsdp->comm : NULL;
+        fsdp->copies = copies > 1 ? fsdp->comm : NULL;
+        return DTRAIN_OK;
+    }
+    if (status == DTRAIN_OK && shards > 1)
+        status = dtrain_comm_split(fsdp->comm, rank / shards, rank, &fsdp->gathers);
+    if (status == DTRAIN_OK && shards > 1)
+        status = dtrain_comm_split(fsdp->comm, rank / shards, rank, &fsdp->reduces);
+    if (status == DTRAIN_OK && copies > 1)
+        status = dtrain_comm_split(fsdp->comm, rank % shards, rank, &fsdp->copies);
+    return status;
+}
+
+/* Says whether a group's name fits a parameter's. */
+static int dtrain__fsdp_fits(const char *pattern, const char *name)
+{
+    size_t bytes = strlen(pattern);
+    if (bytes > 0 && pattern[bytes - 1] == '*')
+        return strncmp(pattern, name, bytes - 1) == 0;
+    return strcmp(pattern, name) == 0;
+}
+
+static dtrain_status dtrain__fsdp_check_groups(const dtrain_fsdp_desc *desc)
+{
+    if (desc->group_count > 0 && desc->groups == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_create: groups is NULL, expected %zu of them",
+                            desc->group_count);
+    for (size_t i = 0; i < desc->group_count; i++) {
+        const dtrain_param_group *group = &desc->groups[i];
+        if (group->name == NULL || strlen(group->name) > 127 || !dtrain__train_finite((double)group->lr_factor) ||
+            !dtrain__train_finite((double)group->weight_decay) || group->lr_factor < 0.0f || group->weight_decay < 0.0f)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "dtrain_fsdp_create: group %zu needs a name of at most 127 characters, and lr_factor and "
+                "weight_decay of at least 0",
+                i);
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        const dtrain_param_group *group = NULL;
+        for (size_t k = fsdp->desc.group_count; k-- > 0;)
+            group = dtrain__fsdp_fits(fsdp->desc.groups[k].name, param->name) ? &fsdp->desc.groups[k] : group;
+        fsdp->lr_factors[i] = group != NULL && group->lr_factor > 0.0f ? group->lr_factor : 1.0f;
+        fsdp->decays[i] = fsdp->optimizer.weight_decay;
+        if (group != NULL && group->weight_decay > 0.0f)
+            fsdp->decays[i] = group->weight_decay;
+        if (param->no_decay || (group != NULL && group->no_decay))
+            fsdp->decays[i] = 0.0f;
+    }
+}
+
+/* Fills in what a cut's slice says, once the memory is there. */
+static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const dtrain_param *param = &fsdp->layout.table[cut->param];
+    dtrain_slice *slice = &fsdp->slices[index];
+    size_t floats = dtrain__plan_state_floats(&fsdp->optimizer);
+    slice->name = param->name;
+    slice->dtype = param->dtype;
+    slice->ndim = dtrain__params_ndim(param);
+    memcpy(slice->shape, param->shape, sizeof slice->shape);
+    slice->layer = cut->layer;
+    slice->unit = cut->unit;
+    slice->begin = cut->own;
+    slice->count = cut->own_count;
+    slice->no_decay = fsdp->decays[cut->param] == 0.0f;
+    slice->weights = dtrain__fsdp_own(fsdp, cut);
+    for (size_t k = 0; cut->trained && k < floats; k++)
+        slice->state[k] = fsdp->state + k * fsdp->layout.grads + cut->grad;
+    for (int shard = 0; shard < fsdp->layout.shards; shard++) {
+        size_t own;
+        fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
+            dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+    }
+}
+
+/* Gives parameters without memory their addresses. */
+static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
+{
+    dtrain__layout *layout = &fsdp->layout;
+    int any = 0;
+    for (size_t i = 0; i < layout->table_count; i++) {
+        fsdp->reserved[i] = (unsigned char)(layout->table[i].data == NULL);
+        if (!layout->table[i].frozen && layout->table[i].grad == NULL)
+            fsdp->reserved[i] |= 2;
+        any |= fsdp->reserved[i];
+    }
+    dtrain_status status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, &fsdp->memory);
+    if (status == DTRAIN_OK)
+        status = dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, &fsdp->memory);
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->table_count; i++) {
+        if (fsdp->reserved[i] & 1)
+            layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
+        if (fsdp->reserved[i] & 2)
+            layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
+        if (layout->table[i].frozen)
+            layout->table[i].grad = NULL;
+    }
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    dtrain_allocator *memory = &fsdp->memory;
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
+    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__plan_state_floats(&fsdp->optimizer);
+    fsdp->units = (dtrain__fsdp_unit *)dtrain__alloc(memory, units * sizeof *fsdp->units);
+    fsdp->copying = (dtrain_work **)dtrain__alloc(memory, units * sizeof *fsdp->copying);
+    fsdp->reserved = (unsigned char *)dtrain__alloc(memory, params);
+    fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
+    fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
+    fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
+    fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
+    fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
+    fsdp->notes = (dtrain__fsdp_note *)dtrain__alloc(memory, world * sizeof *fsdp->notes);
+    fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
+    fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
+    fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
+    fsdp->masters = (float *)dtrain__alloc(memory, layout->apart ? layout->weights * sizeof(float) : 0);
+    fsdp->levels[0] = (float *)dtrain__alloc(memory, layout->grads * sizeof(float));
+    if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
+        fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
+        fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
+        fsdp->masters == NULL || fsdp->levels[0] == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
+                            dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
+    fsdp->decays = fsdp->lr_factors + params;
+    return dtrain__fsdp_reserve(fsdp);
+}
+
+/* Gives every rank the first values of parameters that have memory of the caller's. */
+static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
+{
+    dtrain__layout *layout = &fsdp->layout;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
+        if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
+            status = dtrain_broadcast(fsdp->world, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
+                                      layout->table[i].dtype, 0);
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
+            continue;
+        if (layout->apart && cut->own_count > 0)
+            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                   cut->own_count * sizeof(float));
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
+    }
+    for (int i = 0; i < layout->unit_count; i++) {
+        fsdp->units[i].has_grads = 1;
+        fsdp->trained_units += layout->units[i].trained > 0;
+        if (layout->resident)
+            dtrain__fsdp_page_weights(fsdp, i, 1);
+    }
+    return status;
+}
+
+/* Memory for gradients of the caller's may hold anything; reserved pages are zeros that nobody uses yet. */
+static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
+            memset(param->grad, 0, dtrain_param_elements(param) * sizeof(float));
+    }
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        fsdp->units[i].has_grads = 0;
+}
+
+static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
+{
+    const char *bad = dtrain__optimizer_bad(&fsdp->optimizer, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_groups(&fsdp->desc);
+    if (status == DTRAIN_OK && bad != NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_create: the optimizer's desc has a bad %s", bad);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
+                                       dtrain__fsdp_rank(fsdp), &fsdp->memory);
+    if (dtrain_comm_size(fsdp->comm) > 1)
+        status = dtrain__fsdp_compare(fsdp, table, count, status);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_groups(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_allocate(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_group_params(fsdp);
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        dtrain__fsdp_describe(fsdp, i);
+    fsdp->desc.groups = NULL;
+    fsdp->scattering = -1;
+    dtrain__fsdp_zero_grads(fsdp);
+    dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_first_values(fsdp);
+}
+
+/* checked: what the caller found wrong, which the other ranks are to learn. */
+static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                       const dtrain_fsdp_desc *desc, dtrain_status checked)
+{
+    if (fsdp == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_create: fsdp and comm are needed, got NULL");
+    *fsdp = NULL;
+    dtrain_allocator memory = {NULL, NULL, 0, 0};
+    memory.resize = dtrain_comm_allocator(comm)->resize;
+    memory.user = dtrain_comm_allocator(comm)->user;
+    dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_create: no memory for %zu bytes", sizeof *made);
+    made->memory = memory;
+    made->comm = comm;
+    if (desc != NULL)
+        made->desc = *desc;
+    made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
+    made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
+    made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
+    made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
+    dtrain_status status = dtrain__fsdp_init(made, table, count, checked);
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_fsdp_destroy(made);
+        return dtrain__report(&cause);
+    }
+    *fsdp = made;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
+                                            size_t count, const dtrain_fsdp_desc *desc)
+{
+    return dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN_OK);
+}
+
+/* Waits for whatever is under way; where the group is broken it has ended. */
+static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
+    for (int i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.unit_count; i++) {
+        dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, i);
+        dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, i);
+        if (fsdp->copying != NULL)
+            dtrain__fsdp_wait(fsdp, &fsdp->copying[i], DTRAIN__LANE_REDUCE, i);
+    }
+}
+
+static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    dtrain_allocator *memory = &fsdp->memory, last;
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
+    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__plan_state_floats(&fsdp->optimizer);
+    dtrain__free(memory, fsdp->units, units * sizeof *fsdp->units);
+    dtrain__free(memory, fsdp->copying, units * sizeof *fsdp->copying);
+    dtrain__free(memory, fsdp->reserved, params);
+    dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
+    dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
+    dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
+    dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
+    dtrain__free(memory, fsdp->notes, world * sizeof *fsdp->notes);
+    dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
+    dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
+    dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
+    dtrain__free(memory, fsdp->masters, layout->apart ? layout->weights * sizeof(float) : 0);
+    for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
+        dtrain__free(memory, fsdp->levels[i], layout->grads * sizeof(float));
+        dtrain__free(memory, fsdp->full_levels[i], layout->trained * sizeof(float));
+    }
+    dtrain__pages_destroy(&fsdp->weight_pages);
+    dtrain__pages_destroy(&fsdp->grad_pages);
+    dtrain__layout_destroy(&fsdp->layout, memory);
+    last = *memory;
+    dtrain__free(&last, fsdp, sizeof *fsdp);
+}
+
+DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
+{
+    if (fsdp == NULL)
+        return;
+    dtrain__fsdp_quiesce(fsdp);
+    if (!fsdp->shares_comm) {
+        dtrain_comm_destroy(fsdp->gathers);
+        dtrain_comm_destroy(fsdp->reduces);
+        dtrain_comm_destroy(fsdp->copies);
+        dtrain_comm_destroy(fsdp->world);
+    }
+    dtrain__fsdp_free(fsdp);
+}
+
+#endif
+
+/* ---- >>ddp ----
+ * Data-parallel training for a program with an optimizer of its own: FSDP's no-shard, whose sums go back to the table.
+ * A rank's micro-batches are folded in full and communicated once. */
+#ifndef DTRAIN__DDP
+#define DTRAIN__DDP
+
+struct dtrain_ddp {
+    dtrain_fsdp *fsdp;
+    dtrain_allocator *allocator;
+    int open;
+    dtrain__error error;
+};
+
+/* Keeps the text of a call's error, whoever wrote it. */
+static dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
+{
+    if (status != DTRAIN_OK && ddp != NULL)
+        ddp->error = dtrain__thread_error;
+    return status;
+}
+
+static dtrain_status dtrain__ddp_check_begin(const dtrain_ddp *ddp, int micro_batches, double weight)
 {
     if (ddp == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: the ddp is NULL: create it first");
     if (ddp->open)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_begin: a step is open: call dtrain_ddp_finish before the next");
     if (micro_batches < 0)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_begin: micro_batches is %d, expected 0 or more", micro_batches);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: micro_batches is %d, expected 0 or more",
+                            micro_batches);
     if (!dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_begin: weight is %g, expected a number of at least 0", weight);
-    return dtrain__ddp_grow(ddp, micro_batches);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: weight is %g, expected a number of at least 0",
+                            weight);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight)
 {
     dtrain_status status = dtrain__ddp_check_begin(ddp, micro_batches, weight);
     if (status != DTRAIN_OK)
-        return status;
-    for (size_t i = 0; i < ddp->params.range_count; i++) {
-        if (ddp->params.ranges[i].count > 0)
-            memset(ddp->params.ranges[i].grad, 0, ddp->params.ranges[i].count * sizeof(float));
-    }
-    for (int i = 0; i < ddp->bucket_count; i++)
-        ddp->buckets[i].missing = micro_batches > 0 ? ddp->buckets[i].units : 0;
-    for (int i = 0; i < ddp->params.units; i++)
-        ddp->units[i].reduced = 0;
+        return dtrain__ddp_note(ddp, status);
+    dtrain__fsdp_zero_grads(ddp->fsdp);
     ddp->open = 1;
-    ddp->micro_batches = micro_batches;
-    ddp->ended = ddp->reduced = ddp->started = 0;
-    ddp->weight = ddp->total_weight = weight;
-    ddp->step_status = DTRAIN_OK;
-    if (ddp->overlap) {
-        status = dtrain_all_reduce_async(ddp->comm, &ddp->weight, &ddp->total_weight, 1, DTRAIN_F64, DTRAIN_SUM,
-                                         &ddp->weight_work);
-        if (status != DTRAIN_OK) {
-            ddp->weight_work = NULL;
-            return dtrain__ddp_break(ddp, status, "starting the sum of weights");
-        }
-    }
-    if (micro_batches > 0)
-        return DTRAIN_OK;
-    dtrain__ddp_fill(ddp->levels[0], ddp->count);
-    return dtrain__ddp_start(ddp);
+    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight));
 }
 
 /* Says whether a call between begin and finish may go on. */
-static dtrain_status dtrain__ddp_check_open(dtrain_ddp *ddp, const char *call)
+static dtrain_status dtrain__ddp_check_open(const dtrain_ddp *ddp, const char *call)
 {
     if (ddp == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the ddp is NULL: create it first", call);
     if (!ddp->open)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
-    if (ddp->step_status != DTRAIN_OK)
-        return dtrain__report(&ddp->error);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
     return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__ddp_check_count(dtrain_ddp *ddp, const char *call)
-{
-    if (ddp->ended < ddp->micro_batches)
-        return DTRAIN_OK;
-    return dtrain__fail(
-        &ddp->error, DTRAIN_ERR_INVALID,
-        "%s: all %d micro-batches announced to dtrain_ddp_begin are over: announce as many as you compute", call,
-        ddp->micro_batches);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
 {
     dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_reduce");
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_enter(ddp->fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
-        return status;
-    if (unit < 0 || unit >= ddp->params.units)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_reduce: there is no unit %d: the table has units 0 to %d", unit,
-                            ddp->params.units - 1);
-    if (ddp->units[unit].count == 0)
-        return DTRAIN_OK;
-    if (ddp->units[unit].reduced && ddp->reduced < ddp->used)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_reduce: unit %d was reduced twice in micro-batch %d, of whose %d units %d are "
-                            "missing: when these are unused, end the micro-batch with dtrain_ddp_next",
-                            unit, ddp->ended, ddp->used, ddp->used - ddp->reduced);
-    if (ddp->units[unit].reduced && (status = dtrain__ddp_end_micro_batch(ddp)) != DTRAIN_OK)
-        return status;
-    status = dtrain__ddp_check_count(ddp, "dtrain_ddp_reduce");
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__ddp_fold_unit(ddp, unit, 0);
-    return ddp->ended == ddp->micro_batches - 1 ? dtrain__ddp_start(ddp) : DTRAIN_OK;
+        return dtrain__ddp_note(ddp, status);
+    ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
+    return dtrain__ddp_note(ddp, dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce"));
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
 {
     dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_next");
+    if (status == DTRAIN_OK && !ddp->fsdp->just_ended && ddp->fsdp->ended >= ddp->fsdp->announced)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "dtrain_ddp_next: all %d micro-batches announced to dtrain_ddp_begin are over: announce "
+                              "as many as you compute",
+                              ddp->fsdp->announced);
     if (status == DTRAIN_OK)
-        status = dtrain__ddp_check_count(ddp, "dtrain_ddp_next");
-    return status == DTRAIN_OK ? dtrain__ddp_end_micro_batch(ddp) : status;
+        status = dtrain_fsdp_next(ddp->fsdp);
+    return dtrain__ddp_note(ddp, status);
 }
 
-/* Ends the last micro-batch where the caller has not; refuses where more than that is missing. */
-static dtrain_status dtrain__ddp_check_finish(dtrain_ddp *ddp)
+/* Copies the sums back. */
+static void dtrain__ddp_unpack(dtrain_fsdp *fsdp)
 {
-    int begun = ddp->ended + (ddp->reduced > 0);
-    if (ddp->used > 0 && begun < ddp->micro_batches)
-        return dtrain__fail(&ddp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the rest, or call "
-                            "dtrain_ddp_next for those that used no unit",
-                            begun, ddp->micro_batches);
-    if (ddp->reduced > 0)
-        dtrain__ddp_end_micro_batch(ddp);
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__ddp_wait(dtrain_ddp *ddp, dtrain_work **work, const char *what)
-{
-    dtrain_work *waited = *work;
-    *work = NULL;
-    dtrain_status status = waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
-    return status != DTRAIN_OK ? dtrain__ddp_break(ddp, status, what) : DTRAIN_OK;
-}
-
-/* Copies a bucket's sums back, divided by the total weight. */
-static void dtrain__ddp_unpack(dtrain_ddp *ddp, int bucket)
-{
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
-    float divisor = ddp->total_weight > 0.0 ? (float)ddp->total_weight : 1.0f;
-    uint64_t mode = dtrain__fpmode_enter();
-    for (int unit = 0; unit < ddp->params.units; unit++) {
-        const float *sums = ddp->levels[0] + ddp->units[unit].begin;
-        if (ddp->units[unit].bucket != bucket || ddp->units[unit].count == 0)
-            continue;
-        for (size_t i = ddp->params.unit_begin[unit]; i < ddp->params.unit_begin[unit + 1]; i++) {
-            kernels->divide(ddp->params.ranges[i].grad, sums, divisor, ddp->params.ranges[i].count);
-            sums += ddp->params.ranges[i].count;
-        }
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained && cut->count > 0)
+            memcpy(dtrain__fsdp_full_grad(fsdp, cut), fsdp->grads + cut->grad, cut->count * sizeof(float));
     }
-    dtrain__fpmode_restore(mode);
-}
-
-/* Reduces by blocking calls what was not started; a world of one has nothing to reduce. */
-static void dtrain__ddp_reduce_now(dtrain_ddp *ddp)
-{
-    dtrain_status status = DTRAIN_OK;
-    if (ddp->overlap || dtrain_comm_size(ddp->comm) == 1)
-        return;
-    status = dtrain_all_reduce(ddp->comm, &ddp->weight, &ddp->total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
-    for (int i = 0; status == DTRAIN_OK && i < ddp->bucket_count; i++) {
-        float *begin = ddp->levels[0] + ddp->buckets[i].begin;
-        status = dtrain_all_reduce(ddp->comm, begin, begin, ddp->buckets[i].count, DTRAIN_F32, DTRAIN_SUM);
-    }
-    if (status != DTRAIN_OK)
-        dtrain__ddp_break(ddp, status, "reducing");
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight)
 {
     dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
-    if (ddp == NULL || !ddp->open)
-        return status;
-    if (status == DTRAIN_OK && (status = dtrain__ddp_check_finish(ddp)) != DTRAIN_OK)
-        return status;
-    if (ddp->step_status == DTRAIN_OK)
-        dtrain__ddp_reduce_now(ddp);
-    dtrain__ddp_wait(ddp, &ddp->weight_work, "summing weights");
-    for (int i = 0; i < ddp->bucket_count; i++) {
-        if (dtrain__ddp_wait(ddp, &ddp->buckets[i].work, "reducing a bucket") == DTRAIN_OK &&
-            ddp->step_status == DTRAIN_OK)
-            dtrain__ddp_unpack(ddp, i);
-    }
+    if (status != DTRAIN_OK)
+        return dtrain__ddp_note(ddp, status);
+    dtrain_fsdp *fsdp = ddp->fsdp;
+    int begun = fsdp->ended + (fsdp->reduced_units > 0);
+    if (fsdp->broken.status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
+        return dtrain__ddp_note(ddp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                                  "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the "
+                                                  "rest, or call dtrain_ddp_next for those that used no unit",
+                                                  begun, fsdp->announced));
     ddp->open = 0;
+    status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_finish", 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_finish_now(fsdp, 1);
     if (total_weight != NULL)
-        *total_weight = ddp->total_weight;
-    return ddp->step_status == DTRAIN_OK ? DTRAIN_OK : dtrain__report(&ddp->error);
+        *total_weight = fsdp->total_weight;
+    if (status == DTRAIN_OK && fsdp->grads != NULL)
+        dtrain__ddp_unpack(fsdp);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_reset(fsdp);
+    return dtrain__ddp_note(ddp, status);
 }
 
 DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp)
@@ -16466,70 +18916,33 @@ DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp)
     return ddp != NULL ? ddp->error.text : "";
 }
 
-/* Lays units out in the flat buffer, the last first, and cuts it into buckets. */
-static void dtrain__ddp_lay_out(dtrain_ddp *ddp, size_t bucket_bytes)
-{
-    dtrain__bucket *bucket = NULL;
-    for (int number = ddp->params.units - 1; number >= 0; number--) {
-        dtrain__ddp_unit *unit = &ddp->units[number];
-        unit->begin = ddp->count;
-        for (size_t i = ddp->params.unit_begin[number]; i < ddp->params.unit_begin[number + 1]; i++)
-            unit->count += ddp->params.ranges[i].count;
-        if (unit->count == 0)
-            continue;
-        if (bucket == NULL || bucket->count >= bucket_bytes / sizeof(float)) {
-            bucket = &ddp->buckets[ddp->bucket_count++];
-            bucket->begin = ddp->count;
-        }
-        unit->bucket = ddp->bucket_count - 1;
-        bucket->count += unit->count;
-        bucket->units++;
-        ddp->count += unit->count;
-        ddp->used++;
-    }
-}
-
-/* Compares tables and descs: ranks that differ in them would add what does not belong together. */
-static dtrain_status dtrain__ddp_check_tables(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
-                                              const dtrain_ddp_desc *desc)
-{
-    const uint64_t fields[3] = {desc->bucket_bytes, (uint64_t)desc->no_broadcast, (uint64_t)desc->no_overlap};
-    unsigned char digest[32];
-    dtrain_sha256(fields, sizeof fields, digest);
-    dtrain__params_digest(table, count, digest);
-    dtrain_status status = dtrain_comm_check_equal(ddp->comm, digest, sizeof digest, DTRAIN_U8);
-    if (status == DTRAIN_ERR_MISMATCH)
-        return dtrain__fail(
-            NULL, status,
-            "dtrain_ddp_create: rank %d of %d has another parameter table or desc than others: build them "
-            "alike on every rank (by hash: %s)",
-            dtrain_comm_rank(ddp->comm), dtrain_comm_size(ddp->comm), dtrain_last_error());
-    return status;
-}
-
-static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
+static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
                                       const dtrain_ddp_desc *desc)
 {
-    dtrain_status status = dtrain__params_create(&ddp->params, table, count, ddp->allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    size_t units = (size_t)ddp->params.units;
-    ddp->overlap = !desc->no_overlap && dtrain_comm_size(ddp->comm) > 1;
-    ddp->units = (dtrain__ddp_unit *)dtrain__alloc(ddp->allocator, units * sizeof *ddp->units);
-    ddp->buckets = (dtrain__bucket *)dtrain__alloc(ddp->allocator, units * sizeof *ddp->buckets);
-    if (ddp->units == NULL || ddp->buckets == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu units", units);
-    dtrain__ddp_lay_out(ddp, desc->bucket_bytes > 0 ? desc->bucket_bytes : DTRAIN__DDP_BUCKET_BYTES);
-    ddp->levels[0] = (float *)dtrain__alloc(ddp->allocator, ddp->count * sizeof(float));
-    if (ddp->levels[0] == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes of gradients",
-                            ddp->count * sizeof(float));
-    if (dtrain_comm_size(ddp->comm) == 1)
-        return DTRAIN_OK;
-    status = dtrain__ddp_check_tables(ddp, table, count, desc);
-    for (size_t i = 0; status == DTRAIN_OK && !desc->no_broadcast && i < count; i++)
-        status = dtrain_broadcast(ddp->comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
-    return status;
+    dtrain_fsdp_desc full;
+    size_t bytes;
+    dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_f32(table, count);
+    dtrain_param *copy = NULL;
+    if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
+        copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);
+    if (status == DTRAIN_OK && copy == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
+    for (size_t i = 0; copy != NULL && i < count; i++) {
+        copy[i] = table[i];
+        copy[i].frozen = !dtrain__params_trained(&table[i]);
+    }
+    memset(&full, 0, sizeof full);
+    full.strategy = DTRAIN_NO_SHARD;
+    full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
+    full.keep_full_grads = 1;
+    full.no_broadcast = desc->no_broadcast;
+    full.bucket_bytes = desc->bucket_bytes;
+    full.no_overlap = desc->no_overlap;
+    dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, status);
+    dtrain__free(ddp->allocator, copy, count * sizeof *copy);
+    return made;
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -16545,30 +18958,20 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
     dtrain_ddp *made = (dtrain_ddp *)dtrain__alloc(allocator, sizeof *made);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
-    made->comm = comm;
     made->allocator = allocator;
-    dtrain_status status = dtrain__ddp_init(made, table, count, &full);
-    if (status != DTRAIN_OK) {
-        dtrain_ddp_destroy(made);
-        return status;
-    }
-    *ddp = made;
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);
+    if (status == DTRAIN_OK)
+        *ddp = made;
+    else
+        dtrain__free(allocator, made, sizeof *made);
+    return status;
 }
 
 DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
 {
     if (ddp == NULL)
         return;
-    size_t units = (size_t)ddp->params.units;
-    dtrain__ddp_wait(ddp, &ddp->weight_work, "destroying");
-    for (int i = 0; i < ddp->bucket_count; i++)
-        dtrain__ddp_wait(ddp, &ddp->buckets[i].work, "destroying");
-    for (int i = 0; i < DTRAIN__DDP_LEVELS; i++)
-        dtrain__free(ddp->allocator, ddp->levels[i], ddp->count * sizeof(float));
-    dtrain__free(ddp->allocator, ddp->units, units * sizeof *ddp->units);
-    dtrain__free(ddp->allocator, ddp->buckets, units * sizeof *ddp->buckets);
-    dtrain__params_destroy(&ddp->params, ddp->allocator);
+    dtrain_fsdp_destroy(ddp->fsdp);
     dtrain__free(ddp->allocator, ddp, sizeof *ddp);
 }
 

@@ -16,6 +16,7 @@
  *                    of groups, survivors, the store
  *     >>order        the order in which a reduction adds
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
+ *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *
  * DATA-PARALLEL IN AN EXISTING TRAINER
  *
@@ -38,6 +39,17 @@
  *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
  *
  * OPTIMIZER STATE SHARDED: reduce_scatter gradients, update my slice (dtrain_shard), all_gather parameters.
+ *
+ * FULLY SHARDED: declare parameters once, in a table of dtrain_param; their memory is there only while a layer runs.
+ *
+ *     DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, count, &desc));
+ *     float *qkvw = dtrain_fsdp_param(fsdp, "qkvw");
+ *     ...                                              forward, layer after layer
+ *     DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, layer));   also starts the next one
+ *     DTRAIN_CHECK(dtrain_fsdp_release(fsdp, layer));
+ *     ...                                              backward: gather, compute, dtrain_fsdp_reduce(fsdp, layer)
+ *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
+ *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
  *
  * CONVENTIONS
  *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's

@@ -291,6 +291,7 @@ TEST(ddp_calls_out_of_place_are_refused)
         CHECK_EQ(dtrain_ddp_reduce(ddp, unit), DTRAIN_OK);
     CHECK_EQ(dtrain_ddp_reduce(ddp, 0), DTRAIN_ERR_INVALID);
     CHECK(error_says("all 2 micro-batches"));
+    CHECK_EQ(dtrain_ddp_next(ddp), DTRAIN_OK); /* legal after every micro-batch */
     CHECK_EQ(dtrain_ddp_next(ddp), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_ddp_begin(ddp, 0, 0.0), DTRAIN_OK);

@@ -38,6 +38,16 @@ static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_
 }
 #endif
 
+/* Adds to the bytes in use; less is a number that wraps around. */
+static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
+{
+    size_t in_use = __atomic_add_fetch(&allocator->bytes, more, __ATOMIC_RELAXED);
+    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
+    while (in_use > peak &&
+           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        continue;
+}
+
 static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t old_bytes, size_t new_bytes)
 {
     void *block = allocator->resize != NULL
@@ -45,11 +55,7 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t o
                       : DTRAIN_RESIZE(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE);
     if (new_bytes > 0 && block == NULL)
         return NULL;
-    size_t in_use = __atomic_add_fetch(&allocator->bytes, new_bytes - old_bytes, __ATOMIC_RELAXED);
-    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
-    while (in_use > peak &&
-           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-        continue;
+    dtrain__memory_count(allocator, new_bytes - old_bytes);
     return block;
 }
 

@@ -15,6 +15,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef __linux__
@@ -130,6 +131,42 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);
+}
+
+/* Bytes of a page, the unit in which memory comes and goes. */
+static size_t dtrain__os_page_bytes(void)
+{
+    long bytes = sysconf(_SC_PAGESIZE);
+    return bytes > 0 ? (size_t)bytes : 4096;
+}
+
+/* Reserves a range of addresses, in whole pages, which read as zeros and take memory page by page as they are written.
+ * Returns NULL when the system refuses. */
+static void *dtrain__os_reserve(size_t bytes)
+{
+    int flags = MAP_PRIVATE | MAP_ANON;
+#ifdef MAP_NORESERVE
+    flags |= MAP_NORESERVE;
+#endif
+    void *range = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return range != MAP_FAILED ? range : NULL;
+}
+
+/* Gives the memory of whole pages back; they read as zeros again. Returns 0 or an errno. */
+static int dtrain__os_discard(void *pages, size_t bytes)
+{
+#ifdef __linux__
+    return madvise(pages, bytes, MADV_DONTNEED) == 0 ? 0 : errno;
+#else
+    /* elsewhere that advice promises no zeros: new pages take their place */
+    void *range = mmap(pages, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_FIXED, -1, 0);
+    return range != MAP_FAILED ? 0 : errno;
+#endif
+}
+
+static void dtrain__os_unreserve(void *range, size_t bytes)
+{
+    munmap(range, bytes);
 }
 
 /* Fills out with bytes that nobody can guess. Returns 0 or an errno. */

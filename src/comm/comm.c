@@ -82,6 +82,7 @@ static int dtrain__comm_expire(dtrain_comm *comm, dtrain__op *op)
 /* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
 static void dtrain__comm_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
 {
+    op->ended_ns = now;
     dtrain__recorder_end(comm, op, now);
     if (op->error.status != DTRAIN_OK)
         dtrain__trace_failure(comm, op);
@@ -589,6 +590,8 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
     status = dtrain__report(&work->op.error);
     if (status != DTRAIN_OK)
         comm->error = work->op.error;
+    comm->waited_ns[0] = work->op.run_ns;
+    comm->waited_ns[1] = work->op.ended_ns;
     pthread_mutex_lock(&comm->queue_mutex);
     work->next = comm->spare;
     comm->spare = work;

@@ -93,6 +93,7 @@ typedef struct dtrain__op {
     uint64_t turn;                   /* among the operations that went over the board */
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    int64_t ended_ns;
     uint64_t serial;                 /* of its record; 0: none yet */
     int async, queued;               /* has a handle of the caller's; waited for its turn */
     uint64_t form, first, digest;    /* as in the call */
@@ -159,6 +160,7 @@ struct dtrain_comm {
     unsigned char *scratch;
     size_t scratch_bytes;
     int64_t blocked_ns;
+    int64_t waited_ns[2]; /* when the operation waited for last had its turn, and ended */
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;

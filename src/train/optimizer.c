@@ -99,7 +99,7 @@ DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, s
 }
 
 /* Returns the name of the first constant out of range, or NULL. */
-static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc)
+static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int may_be_none)
 {
     if (!dtrain__train_finite((double)desc->beta1) || desc->beta1 < 0.0f || desc->beta1 >= 1.0f)
         return "beta1, expected 0 to below 1";
@@ -111,7 +111,7 @@ static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc)
         return "weight_decay, expected 0 or more";
     if (!dtrain__train_finite((double)desc->momentum) || desc->momentum < 0.0f || desc->momentum >= 1.0f)
         return "momentum, expected 0 to below 1";
-    if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW)
+    if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
         return "kind, expected DTRAIN_SGD or DTRAIN_ADAMW";
     return NULL;
 }
@@ -141,7 +141,7 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
 {
     dtrain_allocator own = {NULL, NULL, 0, 0};
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    const char *bad = dtrain__optimizer_bad(&full);
+    const char *bad = dtrain__optimizer_bad(&full, 0);
     if (optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_create: optimizer is NULL, expected a pointer");
     *optimizer = NULL;

@@ -141,7 +141,8 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
 typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_DEFAULT = 0, /* AdamW */
     DTRAIN_SGD = 501,
-    DTRAIN_ADAMW
+    DTRAIN_ADAMW,
+    DTRAIN_OPTIMIZER_NONE /* of FSDP: no state, no step; the caller updates its slices */
 } dtrain_optimizer_kind;
 
 /* An optimizer's constants. */
@@ -236,7 +237,7 @@ typedef struct dtrain_ddp dtrain_ddp;
 typedef struct dtrain_ddp_desc {
     size_t bucket_bytes; /* a bucket is closed when it has as many; 0: 1 MiB */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
-    int no_overlap;      /* 1: everything is reduced in dtrain_ddp_finish, by blocking calls */
+    int no_overlap;      /* 1: nothing is reduced before all units are */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.

@@ -1,0 +1,275 @@
+/* ---- >>fsdp-core ----
+ * What an object of >>fsdp holds, how it fails, waits and keeps account. Units come and go in >>fsdp-gather, gradients
+ * are reduced in >>fsdp-reduce, steps are made in >>fsdp-step, objects in >>fsdp-create.
+ *
+ * Three groups of the same ranks keep gathers, reductions and small agreements from waiting for each other; over a
+ * transport that has no groups, all three are the caller's. What fails breaks the object for good: the first cause is
+ * kept, and buffers stay until destroy has waited for whatever may still be inside them. */
+#ifndef DTRAIN__FSDP
+#define DTRAIN__FSDP
+#include "layout.c"
+#include "pages.c"
+#include "norm.c"
+#include "kernels.c"
+#include "optimizer.c"
+
+#define DTRAIN__FSDP_LEVELS 32
+#define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
+#define DTRAIN__FSDP_WHY 104
+#define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
+
+enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__READY };                 /* a unit's parameters */
+enum { DTRAIN__IDLE, DTRAIN__WAITS, DTRAIN__SCATTERS, DTRAIN__COPIES }; /* its gradients */
+enum { DTRAIN__LANE_COMPUTE, DTRAIN__LANE_GATHER, DTRAIN__LANE_REDUCE, DTRAIN__LANE_WAIT, DTRAIN__LANES };
+
+typedef struct dtrain__fsdp_unit {
+    int state;
+    int held;  /* gathered, and neither released nor reduced since */
+    int fresh; /* gathered since it was last reduced */
+    int stale; /* what is in memory is not what a gather would bring */
+    int has_pages, has_grads;
+    uint64_t used; /* when it was gathered last */
+    int reduced;   /* in this micro-batch */
+    int stage, level;
+} dtrain__fsdp_unit;
+
+typedef struct dtrain__fsdp_event {
+    int lane, unit;
+    int64_t begin_ns, end_ns;
+} dtrain__fsdp_event;
+
+/* What ranks tell each other at the end of a step. */
+typedef struct dtrain__fsdp_note {
+    uint64_t rounds; /* reductions of every unit */
+    uint64_t failed;
+    char why[DTRAIN__FSDP_WHY];
+    double unused;
+} dtrain__fsdp_note;
+
+struct dtrain_fsdp {
+    dtrain_comm *comm;              /* the caller's */
+    dtrain_comm *gathers, *reduces; /* of the ranks of one copy; NULL: one rank */
+    dtrain_comm *copies;            /* of the ranks with the same slices; NULL: one rank */
+    dtrain_comm *world;             /* of all; NULL: one rank */
+    int shares_comm;                /* these are the caller's own */
+    dtrain_allocator memory;
+    dtrain_fsdp_desc desc;
+    dtrain_optimizer_desc optimizer;
+    dtrain__layout layout;
+    dtrain__pages weight_pages, grad_pages;
+    dtrain__fsdp_unit *units;
+    unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;          /* of a parameter */
+    size_t *counts;                      /* of a cut: every rank's part */
+    dtrain_work **gathering, **reducing; /* of a cut */
+    dtrain_work **copying;               /* of a unit */
+    dtrain_slice *slices;                /* of a cut */
+    float *masters, *state;
+    float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
+    float *full_levels[DTRAIN__FSDP_LEVELS]; /* in full, where they are kept */
+    float *grads;                            /* after finish; NULL: not finished */
+    uint64_t clock, step;
+    int last;                                /* the unit gathered last; -1: none in this step */
+    int keeps;                               /* nothing is dropped until the step */
+    int prefetched;                          /* a prefetch has been called and not been taken */
+    int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
+    int just_ended;                          /* no unit has been reduced since the last one was over */
+    int turn;                                /* the unit whose reduction is next */
+    int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
+    int round;                               /* reductions of every unit that have begun and ended */
+    int announced;                           /* micro-batches; -1: begin was not called */
+    double announcement[2], *announcements, total_weight;
+    dtrain_work *announcing;
+    dtrain__fsdp_note note, *notes;
+    dtrain__exact sum; /* of squares, where summed says so */
+    int summed;
+    float loss_scale;
+    int good_steps;
+    dtrain_fsdp_stats stats;
+    dtrain__fsdp_event *events;
+    size_t event_count;
+    int64_t left_ns; /* when the caller was given control back */
+    dtrain__error broken, error;
+};
+
+static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
+{
+    return dtrain_comm_rank(fsdp->comm);
+}
+
+static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
+{
+    if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
+        return;
+    dtrain__fsdp_event *event = &fsdp->events[fsdp->event_count++ % fsdp->desc.trace_events];
+    event->lane = lane;
+    event->unit = unit;
+    event->begin_ns = begin_ns;
+    event->end_ns = end_ns;
+}
+
+/* The first failure is kept: buffers may still be in use, so nothing goes on. */
+static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
+{
+    if (fsdp->broken.status == DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain__fail(&fsdp->broken, status, "fsdp on rank %d, %s of unit %d: %.560s", dtrain__fsdp_rank(fsdp), what,
+                     unit, cause.text);
+    }
+    fsdp->error = fsdp->broken;
+    return dtrain__report(&fsdp->broken);
+}
+
+/* Begins a public call: says whether the object can be used, and ends the caller's computation in the trace. */
+static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
+{
+    if (fsdp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the object is NULL: create it first", call);
+    if (fsdp->broken.status != DTRAIN_OK)
+        return dtrain__report(&fsdp->broken);
+    if (unit < 0 || unit >= fsdp->layout.unit_count)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
+                            call, unit, fsdp->layout.unit_count - 1);
+    if (fsdp->left_ns != 0)
+        dtrain__fsdp_record(fsdp, DTRAIN__LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
+    return DTRAIN_OK;
+}
+
+/* Ends a public call. */
+static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
+{
+    if (fsdp->desc.trace_events > 0)
+        fsdp->left_ns = dtrain__os_now_ns();
+    return status;
+}
+
+/* Waits for one operation and counts the time of both sides. */
+static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, int lane, int unit)
+{
+    dtrain_work *waited = *work;
+    if (waited == NULL)
+        return DTRAIN_OK;
+    dtrain_comm *comm = waited->comm;
+    int64_t begin = dtrain__os_now_ns(), end;
+    *work = NULL;
+    dtrain_status status = dtrain_work_wait(waited);
+    end = dtrain__os_now_ns();
+    fsdp->stats.waited_ns += end - begin;
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_WAIT, unit, begin, end);
+    if (comm->waited_ns[0] > 0 && comm->waited_ns[1] > comm->waited_ns[0]) {
+        fsdp->stats.communicated_ns += comm->waited_ns[1] - comm->waited_ns[0];
+        dtrain__fsdp_record(fsdp, lane, unit, comm->waited_ns[0], comm->waited_ns[1]);
+    }
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, lane == DTRAIN__LANE_GATHER ? "gathering" : "reducing", unit);
+    return DTRAIN_OK;
+}
+
+/* Waits for all operations of a unit, also after one has failed: their buffers must be free. */
+static dtrain_status dtrain__fsdp_wait_all(dtrain_fsdp *fsdp, dtrain_work **works, int lane, int unit)
+{
+    dtrain_status first = DTRAIN_OK, status;
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++) {
+        status = dtrain__fsdp_wait(fsdp, &works[i], lane, unit);
+        first = first == DTRAIN_OK ? status : first;
+    }
+    return first;
+}
+
+static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *works, int unit)
+{
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
+        if (!dtrain_work_done(works[i]))
+            return 0;
+    return 1;
+}
+
+/* The addresses of a range in full. */
+static float *dtrain__fsdp_full(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return (float *)fsdp->layout.table[cut->param].data + cut->element;
+}
+
+static float *dtrain__fsdp_full_grad(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return (float *)fsdp->layout.table[cut->param].grad + cut->element;
+}
+
+/* This rank's part of a range. */
+static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return fsdp->layout.apart ? fsdp->masters + cut->weight : dtrain__fsdp_full(fsdp, cut) + cut->own;
+}
+
+/* Narrows count floats to 16 bits, from the first on, so that `to` may be where they are. */
+static void dtrain__fsdp_narrow(const float *from, unsigned char *to, size_t count, dtrain_dtype dtype)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        dtrain_convert(from + i, DTRAIN_F32, chunk, dtype, n);
+        memcpy(to + 2 * i, chunk, 2 * n);
+    }
+}
+
+/* Where count numbers of 16 bits wait to be widened: the upper half of the memory of as many floats. */
+static unsigned char *dtrain__fsdp_half(float *floats, size_t count)
+{
+    return (unsigned char *)floats + 2 * count;
+}
+
+/* Widens what waits in the upper half of `floats`. */
+static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
+{
+    const unsigned char *from = dtrain__fsdp_half(floats, count);
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        memcpy(chunk, from + 2 * i, 2 * n);
+        dtrain_convert(chunk, dtype, floats + i, DTRAIN_F32, n);
+    }
+}
+
+/* Takes or drops the reserved pages of a unit's parameters. */
+static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    if (fsdp->units[number].has_pages == take)
+        return;
+    fsdp->units[number].has_pages = take;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
+        if (!(fsdp->reserved[cut->param] & 1))
+            continue;
+        if (take)
+            dtrain__pages_take(&fsdp->weight_pages, begin, cut->count * sizeof(float));
+        else
+            dtrain__pages_drop(&fsdp->weight_pages, begin, cut->count * sizeof(float), 0);
+    }
+}
+
+/* Takes the reserved pages of a unit's gradients; or sets its gradients to zero, and drops them. */
+static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    if (fsdp->units[number].has_grads == take)
+        return;
+    fsdp->units[number].has_grads = take;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
+        if (!cut->trained || cut->count == 0)
+            continue;
+        if (!(fsdp->reserved[cut->param] & 2)) {
+            if (!take)
+                memset(dtrain__fsdp_full_grad(fsdp, cut), 0, cut->count * sizeof(float));
+        } else if (take) {
+            dtrain__pages_take(&fsdp->grad_pages, begin, cut->count * sizeof(float));
+        } else {
+            dtrain__pages_drop(&fsdp->grad_pages, begin, cut->count * sizeof(float), 1);
+        }
+    }
+}
+
+#endif

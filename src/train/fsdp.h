@@ -1,0 +1,347 @@
+/* ---- >>fsdp ----
+ * Fully sharded data parallelism for a program that keeps its own loop. Parameters are declared once, in a table;
+ * their addresses never change, but a unit's memory is there only while the unit is gathered. Gradients are reduced
+ * to the shards of their owners as soon as a unit's are complete, and the optimizer runs on shards.
+ *
+ * A unit is the concatenation of its ranges in table order (a stacked tensor gives one layer to each of its units).
+ * It is cut into as many slices as ranks shard it, earlier ones one element longer; there is no padding, and a rank
+ * may hold nothing of a tensor, or of a unit. The same calls serve every strategy:
+ *
+ *                  parameters      gradients    optimizer state   sent a step, for P bytes on n ranks
+ *   FULL_SHARD     slice           slice        slice             2 or 3 P (n-1)/n
+ *   SHARD_GRAD_OP  full            slice        slice             2 P (n-1)/n
+ *   NO_SHARD       full            full         full              2 P (n-1)/n
+ *   HYBRID_SHARD   slice of a node, replicated over the nodes; as FULL_SHARD in a node of s ranks, and
+ *                  2 P/s (m-1)/m between m nodes
+ *
+ * (PyTorch's SHARD_GRAD_OP shards parameters between steps; here they stay.) Reductions are the tree of >>order, so
+ * FULL_SHARD, SHARD_GRAD_OP and NO_SHARD give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
+ * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
+ * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
+ *
+ * Every rank makes the same gather calls in the same order: gathering is collective. Reductions may come in any order
+ * of units, and a rank may leave some out. A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can
+ * then only be asked for its slices and destroyed.
+ *
+ *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
+#ifndef DTRAIN__FSDP_H
+#define DTRAIN__FSDP_H
+#include "train.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum dtrain_strategy {
+    DTRAIN_STRATEGY_DEFAULT = 0, /* full shard */
+    DTRAIN_FULL_SHARD = 601,
+    DTRAIN_SHARD_GRAD_OP,
+    DTRAIN_NO_SHARD,
+    DTRAIN_HYBRID_SHARD
+} dtrain_strategy;
+
+/* What some parameters have of their own. The first group of a desc whose name fits counts. */
+typedef struct dtrain_param_group {
+    const char *name;   /* of a parameter; with a * at its end, of all that begin so */
+    float lr_factor;    /* of the learning rate; 0: 1 */
+    float weight_decay; /* 0: the optimizer's */
+    int no_decay;       /* 1: none */
+} dtrain_param_group;
+
+typedef struct dtrain_fsdp_desc {
+    dtrain_strategy strategy;         /* 0: full shard */
+    int shard_size;                   /* hybrid: ranks of a node, which divides the world size; others: not read */
+    dtrain_dtype gather_dtype;        /* that parameters travel in, F32, BF16 or F16; 0: F32. Masters stay F32 */
+    dtrain_dtype reduce_dtype;        /* that gradients travel in, F32, BF16 or F16; 0: F32. They are summed in F32 */
+    dtrain_optimizer_desc optimizer;  /* kind DTRAIN_OPTIMIZER_NONE: the caller's own, see dtrain_fsdp_local */
+    const dtrain_param_group *groups; /* read by create */
+    size_t group_count;
+    int no_reshard_after_forward; /* 1: what was gathered stays until the step */
+    int no_prefetch;              /* 1: a unit is gathered when it is asked for */
+    int no_overlap;               /* 1: nothing is reduced before all units of a micro-batch are */
+    size_t bucket_bytes;          /* between copies, units are reduced together until they have as many; 0: 1 MiB */
+    int keep_full_grads;          /* 1: micro-batches are folded on each rank in full, and communicated once a step */
+    int micro_batches;            /* of a rank in a step, the most, for the plan; 0: 1 */
+    float loss_scale;             /* the first, by which the caller multiplies its loss; 0: none is used */
+    int loss_scale_steps;         /* good steps after which it doubles; 0: 2,000 */
+    int no_broadcast;             /* 1: data in the table is the same on all ranks already */
+    size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
+} dtrain_fsdp_desc;
+
+/* What one rank will need and send, in bytes. Peak is what is in use at most at once, in whole pages. */
+typedef struct dtrain_fsdp_plan_result {
+    size_t weights;       /* this rank's slices; 0 where they lie in the full parameters */
+    size_t gradients;     /* slices of sums, with those of earlier micro-batches */
+    size_t optimizer;     /* state */
+    size_t full_weights;  /* pages of parameters that are gathered at once, at most */
+    size_t full_grads;    /* pages of gradients that are in full at once, at most */
+    size_t bookkeeping;   /* tables and page counts */
+    size_t peak;          /* the sum of all these */
+    uint64_t sent_gather; /* to other ranks in a step of one micro-batch, all parameters used */
+    uint64_t sent_reduce; /* and for gradients */
+} dtrain_fsdp_plan_result;
+
+/* Says what one rank will need, before anything is allocated. The table needs no memory for it.
+ *
+ *   desc     NULL: all defaults
+ *   rank     of world_size
+ *   plan     out
+ *   errors   DTRAIN_ERR_INVALID  as dtrain_fsdp_create
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
+                                          int world_size, int rank, dtrain_fsdp_plan_result *plan);
+
+typedef struct dtrain_fsdp dtrain_fsdp;
+
+/* Shards a table's parameters over a group.
+ *
+ * A parameter whose data is NULL gets a range of addresses from the library, and starts as zeros (see dtrain_fsdp_put
+ * and dtrain_fsdp_set); one that has data lies there, takes its first values from it, rank 0's unless no_broadcast,
+ * and its pages stay the caller's, as does its gradient's memory. A parameter with frozen set has no gradient, and no
+ * optimizer state.
+ *
+ *   comm     must outlive it; three or four groups of its ranks are made from it
+ *   table    copied, names included; the same on every rank but for addresses. F32; a frozen parameter of another
+ *            dtype must have data, and stays there in full on every rank
+ *   desc     NULL: all defaults; the same on every rank
+ *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            DTRAIN_ERR_MEMORY; those of dtrain_comm_split and dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
+                                            size_t count, const dtrain_fsdp_desc *desc);
+
+/* Frees it; NULL is legal. Memory of the caller's is left as it is: after dtrain_fsdp_unshard, full parameters.
+ * Operations on their way are waited for, up to timeout_ms, or cut short where the group is broken.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);
+
+/* Returns the text of the last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp);
+
+/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name. It may
+ * be read while the parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
+
+/* Returns the address of a parameter's gradient, of full size, zeros until the caller adds to it; NULL for none of
+ * that name, or a frozen one. From dtrain_fsdp_reduce of a unit on, the unit's are zero again.
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name);
+
+/* Makes a unit's parameters readable, and starts to gather the next one, in the direction in which calls go.
+ *
+ * A released unit stays until its room is needed: two units that rotate and those with tied parameters are in memory
+ * at most, so that the last of a forward pass is still there for the backward pass. A unit that is gathered already
+ * may be gathered again. Under strategies that keep full parameters it only takes note.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no such unit; those of dtrain_all_gather: the object is broken
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit);
+
+/* Says that a unit's parameters are not needed for now.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no such unit, or it is not gathered
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
+
+/* Starts to gather the first unit, before the first layer needs it.
+ *
+ *   errors   DTRAIN_ERR_INVALID  called already and no gather since; or a strategy that gathers nothing
+ *
+ * collective: every rank, same order; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp);
+
+/* Says whether a prefetch was called and the gather that takes it has not been.
+ *
+ * one thread per object */
+DTRAIN_API int dtrain_fsdp_prefetch_pending(const dtrain_fsdp *fsdp);
+
+/* Opens a step, for ranks whose batches differ. Without it every rank weighs 1, and the step has as many micro-batches
+ * as are reduced.
+ *
+ *   micro_batches   of this rank; more are an error. With keep_full_grads needed where there is more than one
+ *   weight          of this rank's examples in the whole step, usually their tokens; may be 0. Gradients are sums,
+ *                   divided once by the weight of all ranks
+ *   errors          DTRAIN_ERR_INVALID  gradients of a step are not used yet; a bad weight or number
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight);
+
+/* Takes a unit's gradients over when backward has finished with the unit, starts to reduce them, and releases the
+ * unit's parameters. Gradients are zero, and their memory free, as soon as they are on their way.
+ *
+ * Units are reduced from the last to the first; one that comes before a later one waits for it in full. Units without
+ * gradients are only released. When all were reduced and one is again, the next micro-batch has begun.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no such unit; it is not gathered, so that its gradients cannot have been computed;
+ *                                reduced twice while others are missing (see dtrain_fsdp_next); more micro-batches
+ *                                than announced. The object stays as it was
+ *            those of dtrain_reduce_scatter: the object is broken
+ *
+ * collective: every rank, any order of units; blocks up to timeout_ms for the unit before */
+DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
+
+/* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
+ *
+ * one thread per object; blocks up to timeout_ms for a unit that is on its way */
+DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
+
+/* Stands in for a micro-batch for which this rank has no examples: gathers and releases every unit from the first to
+ * the last and back, as the others do, and adds nothing.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
+
+/* Says that this rank cannot go on with the step, so that none applies it. The next call of dtrain_fsdp_finish, or one
+ * that implies it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why; gradients are dropped, and
+ * the object can be used. Gathers and reductions that the others make must still be made, as by dtrain_fsdp_join.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why);
+
+/* Waits for all gradients and divides them once by the weight of all ranks, and by the loss scale. A rank with fewer
+ * micro-batches than others adds nothing to those that it lacks. Called by clip_grad_norm, local and step where the
+ * caller has not.
+ *
+ *   total_weight   out: of all ranks; may be NULL. When it is 0 gradients are not divided
+ *   errors         DTRAIN_ERR_INVALID  on every rank: no rank has reduced anything. The object can be used
+ *                  DTRAIN_ERR_ABORTED  a rank has called dtrain_fsdp_fail
+ *                  those of dtrain_reduce_scatter: the object is broken
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_weight);
+
+/* Measures the length of all gradients as one vector, and shortens it to max_norm when it is longer.
+ *
+ * The sum of squares is exact, every element once, whatever the sharding, and rounded to float64 once; the factor
+ * max_norm / norm is rounded to float32 once. Not finite: gradients are left as they are.
+ *
+ *   max_norm   0: measure only
+ *   norm       out, the same on every rank; may be NULL
+ *   errors     as dtrain_fsdp_finish
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm);
+
+/* Updates the weights from the gradients, which are gone then, and gathers them where full parameters are kept.
+ *
+ * With a loss scale, a step in which any rank's gradient is not finite changes no weight and halves the scale; see
+ * dtrain_fsdp_skipped. Without one it is applied as it is.
+ *
+ *   errors   as dtrain_fsdp_finish; DTRAIN_ERR_INVALID lr negative or not finite, or no optimizer
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr);
+
+/* Drops the gradients of a step that is not to be applied; legal at any time but within a micro-batch.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp);
+
+/* The part of one range that this rank holds: what an optimizer of the caller's updates, and a checkpoint saves. */
+typedef struct dtrain_slice {
+    const char *name; /* of the parameter */
+    dtrain_dtype dtype;
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the parameter in full */
+    int ndim;
+    int layer; /* of a stacked parameter: the box [layer, ...]; -1: the box is all of it */
+    int unit;
+    size_t begin, count; /* elements of the box in row-major order; count may be 0 */
+    int no_decay;
+    float *weights;  /* count float32 each; NULL where there is none, or none yet */
+    float *grads;    /* after dtrain_fsdp_finish, until the step */
+    float *state[2]; /* AdamW: m and v; SGD with momentum: the velocity */
+} dtrain_slice;
+
+/* Lists this rank's slices, those of no elements included: by unit, in table order. The array is the object's; it stays
+ * until the next call that takes the object.
+ *
+ * After an own update of the weights, call dtrain_fsdp_publish. To resume, write weights and state, then publish.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count);
+
+/* Makes new slices of weights count: what was gathered before is not used again; where full parameters are kept they
+ * are gathered. Gradients are dropped.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp);
+
+/* Takes this rank's slice of a gathered unit from its full parameters: the caller has written them, the same on every
+ * rank, as when it initialises a model that no rank can hold.
+ *
+ *   errors   DTRAIN_ERR_INVALID  the unit is not gathered
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit);
+
+/* Sets a parameter from one rank's full value.
+ *
+ *   value    all elements on root; on other ranks not read, may be NULL
+ *   errors   DTRAIN_ERR_INVALID  no such parameter, or a bad root
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, const float *value, int root);
+
+/* Copies a parameter's full value, in F32, to one rank, or with root -1 to all.
+ *
+ *   value    out: all elements; on ranks that get none not touched, may be NULL
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root);
+
+/* Gathers every parameter and keeps all until the next step: for an evaluation by foreign code, or before destroy,
+ * which leaves them in memory of the caller's.
+ *
+ * collective: every rank, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
+
+/* Return what was asked for, and the number of ranks that share one copy of the parameters.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp);
+DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
+
+/* Returns the factor by which the caller multiplies its loss now; 1 where none is used.
+ *
+ * one thread per object */
+DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
+
+/* What an object has done since it was made. */
+typedef struct dtrain_fsdp_stats {
+    uint64_t steps;          /* applied */
+    uint64_t skipped;        /* not applied, because a gradient was not finite */
+    int64_t communicated_ns; /* that gathers and reductions were under way, each by itself */
+    int64_t waited_ns;       /* that the caller waited for them */
+    size_t bytes;            /* in use now: memory and pages */
+    size_t peak_bytes;       /* the most at once */
+} dtrain_fsdp_stats;
+
+/* Returns the counters; hidden communication is 1 - waited_ns / communicated_ns.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp);
+
+/* Writes the last events as a Chrome trace: a lane of computation, of gathers, of reductions, and of waiting.
+ *
+ *   errors   DTRAIN_ERR_INVALID  the desc has no trace_events; DTRAIN_ERR_IO
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

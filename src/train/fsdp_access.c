@@ -1,0 +1,261 @@
+/* ---- >>fsdp-access ----
+ * Parameters by name: addresses, full values in and out, all of them at once; and the trace file. */
+#ifndef DTRAIN__FSDP_ACCESS
+#define DTRAIN__FSDP_ACCESS
+#include "fsdp_step.c"
+
+#define DTRAIN__FSDP_STAGE ((size_t)1 << 18) /* elements that are broadcast at once */
+
+static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
+{
+    size_t i = 0;
+    while (i < fsdp->layout.table_count && strcmp(fsdp->layout.table[i].name, name) != 0)
+        i++;
+    return i;
+}
+
+DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
+{
+    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
+    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].data : NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
+{
+    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
+    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].grad : NULL;
+}
+
+/* What is in memory of a unit is what the caller wrote: keeps this rank's part of it. */
+static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if (cut->own_count > 0)
+            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                   cut->own_count * sizeof(float));
+    }
+}
+
+/* As a gather would bring it, from full values that are the same on every rank. */
+static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; fsdp->desc.gather_dtype != DTRAIN_F32 && i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        dtrain_convert(full + i, DTRAIN_F32, chunk, fsdp->desc.gather_dtype, n);
+        dtrain_convert(chunk, fsdp->desc.gather_dtype, full + i, DTRAIN_F32, n);
+    }
+}
+
+static void dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
+{
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++)
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_put", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!fsdp->units[unit].held)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
+                            "then put",
+                            unit, dtrain__fsdp_rank(fsdp));
+    dtrain__fsdp_put_now(fsdp, unit);
+    dtrain__fsdp_round_unit(fsdp, unit);
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* Keeps elements [at, at + count) of a parameter, whose values all ranks have. */
+static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const float *values, size_t count)
+{
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        size_t low = cut->element + cut->own, high = low + cut->own_count;
+        if (cut->param != param || !fsdp->layout.apart)
+            continue;
+        low = low > at ? low : at;
+        high = high < at + count ? high : at + count;
+        if (low < high)
+            memcpy(fsdp->masters + cut->weight + (low - cut->element - cut->own), values + (low - at),
+                   (high - low) * sizeof(float));
+    }
+    if (fsdp->layout.resident && count > 0) {
+        float *full = (float *)fsdp->layout.table[param].data + at;
+        memcpy(full, values, count * sizeof(float));
+        dtrain__fsdp_round(fsdp, full, count);
+    }
+}
+
+/* Forgets what was gathered before one of its parameters was set. */
+static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < fsdp->layout.cut_count && !fsdp->layout.resident && status == DTRAIN_OK; i++) {
+        dtrain__fsdp_unit *unit = &fsdp->units[fsdp->layout.cuts[i].unit];
+        if (fsdp->layout.cuts[i].param != param || unit->state == DTRAIN__ABSENT)
+            continue;
+        unit->stale = 1;
+        if (!unit->held)
+            status = dtrain__fsdp_gather_drop(fsdp, fsdp->layout.cuts[i].unit);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_set_now(dtrain_fsdp *fsdp, size_t param, const float *value, int root)
+{
+    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
+    size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
+    int is_root = dtrain__fsdp_rank(fsdp) == root;
+    float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
+    dtrain_status status = stage != NULL
+                               ? dtrain__fsdp_forget(fsdp, param)
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += most) {
+        size_t n = count - at < most ? count - at : most;
+        if (is_root)
+            memcpy(stage, value + at, n * sizeof(float));
+        if (fsdp->world != NULL)
+            status = dtrain_broadcast(fsdp->world, stage, n, DTRAIN_F32, root);
+        if (status == DTRAIN_OK)
+            dtrain__fsdp_keep(fsdp, param, at, stage, n);
+    }
+    dtrain__free(&fsdp->memory, stage, most * sizeof(float));
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter, instead", 0);
+}
+
+/* Finds a parameter for a call that takes its name and a rank. */
+static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, const char *name, int root, int lowest,
+                                        size_t *param)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    *param = name != NULL ? dtrain__fsdp_find(fsdp, name) : fsdp->layout.table_count;
+    if (*param == fsdp->layout.table_count)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
+                            name != NULL ? name : "NULL");
+    if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
+                            name);
+    if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
+                            dtrain_comm_size(fsdp->comm) - 1);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, const float *value, int root)
+{
+    size_t param;
+    dtrain_status status = dtrain__fsdp_named(fsdp, "dtrain_fsdp_set", name, root, 0, &param);
+    if (status != DTRAIN_OK)
+        return status;
+    if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name, root);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
+}
+
+static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    const float *own = dtrain__fsdp_own(fsdp, cut);
+    float *out = value != NULL ? value + cut->element : NULL;
+    if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
+        return DTRAIN_OK;
+    if (fsdp->gathers == NULL) {
+        if (root < 0 || root == rank)
+            memcpy(out, own, cut->count * sizeof(float));
+        return DTRAIN_OK;
+    }
+    return root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
+                    : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root)
+{
+    size_t param;
+    dtrain_status status = dtrain__fsdp_named(fsdp, "dtrain_fsdp_get", name, root, -1, &param);
+    if (status != DTRAIN_OK)
+        return status;
+    if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_get: value is NULL on rank %d, which gets %s", dtrain__fsdp_rank(fsdp), name);
+    for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
+        if (fsdp->layout.cuts[i].param == param)
+            status = dtrain__fsdp_get_cut(fsdp, i, value, root);
+    if (status != DTRAIN_OK)
+        status = dtrain__fsdp_break(fsdp, status, "getting a parameter, instead", 0);
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_unshard", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->keeps = !fsdp->layout.resident;
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && fsdp->keeps; i++) {
+        if (fsdp->units[i].state == DTRAIN__ABSENT)
+            status = dtrain__fsdp_gather_start(fsdp, i);
+        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__COMING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
+    }
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
+{
+    static const char *const lanes[DTRAIN__LANES] = {"compute", "gather", "reduce", "wait"};
+    size_t most = fsdp->desc.trace_events;
+    size_t first = fsdp->event_count > most ? fsdp->event_count - most : 0;
+    int rank = dtrain__fsdp_rank(fsdp);
+    fprintf(file,
+            "{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
+            rank, rank);
+    for (int lane = 0; lane < DTRAIN__LANES; lane++)
+        fprintf(file, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                rank, lane, lanes[lane]);
+    for (size_t i = first; i < fsdp->event_count; i++) {
+        const dtrain__fsdp_event *event = &fsdp->events[i % most];
+        fprintf(file,
+                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d}",
+                lanes[event->lane], event->unit, rank, event->lane, (long long)(event->begin_ns / 1000),
+                (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
+                (int)((event->end_ns - event->begin_ns) % 1000));
+    }
+    fprintf(file, "\n]}\n");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path)
+{
+    char beside[1100];
+    if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0 || strlen(path) > 1024)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path of at most 1024 "
+            "bytes");
+    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
+    FILE *file = fopen(beside, "w");
+    int bad = file == NULL;
+    if (!bad) {
+        dtrain__fsdp_write_events(fsdp, file);
+        bad = ferror(file) != 0;
+        bad |= fclose(file) != 0;
+        bad = bad || rename(beside, path) != 0;
+    }
+    if (!bad)
+        return DTRAIN_OK;
+    int error = errno;
+    unlink(beside);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
+                        path, strerror(error));
+}
+
+#endif

@@ -1,0 +1,386 @@
+/* ---- >>fsdp-create ----
+ * Makes and frees an object: its groups, its memory, the first values. */
+#ifndef DTRAIN__FSDP_CREATE
+#define DTRAIN__FSDP_CREATE
+#include "fsdp_plan.c"
+#include "fsdp_access.c"
+
+/* Hashes what must be the same on every rank. */
+static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
+                                unsigned char digest[32])
+{
+    const dtrain_optimizer_desc *o = &desc->optimizer;
+    double fields[] = {(double)desc->strategy,
+                       (double)desc->shard_size,
+                       (double)desc->gather_dtype,
+                       (double)desc->reduce_dtype,
+                       (double)o->kind,
+                       (double)o->beta1,
+                       (double)o->beta2,
+                       (double)o->eps,
+                       (double)o->weight_decay,
+                       (double)o->momentum,
+                       (double)o->nesterov,
+                       (double)o->decoupled_decay,
+                       (double)desc->no_reshard_after_forward,
+                       (double)desc->no_prefetch,
+                       (double)desc->keep_full_grads,
+                       (double)desc->loss_scale,
+                       (double)desc->loss_scale_steps,
+                       (double)desc->no_broadcast,
+                       (double)desc->no_overlap,
+                       (double)desc->bucket_bytes};
+    struct {
+        unsigned char before[32];
+        char name[128];
+        float numbers[4];
+    } group;
+    dtrain_sha256(fields, sizeof fields, digest);
+    for (size_t i = 0; i < desc->group_count; i++) {
+        memset(&group, 0, sizeof group);
+        memcpy(group.before, digest, 32);
+        snprintf(group.name, sizeof group.name, "%s", desc->groups[i].name);
+        group.numbers[0] = desc->groups[i].lr_factor;
+        group.numbers[1] = desc->groups[i].weight_decay;
+        group.numbers[2] = (float)desc->groups[i].no_decay;
+        dtrain_sha256(&group, sizeof group, digest);
+    }
+    dtrain__params_digest(table, count, digest);
+    for (size_t i = 0; i < count; i++) {
+        memset(&group, 0, sizeof group);
+        memcpy(group.before, digest, 32);
+        group.numbers[0] = (float)(table[i].data != NULL);
+        dtrain_sha256(&group, sizeof group, digest);
+    }
+}
+
+/* Compares tables and descs on all ranks; a rank whose own is bad takes part, so that the others learn it. */
+static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count,
+                                          dtrain_status mine)
+{
+    unsigned char digest[32];
+    dtrain__error cause = dtrain__thread_error;
+    memset(digest, 0, sizeof digest);
+    if (mine == DTRAIN_OK)
+        dtrain__fsdp_digest(table, count, &fsdp->desc, digest);
+    dtrain_status status = dtrain_comm_check_equal(fsdp->comm, digest, sizeof digest, DTRAIN_U8);
+    if (mine != DTRAIN_OK)
+        return dtrain__report(&cause);
+    if (status != DTRAIN_ERR_MISMATCH)
+        return status;
+    cause = dtrain__thread_error;
+    return dtrain__fail(NULL, status,
+                        "dtrain_fsdp_create: rank %d of %d has another parameter table or desc than others, or one of "
+                        "them is refused: build them alike on every rank (by hash: %.300s)",
+                        dtrain__fsdp_rank(fsdp), dtrain_comm_size(fsdp->comm), cause.text);
+}
+
+/* Makes the groups; where a transport has none, and all ranks are one group, the caller's serves for all. */
+static dtrain_status dtrain__fsdp_groups(dtrain_fsdp *fsdp)
+{
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards, copies = fsdp->layout.copies;
+    if (shards * copies == 1)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_comm_duplicate(fsdp->comm, &fsdp->world);
+    if (status == DTRAIN_ERR_UNSUPPORTED && (shards == 1 || copies == 1)) {
+        fsdp->shares_comm = 1;
+        fsdp->world = fsdp->comm;
+        fsdp->gathers = fsdp->reduces = shards > 1 ? fsdp->comm : NULL;
+        fsdp->copies = copies > 1 ? fsdp->comm : NULL;
+        return DTRAIN_OK;
+    }
+    if (status == DTRAIN_OK && shards > 1)
+        status = dtrain_comm_split(fsdp->comm, rank / shards, rank, &fsdp->gathers);
+    if (status == DTRAIN_OK && shards > 1)
+        status = dtrain_comm_split(fsdp->comm, rank / shards, rank, &fsdp->reduces);
+    if (status == DTRAIN_OK && copies > 1)
+        status = dtrain_comm_split(fsdp->comm, rank % shards, rank, &fsdp->copies);
+    return status;
+}
+
+/* Says whether a group's name fits a parameter's. */
+static int dtrain__fsdp_fits(const char *pattern, const char *name)
+{
+    size_t bytes = strlen(pattern);
+    if (bytes > 0 && pattern[bytes - 1] == '*')
+        return strncmp(pattern, name, bytes - 1) == 0;
+    return strcmp(pattern, name) == 0;
+}
+
+static dtrain_status dtrain__fsdp_check_groups(const dtrain_fsdp_desc *desc)
+{
+    if (desc->group_count > 0 && desc->groups == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_create: groups is NULL, expected %zu of them",
+                            desc->group_count);
+    for (size_t i = 0; i < desc->group_count; i++) {
+        const dtrain_param_group *group = &desc->groups[i];
+        if (group->name == NULL || strlen(group->name) > 127 || !dtrain__train_finite((double)group->lr_factor) ||
+            !dtrain__train_finite((double)group->weight_decay) || group->lr_factor < 0.0f || group->weight_decay < 0.0f)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "dtrain_fsdp_create: group %zu needs a name of at most 127 characters, and lr_factor and "
+                "weight_decay of at least 0",
+                i);
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        const dtrain_param_group *group = NULL;
+        for (size_t k = fsdp->desc.group_count; k-- > 0;)
+            group = dtrain__fsdp_fits(fsdp->desc.groups[k].name, param->name) ? &fsdp->desc.groups[k] : group;
+        fsdp->lr_factors[i] = group != NULL && group->lr_factor > 0.0f ? group->lr_factor : 1.0f;
+        fsdp->decays[i] = fsdp->optimizer.weight_decay;
+        if (group != NULL && group->weight_decay > 0.0f)
+            fsdp->decays[i] = group->weight_decay;
+        if (param->no_decay || (group != NULL && group->no_decay))
+            fsdp->decays[i] = 0.0f;
+    }
+}
+
+/* Fills in what a cut's slice says, once the memory is there. */
+static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const dtrain_param *param = &fsdp->layout.table[cut->param];
+    dtrain_slice *slice = &fsdp->slices[index];
+    size_t floats = dtrain__plan_state_floats(&fsdp->optimizer);
+    slice->name = param->name;
+    slice->dtype = param->dtype;
+    slice->ndim = dtrain__params_ndim(param);
+    memcpy(slice->shape, param->shape, sizeof slice->shape);
+    slice->layer = cut->layer;
+    slice->unit = cut->unit;
+    slice->begin = cut->own;
+    slice->count = cut->own_count;
+    slice->no_decay = fsdp->decays[cut->param] == 0.0f;
+    slice->weights = dtrain__fsdp_own(fsdp, cut);
+    for (size_t k = 0; cut->trained && k < floats; k++)
+        slice->state[k] = fsdp->state + k * fsdp->layout.grads + cut->grad;
+    for (int shard = 0; shard < fsdp->layout.shards; shard++) {
+        size_t own;
+        fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
+            dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+    }
+}
+
+/* Gives parameters without memory their addresses. */
+static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
+{
+    dtrain__layout *layout = &fsdp->layout;
+    int any = 0;
+    for (size_t i = 0; i < layout->table_count; i++) {
+        fsdp->reserved[i] = (unsigned char)(layout->table[i].data == NULL);
+        if (!layout->table[i].frozen && layout->table[i].grad == NULL)
+            fsdp->reserved[i] |= 2;
+        any |= fsdp->reserved[i];
+    }
+    dtrain_status status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, &fsdp->memory);
+    if (status == DTRAIN_OK)
+        status = dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, &fsdp->memory);
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->table_count; i++) {
+        if (fsdp->reserved[i] & 1)
+            layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
+        if (fsdp->reserved[i] & 2)
+            layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
+        if (layout->table[i].frozen)
+            layout->table[i].grad = NULL;
+    }
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    dtrain_allocator *memory = &fsdp->memory;
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
+    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__plan_state_floats(&fsdp->optimizer);
+    fsdp->units = (dtrain__fsdp_unit *)dtrain__alloc(memory, units * sizeof *fsdp->units);
+    fsdp->copying = (dtrain_work **)dtrain__alloc(memory, units * sizeof *fsdp->copying);
+    fsdp->reserved = (unsigned char *)dtrain__alloc(memory, params);
+    fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
+    fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
+    fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
+    fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
+    fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
+    fsdp->notes = (dtrain__fsdp_note *)dtrain__alloc(memory, world * sizeof *fsdp->notes);
+    fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
+    fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
+    fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
+    fsdp->masters = (float *)dtrain__alloc(memory, layout->apart ? layout->weights * sizeof(float) : 0);
+    fsdp->levels[0] = (float *)dtrain__alloc(memory, layout->grads * sizeof(float));
+    if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
+        fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
+        fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
+        fsdp->masters == NULL || fsdp->levels[0] == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
+                            dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
+    fsdp->decays = fsdp->lr_factors + params;
+    return dtrain__fsdp_reserve(fsdp);
+}
+
+/* Gives every rank the first values of parameters that have memory of the caller's. */
+static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
+{
+    dtrain__layout *layout = &fsdp->layout;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
+        if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
+            status = dtrain_broadcast(fsdp->world, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
+                                      layout->table[i].dtype, 0);
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
+            continue;
+        if (layout->apart && cut->own_count > 0)
+            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                   cut->own_count * sizeof(float));
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
+    }
+    for (int i = 0; i < layout->unit_count; i++) {
+        fsdp->units[i].has_grads = 1;
+        fsdp->trained_units += layout->units[i].trained > 0;
+        if (layout->resident)
+            dtrain__fsdp_page_weights(fsdp, i, 1);
+    }
+    return status;
+}
+
+/* Memory for gradients of the caller's may hold anything; reserved pages are zeros that nobody uses yet. */
+static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
+            memset(param->grad, 0, dtrain_param_elements(param) * sizeof(float));
+    }
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        fsdp->units[i].has_grads = 0;
+}
+
+static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
+{
+    const char *bad = dtrain__optimizer_bad(&fsdp->optimizer, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_groups(&fsdp->desc);
+    if (status == DTRAIN_OK && bad != NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_create: the optimizer's desc has a bad %s", bad);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
+                                       dtrain__fsdp_rank(fsdp), &fsdp->memory);
+    if (dtrain_comm_size(fsdp->comm) > 1)
+        status = dtrain__fsdp_compare(fsdp, table, count, status);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_groups(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_allocate(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_group_params(fsdp);
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        dtrain__fsdp_describe(fsdp, i);
+    fsdp->desc.groups = NULL;
+    fsdp->scattering = -1;
+    dtrain__fsdp_zero_grads(fsdp);
+    dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_first_values(fsdp);
+}
+
+/* checked: what the caller found wrong, which the other ranks are to learn. */
+static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                       const dtrain_fsdp_desc *desc, dtrain_status checked)
+{
+    if (fsdp == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_create: fsdp and comm are needed, got NULL");
+    *fsdp = NULL;
+    dtrain_allocator memory = {NULL, NULL, 0, 0};
+    memory.resize = dtrain_comm_allocator(comm)->resize;
+    memory.user = dtrain_comm_allocator(comm)->user;
+    dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_create: no memory for %zu bytes", sizeof *made);
+    made->memory = memory;
+    made->comm = comm;
+    if (desc != NULL)
+        made->desc = *desc;
+    made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
+    made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
+    made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
+    made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
+    dtrain_status status = dtrain__fsdp_init(made, table, count, checked);
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_fsdp_destroy(made);
+        return dtrain__report(&cause);
+    }
+    *fsdp = made;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
+                                            size_t count, const dtrain_fsdp_desc *desc)
+{
+    return dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN_OK);
+}
+
+/* Waits for whatever is under way; where the group is broken it has ended. */
+static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
+    for (int i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.unit_count; i++) {
+        dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, i);
+        dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, i);
+        if (fsdp->copying != NULL)
+            dtrain__fsdp_wait(fsdp, &fsdp->copying[i], DTRAIN__LANE_REDUCE, i);
+    }
+}
+
+static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    dtrain_allocator *memory = &fsdp->memory, last;
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
+    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__plan_state_floats(&fsdp->optimizer);
+    dtrain__free(memory, fsdp->units, units * sizeof *fsdp->units);
+    dtrain__free(memory, fsdp->copying, units * sizeof *fsdp->copying);
+    dtrain__free(memory, fsdp->reserved, params);
+    dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
+    dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
+    dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
+    dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
+    dtrain__free(memory, fsdp->notes, world * sizeof *fsdp->notes);
+    dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
+    dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
+    dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
+    dtrain__free(memory, fsdp->masters, layout->apart ? layout->weights * sizeof(float) : 0);
+    for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
+        dtrain__free(memory, fsdp->levels[i], layout->grads * sizeof(float));
+        dtrain__free(memory, fsdp->full_levels[i], layout->trained * sizeof(float));
+    }
+    dtrain__pages_destroy(&fsdp->weight_pages);
+    dtrain__pages_destroy(&fsdp->grad_pages);
+    dtrain__layout_destroy(&fsdp->layout, memory);
+    last = *memory;
+    dtrain__free(&last, fsdp, sizeof *fsdp);
+}
+
+DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
+{
+    if (fsdp == NULL)
+        return;
+    dtrain__fsdp_quiesce(fsdp);
+    if (!fsdp->shares_comm) {
+        dtrain_comm_destroy(fsdp->gathers);
+        dtrain_comm_destroy(fsdp->reduces);
+        dtrain_comm_destroy(fsdp->copies);
+        dtrain_comm_destroy(fsdp->world);
+    }
+    dtrain__fsdp_free(fsdp);
+}
+
+#endif

@@ -1,0 +1,154 @@
+/* ---- >>fsdp-plan ----
+ * What an object will need, from its layout alone, before anything of it is allocated. */
+#ifndef DTRAIN__FSDP_PLAN
+#define DTRAIN__FSDP_PLAN
+#include "fsdp.c"
+
+typedef struct dtrain__page_span {
+    size_t begin, end;
+} dtrain__page_span;
+
+static int dtrain__page_span_compare(const void *left, const void *right)
+{
+    const dtrain__page_span *a = (const dtrain__page_span *)left, *b = (const dtrain__page_span *)right;
+    return a->begin < b->begin ? -1 : a->begin > b->begin;
+}
+
+/* Adds the pages of a unit's reserved ranges; grads: those of its gradients. */
+static size_t dtrain__plan_add(const dtrain__layout *layout, int unit, int grads, dtrain__page_span *spans, size_t used)
+{
+    size_t page = dtrain__os_page_bytes();
+    for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        const dtrain_param *param = &layout->table[cut->param];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
+        if (cut->count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
+            continue;
+        spans[used].begin = begin / page;
+        spans[used++].end = (begin + cut->count * sizeof(float) - 1) / page + 1;
+    }
+    return used;
+}
+
+/* Bytes of the pages that spans cover together. */
+static size_t dtrain__plan_cover(dtrain__page_span *spans, size_t used)
+{
+    size_t pages = 0, covered = 0;
+    qsort(spans, used, sizeof *spans, dtrain__page_span_compare);
+    for (size_t i = 0; i < used; i++) {
+        size_t begin = spans[i].begin > covered ? spans[i].begin : covered;
+        pages += spans[i].end > begin ? spans[i].end - begin : 0;
+        covered = spans[i].end > covered ? spans[i].end : covered;
+    }
+    return pages * dtrain__os_page_bytes();
+}
+
+/* The most bytes in pages at once: of all units, or of two neighbours and those that are tied. */
+static size_t dtrain__plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__page_span *spans)
+{
+    size_t most = 0;
+    for (int unit = 0; unit < layout->unit_count; unit++) {
+        size_t used = 0, bytes;
+        for (int i = 0; i < layout->unit_count; i++)
+            if (all || i == unit || i == unit + 1 || layout->units[i].tied)
+                used = dtrain__plan_add(layout, i, grads, spans, used);
+        bytes = dtrain__plan_cover(spans, used);
+        most = bytes > most ? bytes : most;
+        if (all)
+            break;
+    }
+    return most;
+}
+
+static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)
+{
+    return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
+}
+
+/* Of tables and page counts. */
+static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world)
+{
+    size_t a_param = sizeof(dtrain_param) + sizeof(size_t) + 2 * sizeof(float) + 1;
+    size_t a_cut = sizeof(dtrain__cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
+                   (size_t)layout->shards * sizeof(size_t);
+    size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *);
+    return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
+           layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
+           (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
+           2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
+           desc->trace_events * sizeof(dtrain__fsdp_event);
+}
+
+/* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
+static void dtrain__plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
+                                 dtrain_fsdp_plan_result *plan)
+{
+    uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
+    uint64_t reduce_bytes = dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4, copies = (uint64_t)layout->copies;
+    for (int i = 0; i < layout->unit_count; i++) {
+        uint64_t own = 0, own_trained = layout->units[i].grad_count;
+        uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
+                                  i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
+                              ? 1
+                              : 2;
+        for (size_t k = layout->units[i].first; k < layout->units[i].end; k++)
+            own += layout->cuts[k].own_count;
+        if (layout->shards > 1) {
+            plan->sent_gather += passes * (layout->units[i].count - own) * gather_bytes;
+            plan->sent_reduce += (layout->units[i].trained - own_trained) * reduce_bytes;
+        }
+        plan->sent_reduce += copies > 1 ? 2 * own_trained * (copies - 1) / copies * reduce_bytes : 0;
+    }
+}
+
+static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
+                                       dtrain_allocator *allocator, dtrain_fsdp_plan_result *plan)
+{
+    dtrain_optimizer_desc optimizer = dtrain__optimizer_defaults(&desc->optimizer);
+    int micro = desc->micro_batches > 1 ? desc->micro_batches : 1;
+    int all = layout->resident || desc->no_reshard_after_forward;
+    size_t bytes = (layout->cut_count + 1) * sizeof(dtrain__page_span);
+    dtrain__page_span *spans = (dtrain__page_span *)dtrain__alloc(allocator, bytes);
+    if (spans == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
+    plan->weights = layout->apart ? layout->weights * sizeof(float) : 0;
+    plan->gradients = layout->grads * sizeof(float);
+    if (desc->keep_full_grads)
+        plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
+    else
+        plan->gradients *= (size_t)dtrain__layout_levels(micro);
+    plan->optimizer = layout->grads * sizeof(float) * dtrain__plan_state_floats(&optimizer);
+    plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
+    plan->full_grads = dtrain__plan_pages(layout, 1, 0, spans);
+    plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
+    plan->peak =
+        plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads + plan->bookkeeping;
+    dtrain__plan_traffic(layout, desc, plan);
+    dtrain__free(allocator, spans, bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
+                                          int world_size, int rank, dtrain_fsdp_plan_result *plan)
+{
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    dtrain_fsdp_desc full;
+    dtrain__layout layout;
+    memset(&full, 0, sizeof full);
+    if (plan == NULL || rank < 0 || rank >= world_size || world_size > DTRAIN__MAX_RANKS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_plan: rank %d of %d, and a plan to fill in: expected a rank below the number "
+                            "of ranks, at most %d, and no NULL",
+                            rank, world_size, DTRAIN__MAX_RANKS);
+    if (desc != NULL)
+        full = *desc;
+    memset(plan, 0, sizeof *plan);
+    dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__plan_fill(&layout, &full, world_size, &allocator, plan);
+    dtrain__layout_destroy(&layout, &allocator);
+    return status;
+}
+
+#endif

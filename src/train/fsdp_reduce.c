@@ -1,0 +1,339 @@
+/* ---- >>fsdp-reduce ----
+ * Gradients, from a unit's in full to this rank's part of the sum. All ranks start units from the last to the first,
+ * in every micro-batch, whatever the order of the caller's; one that a rank leaves out adds -0, the one number that
+ * changes no other. A unit's full gradients are free when they have been scattered; between copies only parts travel.
+ *
+ * Micro-batches are folded by a binary counter: reduction k goes to the level of k's trailing ones, which is free, and
+ * takes in the lower levels, lowest first; the end collapses what there is. That is the balanced tree whose left part
+ * is the largest power of two. */
+#ifndef DTRAIN__FSDP_REDUCE
+#define DTRAIN__FSDP_REDUCE
+#include "fsdp_gather.c"
+
+static int dtrain__trailing_ones(unsigned number)
+{
+    int ones = 0;
+    while (number >> ones & 1)
+        ones++;
+    return ones;
+}
+
+static int dtrain__fsdp_narrows_grads(const dtrain_fsdp *fsdp)
+{
+    return fsdp->desc.reduce_dtype != DTRAIN_F32;
+}
+
+/* Where a unit's part of the reduction goes that is under way. */
+static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
+{
+    return fsdp->levels[fsdp->units[number].level] + fsdp->layout.units[number].grad;
+}
+
+static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
+{
+    if (*level == NULL)
+        *level = (float *)dtrain__alloc(&fsdp->memory, count * sizeof(float));
+    if (*level != NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of gradient sums: use fewer micro-batches",
+                        count * sizeof(float));
+}
+
+/* The sum of a unit is there: folds it with those of earlier micro-batches. */
+static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
+    float *sum = dtrain__fsdp_target(fsdp, number);
+    uint64_t mode = dtrain__fpmode_enter();
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_widen(sum, cuts->grad_count, fsdp->desc.reduce_dtype);
+    for (int level = 0; level < fsdp->units[number].level; level++)
+        dtrain__train_kernels_get()->add(sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
+    dtrain__fpmode_restore(mode);
+    fsdp->units[number].stage = DTRAIN__IDLE;
+}
+
+/* Full gradients have been scattered: they are free, and parts go on to the other copies. */
+static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
+    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
+    fsdp->scattering = -1;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_page_grads(fsdp, number, 0);
+    if (fsdp->copies == NULL || cuts->grad_count == 0) {
+        dtrain__fsdp_fold(fsdp, number);
+        return DTRAIN_OK;
+    }
+    float *sum = dtrain__fsdp_target(fsdp, number);
+    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, cuts->grad_count) : (void *)sum;
+    fsdp->units[number].stage = DTRAIN__COPIES;
+    status = dtrain_all_reduce_async(fsdp->copies, data, data, cuts->grad_count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
+                                     &fsdp->copying[number]);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->copying[number] = NULL;
+    return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
+}
+
+/* Ends what is under way of a unit's reduction. */
+static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->units[number].stage == DTRAIN__SCATTERS)
+        status = dtrain__fsdp_scattered(fsdp, number);
+    if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__COPIES) {
+        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[number], DTRAIN__LANE_REDUCE, number);
+        if (status == DTRAIN_OK)
+            dtrain__fsdp_fold(fsdp, number);
+    }
+    return status;
+}
+
+/* Goes on with reductions whose operations have ended, and ends scattering `unit`, which is needed again. */
+static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
+{
+    int now = fsdp->scattering;
+    if (now >= 0 && (now == unit || dtrain__fsdp_all_done(fsdp, fsdp->reducing, now)))
+        return dtrain__fsdp_scattered(fsdp, now);
+    return DTRAIN_OK;
+}
+
+/* Starts to reduce one range; `sum` is where this rank's part of its unit goes. */
+static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const dtrain__cut_unit *unit = &fsdp->layout.units[cut->unit];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    float *full = dtrain__fsdp_full_grad(fsdp, cut);
+    size_t at = cut->grad - unit->grad;
+    void *out = sum + at;
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        out = dtrain__fsdp_half(sum, unit->grad_count) + 2 * at;
+    if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_narrow(full, (unsigned char *)out, cut->count, dtype);
+    else if (fsdp->reduces == NULL)
+        memcpy(out, full, cut->count * sizeof(float));
+    if (fsdp->reduces == NULL)
+        return DTRAIN_OK;
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, dtype);
+    return dtrain_reduce_scatter_v_async(fsdp->reduces, full, out, fsdp->counts + index * (size_t)fsdp->layout.shards,
+                                         NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
+}
+
+static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain_status status = fsdp->scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->scattering) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
+    unit->level = dtrain__trailing_ones((unsigned)fsdp->round);
+    unit->stage = DTRAIN__SCATTERS;
+    fsdp->scattering = number;
+    status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
+    float *sum = status == DTRAIN_OK ? dtrain__fsdp_target(fsdp, number) : NULL;
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        if (status == DTRAIN_OK && fsdp->layout.cuts[i].trained && fsdp->layout.cuts[i].count > 0)
+            status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
+    }
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
+    return fsdp->reduces == NULL ? dtrain__fsdp_scattered(fsdp, number) : DTRAIN_OK;
+}
+
+/* Starts every unit whose turn it is. */
+static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->desc.no_overlap && fsdp->reduced_units < fsdp->trained_units)
+        return DTRAIN_OK;
+    for (; status == DTRAIN_OK && fsdp->turn >= 0; fsdp->turn--) {
+        if (fsdp->layout.units[fsdp->turn].trained == 0)
+            continue;
+        if (fsdp->units[fsdp->turn].stage != DTRAIN__WAITS)
+            return DTRAIN_OK;
+        status = dtrain__fsdp_reduce_start(fsdp, fsdp->turn);
+    }
+    return status;
+}
+
+static void dtrain__fsdp_fill_nothing(float *to, size_t count)
+{
+    const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
+    for (size_t i = 0; i < count; i++)
+        memcpy(to + i, &negative_zero, sizeof negative_zero);
+}
+
+/* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. */
+static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, int last)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    int ones = dtrain__trailing_ones((unsigned)fsdp->ended);
+    unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
+    float *grad = dtrain__fsdp_full_grad(fsdp, cut), *out = last ? grad : fsdp->full_levels[ones] + cut->full_grad;
+    for (size_t i = 0; i < cut->count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = cut->count - i < DTRAIN__FSDP_CHUNK ? cut->count - i : DTRAIN__FSDP_CHUNK;
+        float sums[DTRAIN__FSDP_CHUNK];
+        const float *sum = grad + i;
+        for (int level = 0; taken >> level != 0; level++) {
+            if (taken >> level & 1) {
+                kernels->add(sums, fsdp->full_levels[level] + cut->full_grad + i, sum, n);
+                sum = sums;
+            }
+        }
+        if (sum != out + i)
+            memcpy(out + i, sum, n * sizeof(float));
+    }
+}
+
+/* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
+static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    int keeps = fsdp->desc.keep_full_grads && fsdp->announced > 1, last = fsdp->ended >= fsdp->announced - 1;
+    dtrain_status status = dtrain__fsdp_settle(fsdp, number);
+    if (status == DTRAIN_OK && keeps && !last)
+        status =
+            dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__trailing_ones((unsigned)fsdp->ended)], layout->trained);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "taking the gradients", number);
+    dtrain__fsdp_page_grads(fsdp, number, 1);
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if (cut->trained && unused)
+            dtrain__fsdp_fill_nothing(dtrain__fsdp_full_grad(fsdp, cut), cut->count);
+        if (cut->trained && keeps)
+            dtrain__fsdp_keep_cut(fsdp, cut, last);
+    }
+    dtrain__fpmode_restore(mode);
+    fsdp->units[number].reduced = 1;
+    fsdp->reduced_units++;
+    if (keeps && !last)
+        dtrain__fsdp_page_grads(fsdp, number, 0);
+    else
+        fsdp->units[number].stage = DTRAIN__WAITS;
+    return dtrain__fsdp_reduce_turns(fsdp);
+}
+
+/* All units of a micro-batch have been taken over. */
+static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        fsdp->units[i].reduced = 0;
+    fsdp->reduced_units = 0;
+    fsdp->ended++;
+    fsdp->just_ended = 1;
+    if (fsdp->turn < 0) {
+        fsdp->round++;
+        fsdp->turn = fsdp->layout.unit_count - 1;
+    }
+}
+
+/* Ends a micro-batch: units that were not reduced were not used. */
+static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
+        if (fsdp->layout.units[i].trained > 0 && !fsdp->units[i].reduced)
+            status = dtrain__fsdp_take(fsdp, i, 1);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
+{
+    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    int rank = dtrain__fsdp_rank(fsdp);
+    if (!unit->fresh)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: unit %d has not been gathered on rank %d since it was reduced last: gather it, "
+                            "compute, then reduce",
+                            call, number, rank);
+    if (fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: the gradients of the last step are finished but not used on rank %d: call "
+                            "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                            call, rank);
+    if (unit->reduced)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
+                            "missing: when these are unused, end the micro-batch first",
+                            call, number, fsdp->ended, rank, fsdp->trained_units,
+                            fsdp->trained_units - fsdp->reduced_units);
+    if (fsdp->ended >= (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: all %d micro-batches of this step are over on rank %d: announce as many as you "
+                            "compute when it begins",
+                            call, fsdp->ended, rank);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const char *call)
+{
+    if (fsdp->layout.units[unit].trained == 0)
+        return dtrain__fsdp_release_now(fsdp, unit);
+    dtrain_status status = dtrain__fsdp_check_reduce(fsdp, unit, call);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->units[unit].fresh = 0;
+    fsdp->just_ended = 0;
+    status = dtrain__fsdp_take(fsdp, unit, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_release_now(fsdp, unit);
+    if (status == DTRAIN_OK && fsdp->reduced_units == fsdp->trained_units)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_reduce", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_fsdp_reduce"));
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_next", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!fsdp->just_ended)
+        status = dtrain__fsdp_end_micro_batch(fsdp);
+    fsdp->just_ended = 0;
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_join", 0);
+    int units = status == DTRAIN_OK ? fsdp->layout.unit_count : 0;
+    for (int i = 0; status == DTRAIN_OK && i < 2 * units; i++) {
+        int unit = i < units ? i : 2 * units - 1 - i;
+        status = dtrain__fsdp_gather_now(fsdp, unit);
+        if (status == DTRAIN_OK && i >= units && fsdp->layout.units[unit].trained > 0)
+            status = dtrain__fsdp_take(fsdp, unit, 1);
+        fsdp->units[unit].fresh = i < units;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_release_now(fsdp, unit);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    if (status == DTRAIN_OK)
+        fsdp->just_ended = 0;
+    return units > 0 ? dtrain__fsdp_leave(fsdp, status) : status;
+}
+
+DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)
+{
+    if (fsdp == NULL || fsdp->note.failed)
+        return;
+    fsdp->note.failed = 1;
+    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%s", why != NULL ? why : "");
+}
+
+#endif

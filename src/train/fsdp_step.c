@@ -1,0 +1,366 @@
+/* ---- >>fsdp-step ----
+ * From sums to new weights: what ranks announce and agree on, the division, the norm, the update of this rank's slices,
+ * and making them count. */
+#ifndef DTRAIN__FSDP_STEP
+#define DTRAIN__FSDP_STEP
+#include "fsdp_reduce.c"
+
+DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_begin", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
+    if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_begin: a step is open on rank %d: end it with dtrain_fsdp_step, "
+                            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                            rank);
+    if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
+                            micro_batches, weight, rank);
+    fsdp->announced = micro_batches;
+    fsdp->announcement[0] = (double)micro_batches;
+    fsdp->announcement[1] = weight;
+    if (fsdp->world == NULL)
+        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
+                                     DTRAIN_F64, &fsdp->announcing);
+    if (status != DTRAIN_OK) {
+        fsdp->announcing = NULL;
+        return dtrain__fsdp_break(fsdp, status, "announcing a step, instead", 0);
+    }
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* Learns what all ranks announced: *most micro-batches, and the weight of all. */
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp, int *most)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    *most = fsdp->ended;
+    fsdp->total_weight = (double)ranks;
+    if (fsdp->announced < 0)
+        return DTRAIN_OK;
+    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
+    fsdp->total_weight = 0.0;
+    for (int rank = 0; rank < ranks; rank++) {
+        *most = all[2 * rank] > (double)*most ? (int)all[2 * rank] : *most;
+        fsdp->total_weight += all[2 * rank + 1];
+    }
+    return status;
+}
+
+/* Adds nothing to the reductions that others make and this rank does not. */
+static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->reduced_units > 0)
+        status = dtrain__fsdp_end_micro_batch(fsdp);
+    if (fsdp->desc.keep_full_grads && most > 0)
+        most = fsdp->announced > 1 ? fsdp->announced : 1;
+    while (status == DTRAIN_OK && fsdp->ended < most)
+        status = dtrain__fsdp_end_micro_batch(fsdp);
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
+        status = dtrain__fsdp_settle(fsdp, i);
+    return status;
+}
+
+/* Forgets the step's gradients. */
+static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++) {
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+        fsdp->units[i].reduced = 0;
+    }
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        fsdp->slices[i].grads = NULL;
+    memset(&fsdp->note, 0, sizeof fsdp->note);
+    fsdp->grads = NULL;
+    fsdp->announced = fsdp->last = -1;
+    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
+    fsdp->turn = fsdp->layout.unit_count - 1;
+}
+
+/* Compares what all ranks say of the step; the same verdict on every rank. */
+static dtrain_status dtrain__fsdp_agree(dtrain_fsdp *fsdp)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    dtrain_status status = DTRAIN_OK;
+    fsdp->note.rounds = (uint64_t)fsdp->round;
+    if (fsdp->world != NULL)
+        status = dtrain_all_gather(fsdp->world, &fsdp->note, fsdp->notes, sizeof fsdp->note * (size_t)ranks, DTRAIN_U8);
+    else
+        fsdp->notes[0] = fsdp->note;
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "ending a step, instead", 0);
+    for (int rank = 0; rank < ranks; rank++) {
+        const dtrain__fsdp_note *note = &fsdp->notes[rank];
+        if (note->failed)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_ABORTED,
+                                "fsdp, finishing a step: rank %d could not go on%s%.*s: its gradients are dropped on "
+                                "all ranks, the object can be used",
+                                rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
+        if (note->rounds == 0)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                                "fsdp, finishing a step: rank %d has reduced no gradient: call dtrain_fsdp_reduce for "
+                                "each unit first, or dtrain_fsdp_begin with 0 micro-batches on a rank without data",
+                                rank);
+    }
+    return DTRAIN_OK;
+}
+
+/* Collapses the levels and divides once. */
+static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
+    uint64_t mode = dtrain__fpmode_enter();
+    float *sum = NULL;
+    for (int level = 0; fsdp->round >> level != 0; level++) {
+        if (!(fsdp->round >> level & 1))
+            continue;
+        if (sum != NULL)
+            kernels->add(fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
+        sum = fsdp->levels[level];
+    }
+    kernels->divide(sum, sum, (float)divisor, fsdp->layout.grads);
+    dtrain__fpmode_restore(mode);
+    fsdp->grads = sum;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        if (fsdp->layout.cuts[i].trained)
+            fsdp->slices[i].grads = sum + fsdp->layout.cuts[i].grad;
+}
+
+/* idle: that no rank has a micro-batch is no error, and leaves no sums. */
+static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
+{
+    int most;
+    if (fsdp->grads != NULL)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_announced(fsdp, &most);
+    if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
+        return DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_catch_up(fsdp, most);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_agree(fsdp);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_divide(fsdp);
+    else if (fsdp->broken.status == DTRAIN_OK)
+        dtrain__fsdp_reset(fsdp);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_weight)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_finish", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (total_weight != NULL)
+        *total_weight = fsdp->total_weight;
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* Sums the squares of all gradients, over the ranks of one copy: each element once. */
+static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->summed)
+        return DTRAIN_OK;
+    memset(&fsdp->sum, 0, sizeof fsdp->sum);
+    dtrain__exact_add_squares(&fsdp->sum, fsdp->grads, fsdp->layout.grads);
+    if (fsdp->reduces != NULL)
+        status = dtrain_all_reduce(fsdp->reduces, fsdp->sum.limbs, fsdp->sum.limbs, DTRAIN__EXACT_LIMBS, DTRAIN_I64,
+                                   DTRAIN_SUM);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "measuring gradients, instead", 0);
+    fsdp->summed = 1;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!(max_norm >= 0.0f))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_clip_grad_norm: max_norm is %g, expected a number of at least 0",
+                            (double)max_norm);
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_sum_squares(fsdp);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_leave(fsdp, status);
+    double length = dtrain__train_root(dtrain__exact_value(&fsdp->sum));
+    if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
+                                              fsdp->layout.grads);
+        dtrain__fpmode_restore(mode);
+    }
+    if (norm != NULL)
+        *norm = length;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* Updates this rank's slices. */
+static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
+{
+    fsdp->step++;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        const dtrain_slice *slice = &fsdp->slices[i];
+        dtrain_optimizer_desc desc = fsdp->optimizer;
+        float rate = lr * fsdp->lr_factors[cut->param];
+        if (!cut->trained || cut->own_count == 0)
+            continue;
+        desc.weight_decay = fsdp->decays[cut->param];
+        if (desc.kind == DTRAIN_ADAMW)
+            dtrain_adamw(slice->weights, slice->grads, slice->state[0], slice->state[1], cut->own_count, &desc, rate,
+                         fsdp->step);
+        else
+            dtrain_sgd(slice->weights, slice->grads, slice->state[0], cut->own_count, &desc, rate);
+    }
+}
+
+/* Drops, or where full parameters are kept gathers, what older weights have left. */
+static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    int units = fsdp->layout.unit_count,
+        gathers = fsdp->layout.resident && (fsdp->gathers != NULL || fsdp->layout.apart);
+    fsdp->keeps = fsdp->prefetched = 0;
+    for (int i = 0; status == DTRAIN_OK && i < units && !fsdp->layout.resident; i++) {
+        fsdp->units[i].held = fsdp->units[i].fresh = 0;
+        if (fsdp->units[i].state != DTRAIN__ABSENT)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+    }
+    for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
+        status = dtrain__fsdp_gather_start(fsdp, i);
+    for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
+        status = dtrain__fsdp_gather_finish(fsdp, i);
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_new_weights(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_publish_now(fsdp);
+}
+
+/* With a loss scale: says whether the step is to be skipped, and sets the next scale. */
+static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
+{
+    int steps = fsdp->desc.loss_scale_steps > 0 ? fsdp->desc.loss_scale_steps : 2000;
+    if (!dtrain__exact_finite(&fsdp->sum)) {
+        fsdp->loss_scale = fsdp->loss_scale > 1e-30f ? fsdp->loss_scale / 2.0f : fsdp->loss_scale;
+        fsdp->good_steps = 0;
+        return 1;
+    }
+    if (++fsdp->good_steps == steps) {
+        fsdp->loss_scale = fsdp->loss_scale < 1e30f ? fsdp->loss_scale * 2.0f : fsdp->loss_scale;
+        fsdp->good_steps = 0;
+    }
+    return 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
+{
+    int skip = 0;
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_step", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!dtrain__train_finite((double)lr) || lr < 0.0f)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_step: lr is %g on rank %d, expected a number of at least 0", (double)lr,
+                            dtrain__fsdp_rank(fsdp));
+    if (fsdp->optimizer.kind == DTRAIN_OPTIMIZER_NONE)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
+                            "dtrain_fsdp_local, then call dtrain_fsdp_publish");
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f) {
+        status = dtrain__fsdp_sum_squares(fsdp);
+        skip = status == DTRAIN_OK && dtrain__fsdp_overflows(fsdp);
+    }
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_leave(fsdp, status);
+    fsdp->stats.skipped += (uint64_t)skip;
+    fsdp->stats.steps += (uint64_t)!skip;
+    if (skip) {
+        dtrain__fsdp_reset(fsdp);
+        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    }
+    dtrain__fsdp_update(fsdp, lr);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp));
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
+{
+    int most;
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->grads == NULL) {
+        status = dtrain__fsdp_announced(fsdp, &most);
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_catch_up(fsdp, most);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
+{
+    if (fsdp == NULL || slices == NULL || count == NULL)
+        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
+    *slices = fsdp->slices;
+    *count = fsdp->layout.cut_count;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
+    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp)) : status;
+}
+
+DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? dtrain__layout_strategy(&fsdp->desc) : DTRAIN_STRATEGY_DEFAULT;
+}
+
+DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->layout.shards : 0;
+}
+
+DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->loss_scale : 1.0f;
+}
+
+DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
+{
+    dtrain_fsdp_stats stats;
+    memset(&stats, 0, sizeof stats);
+    if (fsdp == NULL)
+        return stats;
+    stats = fsdp->stats;
+    stats.bytes = fsdp->memory.bytes;
+    stats.peak_bytes = fsdp->memory.peak_bytes;
+    return stats;
+}
+
+DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->error.text : "";
+}
+
+#endif

@@ -1,0 +1,226 @@
+/* ---- >>layout ----
+ * How a parameter table is cut over ranks: ranges of units, this rank's part of each, and where all of it lies.
+ * A range is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so that a rank
+ * may have nothing of a range. Arithmetic alone: the plan of >>fsdp and the object itself agree because both ask here.
+ */
+#ifndef DTRAIN__LAYOUT
+#define DTRAIN__LAYOUT
+#include "fsdp.h"
+#include "params.c"
+
+typedef struct dtrain__cut {
+    size_t param; /* of the table */
+    int layer;    /* of a stacked parameter; else -1 */
+    int unit, trained;
+    size_t element, count; /* of the parameter */
+    size_t begin;          /* in the unit's concatenation */
+    size_t own, own_count; /* this rank's part of the range */
+    size_t weight;         /* where that part is in this rank's weights */
+    size_t grad;           /* and in its gradients and optimizer state; trained ranges alone are there */
+    size_t full_grad;      /* where the range is among all that are trained */
+} dtrain__cut;
+
+typedef struct dtrain__cut_unit {
+    size_t first, end;       /* its cuts */
+    size_t count;            /* elements */
+    size_t trained;          /* of them, with a gradient */
+    size_t grad, grad_count; /* this rank's gradients */
+    size_t full_grad;
+    int tied;
+} dtrain__cut_unit;
+
+typedef struct dtrain__layout {
+    dtrain_param *table; /* a copy, with names of its own */
+    size_t table_count, names_bytes;
+    char *names;
+    dtrain__cut *cuts;
+    size_t cut_count;
+    dtrain__cut_unit *units;
+    int unit_count, shards, copies, shard; /* ranks of one copy; copies; this rank's place in its copy */
+    int resident;                          /* full parameters are kept */
+    int apart;                             /* this rank's weights are kept apart from them */
+    size_t weights, grads, trained; /* elements: of this rank's parts, of those trained; of all that is trained */
+    size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
+    size_t reserved;
+} dtrain__layout;
+
+static dtrain_strategy dtrain__layout_strategy(const dtrain_fsdp_desc *desc)
+{
+    return desc->strategy == DTRAIN_STRATEGY_DEFAULT ? DTRAIN_FULL_SHARD : desc->strategy;
+}
+
+static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
+}
+
+static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
+    if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
+                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD or DTRAIN_HYBRID_SHARD",
+                            (int)strategy);
+    if (strategy == DTRAIN_HYBRID_SHARD && (desc->shard_size < 1 || world % desc->shard_size != 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: shard_size is %d on %d ranks: hybrid sharding needs one "
+                            "that divides the number of ranks",
+                            desc->shard_size, world);
+    for (int i = 0; i < 2; i++)
+        if (dtypes[i] != 0 && dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
+                                "DTRAIN_F16",
+                                i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
+    if (desc->micro_batches < 0 || desc->loss_scale_steps < 0 || !dtrain__train_finite((double)desc->loss_scale) ||
+        desc->loss_scale < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
+                            "expected none below 0",
+                            desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
+{
+    dtrain_status status = dtrain__params_check_for(table, count, 1);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "fsdp: parameter %s is %s: list F32 parameters, or freeze it and give its data",
+                                table[i].name, dtrain_dtype_name(table[i].dtype));
+    return status;
+}
+
+static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *allocator)
+{
+    dtrain__free(allocator, layout->table, layout->table_count * sizeof(dtrain_param));
+    dtrain__free(allocator, layout->names, layout->names_bytes);
+    dtrain__free(allocator, layout->cuts, layout->cut_count * sizeof(dtrain__cut));
+    dtrain__free(allocator, layout->units, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
+    dtrain__free(allocator, layout->offsets, layout->table_count * sizeof(size_t));
+    memset(layout, 0, sizeof *layout);
+}
+
+static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
+                                         dtrain_allocator *allocator)
+{
+    size_t used = 0;
+    layout->table_count = count;
+    layout->unit_count = dtrain_params_units(table, count);
+    for (size_t i = 0; i < count; i++) {
+        layout->names_bytes += strlen(table[i].name) + 1;
+        layout->cut_count += dtrain__params_layers(&table[i]);
+    }
+    layout->table = (dtrain_param *)dtrain__alloc(allocator, count * sizeof(dtrain_param));
+    layout->names = (char *)dtrain__alloc(allocator, layout->names_bytes);
+    layout->offsets = (size_t *)dtrain__alloc(allocator, count * sizeof(size_t));
+    layout->cuts = (dtrain__cut *)dtrain__alloc(allocator, layout->cut_count * sizeof(dtrain__cut));
+    layout->units = (dtrain__cut_unit *)dtrain__alloc(allocator, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
+    if (layout->table == NULL || layout->names == NULL || layout->offsets == NULL || layout->cuts == NULL ||
+        layout->units == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
+    memcpy(layout->table, table, count * sizeof(dtrain_param));
+    for (size_t i = 0; i < count; i++) {
+        size_t bytes = strlen(table[i].name) + 1;
+        memcpy(layout->names + used, table[i].name, bytes);
+        layout->table[i].name = layout->names + used;
+        used += bytes;
+        layout->offsets[i] = layout->reserved;
+        if (table[i].dtype == DTRAIN_F32)
+            layout->reserved += (dtrain_param_elements(&table[i]) * sizeof(float) + 63) / 64 * 64;
+    }
+    return DTRAIN_OK;
+}
+
+/* Writes the cuts of one unit, in table order. */
+static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
+{
+    dtrain__cut_unit *unit = &layout->units[number];
+    unit->first = at;
+    for (size_t i = 0; i < layout->table_count; i++) {
+        const dtrain_param *param = &layout->table[i];
+        size_t layers = dtrain__params_layers(param);
+        if (number < param->unit || (size_t)number >= (size_t)param->unit + layers)
+            continue;
+        dtrain__cut *cut = &layout->cuts[at++];
+        cut->param = i;
+        cut->unit = number;
+        cut->layer = param->stacked ? number - param->unit : -1;
+        cut->trained = !param->frozen;
+        cut->count = param->dtype == DTRAIN_F32 ? dtrain_param_elements(param) / layers : 0;
+        cut->element = (size_t)(number - param->unit) * cut->count;
+        cut->begin = unit->count;
+        unit->count += cut->count;
+        unit->trained += cut->trained ? cut->count : 0;
+        unit->tied |= param->tied;
+    }
+    unit->end = at;
+    return at;
+}
+
+/* The part of a range that a rank of the copy has; *own is where it begins in the range. */
+static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cut *cut, int shard, size_t *own)
+{
+    size_t low, high, begin = cut->begin, end = cut->begin + cut->count;
+    high = dtrain_split(layout->units[cut->unit].count, layout->shards, shard, &low);
+    high += low;
+    low = low > begin ? low : begin;
+    high = high < end ? high : end;
+    *own = low < high ? low - begin : 0;
+    return low < high ? high - low : 0;
+}
+
+/* Cuts a table for rank `rank` of `world`. The table and desc are checked first. */
+static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_param *table, size_t count,
+                                           const dtrain_fsdp_desc *desc, int world, int rank,
+                                           dtrain_allocator *allocator)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    memset(layout, 0, sizeof *layout);
+    dtrain_status status = dtrain__layout_check_desc(desc, world);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_check_table(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_copy(layout, table, count, allocator);
+    if (status != DTRAIN_OK) {
+        dtrain__layout_destroy(layout, allocator);
+        return status;
+    }
+    layout->shards = strategy == DTRAIN_NO_SHARD ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
+    layout->copies = world / layout->shards;
+    layout->shard = rank % layout->shards;
+    layout->resident = strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
+    layout->apart = !layout->resident || dtrain__layout_is_16_bit(desc->gather_dtype);
+    for (size_t at = 0, number = 0; number < (size_t)layout->unit_count; number++) {
+        dtrain__cut_unit *unit = &layout->units[number];
+        unit->grad = layout->grads;
+        unit->full_grad = layout->trained;
+        at = dtrain__layout_fill(layout, (int)number, at);
+        for (size_t i = unit->first; i < unit->end; i++) {
+            dtrain__cut *cut = &layout->cuts[i];
+            cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
+            cut->weight = layout->weights;
+            cut->grad = layout->grads;
+            cut->full_grad = layout->trained;
+            layout->weights += cut->own_count;
+            layout->grads += cut->trained ? cut->own_count : 0;
+            layout->trained += cut->trained ? cut->count : 0;
+        }
+        unit->grad_count = layout->grads - unit->grad;
+    }
+    return DTRAIN_OK;
+}
+
+/* Levels of the counter that folds this many micro-batches. */
+static int dtrain__layout_levels(int micro_batches)
+{
+    int levels = 1;
+    while (micro_batches >> levels != 0)
+        levels++;
+    return levels;
+}
+
+#endif
