@@ -885,7 +885,10 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
  *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
  *             DTRAIN_AND, OR, XOR for integers
  *   order     the binary tree over ranks (see >>order), unless the desc frees it
- *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
+ *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls. A rank that only
+ *                                   sends in its call (dtrain_send; broadcast, reduce, gather and scatter on some
+ *                                   ranks) may have DTRAIN_OK already when its peer, whose call has the error, finds
+ *                                   out; then this rank's next operation that receives has it
  *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
  *             DTRAIN_ERR_PEER_LOST  a rank has left or died; the group is broken (see dtrain_comm_shrink)
  *             on any error the contents of out are undefined, in is unchanged unless in == out
@@ -11977,7 +11980,9 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
         comm->broken = op->error;
-        if (comm->transport.fail != NULL)
+        if (comm->transport.board != NULL)
+            dtrain__board_break(comm->transport.board, &op->error);
+        else if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
     }
     return 1;

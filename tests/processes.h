@@ -1,8 +1,15 @@
 /* Ranks as real processes for tests: run_ranks() forks them, a body returns 0 when its checks held. */
 #ifndef DTRAIN_TEST_PROCESSES_H
 #define DTRAIN_TEST_PROCESSES_H
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
 #define MAX_PROCESSES 64
 
@@ -23,17 +30,27 @@ static void scene_clean(void)
         rmdir(scene_directory);
 }
 
+/* A port of the loopback device that nobody listens at: the system's choice, as several tests run at once. */
+static int free_port(void)
+{
+    struct sockaddr_in address;
+    socklen_t bytes = sizeof address;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    memset(&address, 0, sizeof address);
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK_EQ(bind(fd, (struct sockaddr *)&address, sizeof address), 0);
+    CHECK_EQ(getsockname(fd, (struct sockaddr *)&address, &bytes), 0);
+    close(fd);
+    return ntohs(address.sin_port);
+}
+
 /* A root that nobody else uses: a path in a directory of this program's, or a free port of the loopback device. */
 static void scene_root(scene *s, int tcp)
 {
     static int serial;
     if (tcp) {
-        dtrain__address address;
-        int count, fd;
-        dtrain__net_resolve("127.0.0.1:0", &address, &count);
-        CHECK_EQ(dtrain__net_listen(&address, &fd), 0);
-        snprintf(s->root, sizeof s->root, "127.0.0.1:%d", dtrain__net_port(&address));
-        close(fd);
+        snprintf(s->root, sizeof s->root, "127.0.0.1:%d", free_port());
         return;
     }
     if (scene_directory[0] == 0) {
@@ -44,7 +61,7 @@ static void scene_root(scene *s, int tcp)
     snprintf(s->root, sizeof s->root, "unix:%s/r%d", scene_directory, serial++);
 }
 
-static void scene_begin(scene *s, int ranks, int tcp)
+__attribute__((unused)) static void scene_begin(scene *s, int ranks, int tcp)
 {
     memset(s, 0, sizeof *s);
     s->ranks = ranks;
@@ -63,7 +80,17 @@ static dtrain_comm_desc scene_desc(scene *s, int rank)
 
 static double now_s(void)
 {
-    return (double)dtrain__os_now_ns() * 1e-9;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* For tests whose ranks have reason to complain. */
+__attribute__((unused)) static void quiet(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)text;
 }
 
 /* One rank's process: joins, runs the body, leaves. */

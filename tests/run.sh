@@ -1,12 +1,16 @@
 #!/bin/sh
-# Runs every test program of a directory and, beside them, every tests/test_*.sh; each ends with "N passed, N failed".
+# Runs every test program of a directory and tests/test_*.sh, a few at a time, each of which ends with
+# "N passed, N failed"; prints a line a test as it ends, then the output of those that failed, then the sums.
 # Scripts check builds and programs of their own, so sanitizer runs leave them out.
 dir=$1
 
-run() { # test command...; prints its line and, when it failed, its output
+one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line
     name=$(basename "$1")
     log=$dir/$name.log
-    TSAN_OPTIONS="halt_on_error=1 $TSAN_OPTIONS" timeout 280 "$@" >"$log" 2>&1
+    case $1 in
+    *.sh) set -- sh "$1" ;;
+    esac
+    TSAN_OPTIONS="halt_on_error=1 $TSAN_OPTIONS" timeout "$limit" "$@" >"$log" 2>&1
     status=$?
     line=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -1)
     good=${line%% passed*}
@@ -17,28 +21,38 @@ run() { # test command...; prints its line and, when it failed, its output
         bad=1
     fi
     [ $status -eq 0 ] || [ "$bad" -gt 0 ] || bad=1
-    printf '%-28s %s passed, %s failed\n' "$name" "$good" "$bad"
-    if [ "$bad" -gt 0 ]; then
-        [ $status -ne 124 ] || echo "  ran out of time"
-        grep -v '^ok ' "$log" | head -60 | sed 's/^/  /'
-    fi
+    [ $status -ne 124 ] || echo "out of time after $limit s" >>"$log"
+    printf '%-28s %s passed, %s failed\n' "$name" "$good" "$bad" >"$dir/$name.line"
+    cat "$dir/$name.line"
 }
 
-scripts() {
-    [ "$dir" = build/tests ] || return 0
-    for test in tests/test_*.sh; do
-        run "$test"
+tests() { # those that take longest come first, so that none of them is alone at the end
+    if [ "$dir" = build/tests ]; then
+        echo tests/test_matrix.sh
+        echo "$dir/test_socket"
+        for test in tests/test_*.sh; do
+            [ $test = tests/test_matrix.sh ] || echo $test
+        done
+    fi
+    for test in tests/test_*.c tests/soak.c; do
+        test=$dir/$(basename $test .c)
+        [ "$dir" = build/tests ] && [ "$test" = "$dir/test_socket" ] || echo "$test"
     done
 }
 
-scripts >"$dir/scripts" &
-for test in "$dir"/test_* "$dir"/soak; do
-    case $test in
-    *.log) ;;
-    *) run "$test" ;;
-    esac
-done | tee "$dir/programs"
-wait
-cat "$dir/scripts"
-sed -n 's/^[a-z].* \([0-9]*\) passed, \([0-9]*\) failed$/\1 \2/p' "$dir/programs" "$dir/scripts" |
+limit=${TEST_SECONDS:-280}
+if [ $# -eq 2 ]; then
+    one "$2"
+    exit 0
+fi
+rm -f "$dir"/*.line
+processors=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+tests | xargs -n 1 -P $((processors + 1)) sh tests/run.sh "$dir" # one more than processors, as many tests sleep
+for line in "$dir"/*.line; do
+    grep -q ', 0 failed$' "$line" && continue
+    name=$(basename "$line" .line)
+    echo "$name:"
+    grep -v '^ok ' "$dir/$name.log" | head -60 | sed 's/^/  /'
+done
+sed -n 's/^[a-z].* \([0-9]*\) passed, \([0-9]*\) failed$/\1 \2/p' "$dir"/*.line |
     awk '{ good += $1; bad += $2 } END { printf "%d passed, %d failed\n", good, bad; exit bad > 0 || good == 0 }'

@@ -4,12 +4,15 @@
  *
  *   soak [MINUTES [SEED [FIRST]]]   repeatable from the seed that it prints, or from its round FIRST on; "soak 0" does
  *                                   twenty rounds */
-#define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 
 #include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { NONE, LATE, LEAVES, CALLS_ELSE, KILLED, STOPPED };
 
@@ -19,6 +22,13 @@ typedef struct episode {
 } episode;
 
 static int failures;
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 static uint64_t draw(const episode *e, uint64_t what)
 {
@@ -150,13 +160,13 @@ static void processes_of(episode *e)
         if ((pids[rank] = fork()) == 0)
             _exit(rank_main(e, rank, root));
     for (int rank = 0; rank < e->ranks; rank++) {
-        int64_t until = dtrain__os_now_ns() + (int64_t)40 * 1000000000;
+        int64_t until = now_ns() + (int64_t)40 * 1000000000;
         struct timespec nap = {0, 1000000};
         if (e->trouble >= KILLED && rank == e->culprit)
             continue;
-        while (waitpid(pids[rank], &status, WNOHANG) == 0 && dtrain__os_now_ns() < until)
+        while (waitpid(pids[rank], &status, WNOHANG) == 0 && now_ns() < until)
             nanosleep(&nap, NULL);
-        if (dtrain__os_now_ns() >= until) {
+        if (now_ns() >= until) {
             report(e, rank, -1, "hangs");
             kill(pids[rank], SIGKILL);
             waitpid(pids[rank], &status, 0);
@@ -182,7 +192,7 @@ static void round_of(episode *e)
                                                   DTRAIN_ALGORITHM_RECURSIVE_DOUBLING,
                                                   DTRAIN_ALGORITHM_HALVING_DOUBLING};
     dtrain_comm_desc desc;
-    int64_t started = dtrain__os_now_ns();
+    int64_t started = now_ns();
     memset(&desc, 0, sizeof desc);
     e->ranks = 1 + (int)(draw(e, 0) % 9);
     e->operations = 1 + (int)(draw(e, 1) % 40);
@@ -200,7 +210,7 @@ static void round_of(episode *e)
     desc.timeout_ms = e->trouble == LATE ? 50 : 20000;
     if (dtrain_run_threads(e->ranks, body, e, &desc) != DTRAIN_OK && e->trouble == 0)
         report(e, -1, -1, "the group failed");
-    if (dtrain__os_now_ns() - started > (int64_t)60 * 1000000000)
+    if (now_ns() - started > (int64_t)60 * 1000000000)
         report(e, -1, -1, "took more than a minute");
 }
 
@@ -208,15 +218,15 @@ int main(int argc, char **argv)
 {
     double minutes = argc > 1 ? atof(argv[1]) : 0;
     episode e;
-    int64_t end = dtrain__os_now_ns() + (int64_t)(minutes * 60e9);
+    int64_t end = now_ns() + (int64_t)(minutes * 60e9);
     memset(&e, 0, sizeof e);
-    e.seed = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)dtrain__os_now_ns();
+    e.seed = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)now_ns();
     e.number = argc > 3 ? strtoull(argv[3], NULL, 10) : 0;
     printf("seed %llu\n", (unsigned long long)e.seed);
     dtrain_set_log(NULL, NULL);
     do
         round_of(&e);
-    while (failures == 0 && (++e.number < 20 || dtrain__os_now_ns() < end));
+    while (failures == 0 && (++e.number < 20 || now_ns() < end));
     printf("%llu rounds\n%d passed, %d failed\n", (unsigned long long)e.number, failures == 0, failures);
     return failures != 0;
 }

@@ -1,4 +1,5 @@
 /* The base floor: status and log, allocator, random numbers, SHA-256, JSON. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 

@@ -1,4 +1,5 @@
 /* Groups and collectives on threads: results against a sequential reference, failures provoked for real. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)20 << 10) /* several pieces at small counts */
 #define DTRAIN__BLOCK_ALONE ((size_t)40 << 10)

@@ -1,7 +1,6 @@
 /* ---- >>test_ddp ----
  * Data-parallel steps over threads: folds by the tree, weights, ranks without examples, calls out of place. Gradients
  * are made from their micro-batch's number, so that any rank can compute any of them. */
-#define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"
 #include <math.h>

@@ -26,8 +26,9 @@ says() { # what, file, extended regular expression
 }
 
 cat >"$dir/run.c" <<'EOF'
-#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include <stdio.h>
+#include <unistd.h>
 static const char *mode, *directory;
 
 static dtrain_status train(dtrain_comm *world, void *user)
@@ -79,7 +80,8 @@ int main(int argc, char **argv)
     return 0;
 }
 EOF
-$CC -I. "$dir/run.c" -o "$dir/run" -lpthread -lm && make -s build/dtrun build/dtrace >"$dir/out" 2>&1 ||
+make -s build/dtrun build/dtrace build/tests/libdtrain.a >"$dir/out" 2>&1 &&
+    $CC -I. "$dir/run.c" -o "$dir/run" build/tests/libdtrain.a -lpthread -lm >"$dir/out" 2>&1 ||
     { cat "$dir/out"; echo "0 passed, 1 failed"; exit 1; }
 $CC -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tools/dtrace.c -o "$dir/checked" -lpthread -lm \
     2>/dev/null || cp build/dtrace "$dir/checked"

@@ -3,12 +3,14 @@
  * the library makes to the system are caught here and passed on, or not. Every call ends within its deadline, with
  * the right result or an error. FAULT_SEED=n and FAULT_RUNS=n repeat and prolong. */
 #define _GNU_SOURCE
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)20 << 10)
 #define DTRAIN__BLOCK_ALONE ((size_t)40 << 10)
 #define DTRAIN__MESSAGE_CHUNK ((size_t)8 << 10)
 #include "../dtrain.h"
 #include "test.h"
+#include "processes.h"
 #include <sys/syscall.h>
 
 #define MOST_RANKS 6
@@ -160,7 +162,7 @@ static dtrain_status one_call(dtrain_comm *world, rank_of_run *r, int n, int64_t
     }
 }
 
-static void *rank_main(void *pointer)
+static void *faulty_rank(void *pointer)
 {
     rank_of_run *r = (rank_of_run *)pointer;
     dtrain_comm_desc desc;
@@ -214,6 +216,7 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int soc
 {
     dtrain__board *board = NULL;
     static int turn;
+    int port = free_port();
     rank_of_run ranks[MOST_RANKS];
     pthread_t threads[MOST_RANKS];
     int n = 2 + (int)(seed % 4), formed = 0, broke = 0;
@@ -237,8 +240,8 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int soc
         if (seed % 2 == 0)
             snprintf(r->root, sizeof r->root, "unix:/tmp/dtrain-fault-%ld-%d", (long)getpid(), turn);
         else
-            snprintf(r->root, sizeof r->root, "127.0.0.1:%d", 10000 + (int)(getpid() + turn) % 20000);
-        CHECK_EQ(pthread_create(&threads[rank], NULL, rank_main, r), 0);
+            snprintf(r->root, sizeof r->root, "127.0.0.1:%d", port);
+        CHECK_EQ(pthread_create(&threads[rank], NULL, faulty_rank, r), 0);
     }
     for (int rank = 0; rank < n; rank++) {
         pthread_join(threads[rank], NULL);
@@ -258,13 +261,6 @@ static uint64_t first_seed(void)
 {
     const char *text = getenv("FAULT_SEED");
     return text != NULL ? strtoull(text, NULL, 10) : 1;
-}
-
-static void quiet(void *user, dtrain_log_level level, const char *text)
-{
-    (void)user;
-    (void)level;
-    (void)text;
 }
 
 TEST(short_calls_storms_and_delays_change_nothing)

@@ -1,5 +1,6 @@
 /* The main job: the GPT's gradients against a float64 twin and finite differences, and its weights on any number of
  * ranks; the program, its flags and files. Text is generated from a seed. */
+#define DTRAIN_API static
 #define TRAIN_GPT_NO_MAIN
 #include "../examples/train_gpt.c"
 #include "test.h"

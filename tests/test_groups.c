@@ -1,5 +1,6 @@
 /* Groups out of groups, on threads and on processes: who is in them, that they neither mix nor wait for each other, and
  * that what happens to one happens to no other. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"

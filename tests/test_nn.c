@@ -1,6 +1,7 @@
 /* The layers of examples/nn.h and the GPT made of them, against a float64 twin that is written on a tape of scalar
  * operations and shares nothing with them: each layer against finite differences, the model's every gradient, and
  * whole steps of training with optimizers written from their papers. */
+#define DTRAIN_API static
 #define main train_gpt_main
 #include "../examples/train_gpt.c"
 #undef main

@@ -1,4 +1,5 @@
 /* Where a process believes it stands, by desc and by each launcher's variables; HMAC-SHA256 by its standard. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"

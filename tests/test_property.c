@@ -2,12 +2,14 @@
  * every transport and algorithm. Integers wrap, floats are crafted so that sums are exact in any order, or drawn at
  * random and summed by the tree of the manual. PROPERTY_SEED=n repeats a run; PROPERTY_LARGE=1 adds vectors of more
  * than 2^31 elements, which take 5 GB. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN__BLOCK_BYTES ((size_t)5 << 10) /* several blocks at small counts */
 #define DTRAIN__BLOCK_ALONE ((size_t)12 << 10)
 #define DTRAIN__MESSAGE_CHUNK ((size_t)4 << 10) /* and several chunks in each */
 #include "../dtrain.h"
 #include "test.h"
+#include "processes.h"
 #include <math.h>
 
 #define MOST_RANKS 200
@@ -530,11 +532,10 @@ static void *rank_of_messages(void *pointer)
 
 static void run_stage(const stage *s, int ranks, int calls)
 {
-    static int port = 0;
+    int port = free_port();
     run *runs = (run *)calloc((size_t)ranks, sizeof *runs);
     pthread_t threads[MOST_RANKS];
     dtrain__board *board = NULL;
-    port = port == 0 ? 10000 + (int)getpid() % 20000 : port + 1;
     if (s->how == ON_BARE_MESSAGES)
         CHECK_EQ(dtrain__board_create(&board, ranks, NULL), DTRAIN_OK);
     for (int rank = 0; rank < ranks; rank++) {

@@ -1,4 +1,5 @@
 /* What a rank remembers of its operations: as a file, in the texts of deadlines, and in other ranks' heartbeats. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"

@@ -1,5 +1,6 @@
 /* What strangers may do to a group: nothing. Doors on their own, then a listening port under attack while a group
  * forms and trains. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
@@ -211,13 +212,6 @@ static int trains_on(dtrain_comm *world, scene *s)
     CHECK(most_doors <= DTRAIN__DOORS);
     CHECK(dtrain_comm_allocator(world)->peak_bytes < (size_t)1 << 20);
     return 0;
-}
-
-static void quiet(void *user, dtrain_log_level level, const char *text)
-{
-    (void)user;
-    (void)level;
-    (void)text;
 }
 
 TEST(a_group_under_attack_forms_and_trains_and_never_notices)

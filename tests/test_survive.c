@@ -1,5 +1,6 @@
 /* Ranks die, and the others agree, shrink, take over the furthest state and go on: threads that return, processes that
  * are killed or stopped, rank 0 and groups without it among them. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"

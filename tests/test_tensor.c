@@ -1,6 +1,7 @@
 /* ---- >>test_tensor ----
  * Conversions against a reference in double arithmetic, folds against the tree written out sequentially, the matrix
  * product against float64 sums, tensors cut and joined, and the texts of errors. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"

@@ -17,7 +17,9 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
         comm->broken = op->error;
-        if (comm->transport.fail != NULL)
+        if (comm->transport.board != NULL)
+            dtrain__board_break(comm->transport.board, &op->error);
+        else if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
     }
     return 1;
