@@ -244,21 +244,16 @@ static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
     return status;
 }
 
-static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
+/* Says whether a unit's gradients are still missing in the step, so that they may be computed. */
+static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, int number, const char *call)
 {
-    const dtrain__fsdp_unit *unit = &fsdp->units[number];
     int rank = dtrain__fsdp_rank(fsdp);
-    if (!unit->fresh)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "%s: unit %d has not been gathered on rank %d since it was reduced last: gather it, "
-                            "compute, then reduce",
-                            call, number, rank);
     if (fsdp->grads != NULL)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "%s: the gradients of the last step are finished but not used on rank %d: call "
                             "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
                             call, rank);
-    if (unit->reduced)
+    if (fsdp->units[number].reduced)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
                             "missing: when these are unused, end the micro-batch first",
@@ -270,6 +265,16 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
                             "compute when it begins",
                             call, fsdp->ended, rank);
     return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
+{
+    if (!fsdp->units[number].fresh)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: unit %d has not been gathered on rank %d since it was reduced last: gather it, "
+                            "compute, then reduce",
+                            call, number, dtrain__fsdp_rank(fsdp));
+    return dtrain__fsdp_check_open(fsdp, number, call);
 }
 
 static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const char *call)
