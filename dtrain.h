@@ -1905,7 +1905,8 @@ typedef struct dtrain_slice {
 /* Lists this rank's slices, those of no elements included: by unit, in table order. The array is the object's; it stays
  * until the next call that takes the object.
  *
- * After an own update of the weights, call dtrain_fsdp_publish. To resume, write weights and state, then publish.
+ * After an own update of the weights, call dtrain_fsdp_publish. To resume, write weights and state, then publish, and
+ * say with dtrain_fsdp_set_step how old they are. They can be read when the object is broken, too.
  *
  * one thread per object; never blocks */
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count);
@@ -1915,6 +1916,15 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp);
+
+/* Return and set the number of steps that the optimizer has made, by which AdamW corrects its averages: part of what
+ * is saved and resumed. The same on every rank. A step that could not be published is counted.
+ *
+ *   errors   DTRAIN_ERR_INVALID  gradients of a step are not used yet
+ *
+ * one thread per object; never blocks */
+DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp);
+DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step);
 
 /* Takes this rank's slice of a gathered unit from its full parameters: the caller has written them, the same on every
  * rank, as when it initialises a model that no rank can hold.
@@ -17076,6 +17086,22 @@ static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t b
     event->end_ns = end_ns;
 }
 
+/* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
+ * of its own groups learn it from the system. What is this rank's own trouble is no status of theirs. */
+static void dtrain__fsdp_tell(dtrain_fsdp *fsdp)
+{
+    dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
+    dtrain_status status = fsdp->broken.status;
+    dtrain__error cause, kept = dtrain__thread_error;
+    if (status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID)
+        status = DTRAIN_ERR_ABORTED;
+    dtrain__fail(&cause, status, "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0] && !fsdp->shares_comm; i++)
+        if (groups[i] != NULL)
+            dtrain__comm_break(groups[i], &cause);
+    dtrain__thread_error = kept;
+}
+
 /* The first failure is kept: buffers may still be in use, so nothing goes on. */
 static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
 {
@@ -17083,6 +17109,7 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
         dtrain__error cause = dtrain__thread_error;
         dtrain__fail(&fsdp->broken, status, "fsdp on rank %d, %s of unit %d: %.560s", dtrain__fsdp_rank(fsdp), what,
                      unit, cause.text);
+        dtrain__fsdp_tell(fsdp);
     }
     fsdp->error = fsdp->broken;
     return dtrain__report(&fsdp->broken);
@@ -18105,6 +18132,26 @@ DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
     return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp)) : status;
+}
+
+DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->step : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_step", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->grads != NULL)
+        return dtrain__fail(
+            &fsdp->error, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_set_step: gradients of a step are not used yet on rank %d: end it with dtrain_fsdp_step, "
+            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
+            dtrain__fsdp_rank(fsdp));
+    fsdp->step = step;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp)

@@ -1,78 +1,36 @@
-/* Trains a byte-level GPT data-parallel on threads or processes, on any text file.
+/* Trains a byte-level GPT on threads or processes, on any text file, replicated or sharded.
  *
  * cc -O3 -march=native -fno-math-errno -I. examples/train_gpt.c -o build/train_gpt -lpthread -lm
  * build/train_gpt --ranks 4 --steps 200
- * build/dtrun -n 4 build/train_gpt --steps 200
+ * build/dtrun -n 4 build/train_gpt --steps 200 --strategy full
  *
  * A decoder-only transformer: learned positions, pre-norm blocks, GELU, untied output. --batch is sequences a
- * micro-batch, --micro micro-batches a step over all ranks together; with a power of two of them, 1, 2, 4 and 8
- * ranks end with the same weights, bit for bit. The last tenth of the text is held out. */
+ * micro-batch, --micro micro-batches a step over all ranks together, dealt in turn; with a power of two of them, 1, 2,
+ * 4 and 8 ranks end with the same weights, bit for bit, under every strategy. The last tenth of the text is held out.
+ */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
 #include <ctype.h>
 #include <errno.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "nn.h"
+#define REPORT_PROGRAM "train_gpt"
+#include "gpt.h"
+#include "report.h"
 
-#define GPT_VOCAB 256
 #define GPT_VALIDATION 32 /* held-out sequences */
 #define GPT_SAMPLE 200
+#define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
 
 typedef struct gpt_flags {
-    long layers, heads, width, context, batch, micro, steps, seed, ranks;
-    double lr;
-    const char *optimizer, *text, *csv, *svg;
+    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size;
+    double lr, clip;
+    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace;
     int quiet;
 } gpt_flags;
-
-enum {
-    WTE,
-    WPE,
-    LN1W,
-    LN1B,
-    QKVW,
-    QKVB,
-    PROJW,
-    PROJB,
-    LN2W,
-    LN2B,
-    FCW,
-    FCB,
-    FCPW,
-    FCPB,
-    LNFW,
-    LNFB,
-    HEADW,
-    GPT_PARAMS
-};
-
-/* One model and the activations of one micro-batch. L layers, rows BT = B * T. */
-typedef struct gpt {
-    size_t L, H, C, T, B, count;
-    dtrain_param table[GPT_PARAMS];
-    dtrain_tensor params, grads, memory;
-    float *x;                             /* [L + 1, BT, C] the residual stream, before each block and after the last */
-    float *mid;                           /* [L, BT, C] after attention */
-    float *ln1, *ln2, *lnf;               /* [L, BT, C], [L, BT, C], [BT, C] */
-    float *mean1, *rstd1, *mean2, *rstd2; /* [L, BT] */
-    float *meanf, *rstdf;                 /* [BT] */
-    float *qkv, *att, *atty;              /* [L, BT, 3 C], [L, B, H, T, T], [L, BT, C] */
-    float *fch, *fcg;                     /* [L, BT, 4 C] before and after GELU */
-    float *logits;                        /* [BT, V], then their gradient */
-    float *dx, *dbranch, *dwide, *scratch; /* [BT, C], [BT, C], [BT, 4 C], [T, T] and [2 C] */
-} gpt;
-
-/* A file that is being written beside its target, whose place it takes when it is whole. */
-typedef struct gpt_output {
-    FILE *file;
-    const char *path;
-    char aside[4096]; /* empty: written in place, as a device or a pipe must be */
-} gpt_output;
 
 typedef struct gpt_job {
     gpt_flags flags;
@@ -80,8 +38,9 @@ typedef struct gpt_job {
     size_t text_bytes, train_bytes;
     double *losses; /* [steps], written by rank 0 */
     long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
-    gpt_output csv, svg;
+    report_file csv, svg;
     dtrain_comm *world; /* of processes, when a launcher has started several; else NULL */
+    int world_size;     /* of them, or of threads */
 } gpt_job;
 
 static int64_t gpt_now_ns(void)
@@ -91,230 +50,126 @@ static int64_t gpt_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static void gpt_param(gpt *model, int which, const char *name, int unit, int stacked, int no_decay, size_t a, size_t b)
+/* Unit by unit, so that no rank need hold the model: each writes the unit in full and keeps its slice. */
+static dtrain_status gpt_initialise(gpt *model, uint64_t seed)
 {
-    dtrain_param *p = &model->table[which];
-    size_t sizes[3], n = 0;
-    memset(p, 0, sizeof *p);
-    if (stacked)
-        sizes[n++] = model->L;
-    sizes[n++] = a;
-    if (b > 0)
-        sizes[n++] = b;
-    memcpy(p->shape, sizes, n * sizeof sizes[0]);
-    p->name = name;
-    p->dtype = DTRAIN_F32;
-    p->unit = unit;
-    p->stacked = stacked;
-    p->no_decay = no_decay;
-    model->count += dtrain_param_elements(p);
-}
-
-static void gpt_describe(gpt *model)
-{
-    size_t C = model->C;
-    int last = (int)model->L + 1;
-    gpt_param(model, WTE, "wte", 0, 0, 0, GPT_VOCAB, C);
-    gpt_param(model, WPE, "wpe", 0, 0, 0, model->T, C);
-    gpt_param(model, LN1W, "ln1w", 1, 1, 1, C, 0);
-    gpt_param(model, LN1B, "ln1b", 1, 1, 1, C, 0);
-    gpt_param(model, QKVW, "qkvw", 1, 1, 0, 3 * C, C);
-    gpt_param(model, QKVB, "qkvb", 1, 1, 1, 3 * C, 0);
-    gpt_param(model, PROJW, "projw", 1, 1, 0, C, C);
-    gpt_param(model, PROJB, "projb", 1, 1, 1, C, 0);
-    gpt_param(model, LN2W, "ln2w", 1, 1, 1, C, 0);
-    gpt_param(model, LN2B, "ln2b", 1, 1, 1, C, 0);
-    gpt_param(model, FCW, "fcw", 1, 1, 0, 4 * C, C);
-    gpt_param(model, FCB, "fcb", 1, 1, 1, 4 * C, 0);
-    gpt_param(model, FCPW, "fcprojw", 1, 1, 0, C, 4 * C);
-    gpt_param(model, FCPB, "fcprojb", 1, 1, 1, C, 0);
-    gpt_param(model, LNFW, "lnfw", last, 0, 1, C, 0);
-    gpt_param(model, LNFB, "lnfb", last, 0, 1, C, 0);
-    gpt_param(model, HEADW, "headw", last, 0, 0, GPT_VOCAB, C);
-}
-
-/* Norm weights are 1, biases 0, the rest normal with deviation 0.02, smaller where a branch joins the residual. */
-static void gpt_initialise(gpt *model, uint64_t seed)
-{
-    for (int i = 0; i < GPT_PARAMS; i++) {
-        float *p = (float *)model->table[i].data;
-        size_t n = dtrain_param_elements(&model->table[i]);
-        int weight = i == LN1W || i == LN2W || i == LNFW, random = !model->table[i].no_decay;
-        float deviation = i == PROJW || i == FCPW ? 0.02f / sqrtf(2.0f * (float)model->L) : 0.02f;
-        for (size_t k = 0; k < n; k++)
-            p[k] = random ? deviation * dtrain_random_normal(seed + 1000 * (uint64_t)i, k) : weight ? 1.0f : 0.0f;
+    dtrain_status status = DTRAIN_OK;
+    for (int unit = 0; unit <= (int)model->L + 1 && status == DTRAIN_OK; unit++) {
+        status = dtrain_fsdp_gather(model->fsdp, unit);
+        for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK; i++)
+            gpt_first_values(model, i, unit, seed);
+        if (status == DTRAIN_OK)
+            status = dtrain_fsdp_put(model->fsdp, unit);
+        if (status == DTRAIN_OK)
+            status = dtrain_fsdp_release(model->fsdp, unit);
     }
+    return status;
 }
 
-static float *gpt_take(float *memory, size_t *at, size_t count)
-{
-    float *taken = memory != NULL ? memory + *at : NULL;
-    *at += (count + 15) / 16 * 16;
-    return taken;
-}
-
-/* Lays the activations out in memory and returns how many floats they take; NULL memory only measures. */
-static size_t gpt_lay_out(gpt *m, float *memory)
-{
-    size_t L = m->L, C = m->C, T = m->T, BT = m->B * T, at = 0;
-    m->x = gpt_take(memory, &at, (L + 1) * BT * C);
-    m->mid = gpt_take(memory, &at, L * BT * C);
-    m->ln1 = gpt_take(memory, &at, L * BT * C);
-    m->ln2 = gpt_take(memory, &at, L * BT * C);
-    m->lnf = gpt_take(memory, &at, BT * C);
-    m->mean1 = gpt_take(memory, &at, L * BT);
-    m->rstd1 = gpt_take(memory, &at, L * BT);
-    m->mean2 = gpt_take(memory, &at, L * BT);
-    m->rstd2 = gpt_take(memory, &at, L * BT);
-    m->meanf = gpt_take(memory, &at, BT);
-    m->rstdf = gpt_take(memory, &at, BT);
-    m->qkv = gpt_take(memory, &at, L * BT * 3 * C);
-    m->att = gpt_take(memory, &at, L * m->B * m->H * T * T);
-    m->atty = gpt_take(memory, &at, L * BT * C);
-    m->fch = gpt_take(memory, &at, L * BT * 4 * C);
-    m->fcg = gpt_take(memory, &at, L * BT * 4 * C);
-    m->logits = gpt_take(memory, &at, BT * GPT_VOCAB);
-    m->dx = gpt_take(memory, &at, BT * C);
-    m->dbranch = gpt_take(memory, &at, BT * C);
-    m->dwide = gpt_take(memory, &at, BT * 4 * C);
-    m->scratch = gpt_take(memory, &at, T * T + 2 * C);
-    return at;
-}
-
-/* About how many bytes one rank needs; in floating point, so that no flags can overflow it. */
-static double gpt_bytes(const gpt_flags *f)
+/* About how many bytes a rank's activations take; in floating point, so that no flags can overflow it. */
+static double gpt_activation_bytes(const gpt_flags *f)
 {
     double L = (double)f->layers, C = (double)f->width, T = (double)f->context, B = (double)f->batch;
-    double weights = 12 * L * C * C + 13 * L * C + (2 * GPT_VOCAB + T) * C;
-    double activations = (18 * L + 8) * B * T * C + (L * B * (double)f->heads + 1) * T * T + GPT_VOCAB * B * T;
-    return 4 * (5 * weights + activations);
+    return 4 * ((18 * L + 8) * B * T * C + (L * B * (double)f->heads + 1) * T * T + GPT_VOCAB * B * T);
 }
 
-static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_allocator *allocator)
+static const struct {
+    const char *name;
+    dtrain_strategy strategy;
+} gpt_strategies[] = {{"full", DTRAIN_FULL_SHARD},
+                      {"grad", DTRAIN_SHARD_GRAD_OP},
+                      {"none", DTRAIN_NO_SHARD},
+                      {"hybrid", DTRAIN_HYBRID_SHARD}};
+
+enum { GPT_STRATEGIES = sizeof gpt_strategies / sizeof gpt_strategies[0] };
+
+static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *flags, const char *strategy, int ranks)
 {
+    dtrain_fsdp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    for (int i = 0; i < GPT_STRATEGIES; i++)
+        if (strcmp(strategy, gpt_strategies[i].name) == 0)
+            desc.strategy = gpt_strategies[i].strategy;
+    desc.shard_size = (int)flags->shard_size;
+    desc.gather_dtype = strcmp(flags->gather, "bf16") == 0  ? DTRAIN_BF16
+                        : strcmp(flags->gather, "f16") == 0 ? DTRAIN_F16
+                                                            : DTRAIN_F32;
+    desc.optimizer.kind = strcmp(flags->optimizer, "sgd") == 0 ? DTRAIN_SGD : DTRAIN_ADAMW;
+    desc.optimizer.weight_decay = 0.1f;
+    desc.optimizer.beta2 = 0.95f;
+    desc.optimizer.momentum = 0.9f;
+    desc.micro_batches = (int)((flags->micro + ranks - 1) / ranks);
+    desc.trace_events = flags->trace != NULL ? GPT_TRACE_EVENTS : 0;
+    return desc;
+}
+
+/* Collective: every rank of world. */
+static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm *world)
+{
+    dtrain_fsdp_desc desc = gpt_fsdp_desc(flags, flags->strategy, dtrain_comm_size(world));
     dtrain_status status;
-    size_t at = 0, floats;
-    memset(model, 0, sizeof *model);
-    model->L = (size_t)flags->layers;
-    model->H = (size_t)flags->heads;
-    model->C = (size_t)flags->width;
-    model->T = (size_t)flags->context;
-    model->B = (size_t)flags->batch;
-    gpt_describe(model);
+    size_t floats;
+    gpt_describe(model, flags->layers, flags->heads, flags->width, flags->context, flags->batch);
     floats = gpt_lay_out(model, NULL);
-    status = dtrain_tensor_create(&model->params, DTRAIN_F32, 1, &model->count, allocator);
+    status = dtrain_tensor_create(&model->memory, DTRAIN_F32, 1, &floats, dtrain_comm_allocator(world));
     if (status == DTRAIN_OK)
-        status = dtrain_tensor_create(&model->grads, DTRAIN_F32, 1, &model->count, allocator);
-    if (status == DTRAIN_OK)
-        status = dtrain_tensor_create(&model->memory, DTRAIN_F32, 1, &floats, allocator);
+        status = dtrain_fsdp_create(&model->fsdp, world, model->table, GPT_PARAMS, &desc);
     if (status != DTRAIN_OK)
         return status;
     gpt_lay_out(model, (float *)model->memory.data);
     for (int i = 0; i < GPT_PARAMS; i++) {
-        model->table[i].data = (float *)model->params.data + at;
-        model->table[i].grad = (float *)model->grads.data + at;
-        at += dtrain_param_elements(&model->table[i]);
+        model->params[i] = dtrain_fsdp_param(model->fsdp, model->table[i].name);
+        model->grads[i] = dtrain_fsdp_grad(model->fsdp, model->table[i].name);
     }
-    gpt_initialise(model, (uint64_t)flags->seed);
-    return DTRAIN_OK;
+    return gpt_initialise(model, (uint64_t)flags->seed);
 }
 
 static void gpt_destroy(gpt *model)
 {
-    dtrain_tensor_destroy(&model->params);
-    dtrain_tensor_destroy(&model->grads);
+    dtrain_fsdp_destroy(model->fsdp);
     dtrain_tensor_destroy(&model->memory);
 }
 
-/* Layer l's part of a stacked parameter, or of its gradient. */
-static float *gpt_weight(const gpt *m, int which, size_t l)
+/* tokens[B, T] to logits, for B up to the model's own. Collective: a rank without sequences has B = 0. */
+static dtrain_status gpt_forward(gpt *m, const unsigned char *tokens, size_t B)
 {
-    size_t n = dtrain_param_elements(&m->table[which]);
-    return (float *)m->table[which].data + (m->table[which].stacked ? l * (n / m->L) : 0);
-}
-
-static float *gpt_grad(const gpt *m, int which, size_t l)
-{
-    size_t n = dtrain_param_elements(&m->table[which]);
-    return (float *)m->table[which].grad + (m->table[which].stacked ? l * (n / m->L) : 0);
-}
-
-static void gpt_layer_forward(gpt *m, size_t l, size_t B)
-{
-    size_t C = m->C, T = m->T, BT = B * T, at = l * m->B * T;
-    float *x = m->x + at * C, *next = x + m->B * T * C, *mid = m->mid + at * C, *wide = m->fcg + at * 4 * C;
-    nn_layernorm_forward(m->ln1 + at * C, m->mean1 + at, m->rstd1 + at, x, gpt_weight(m, LN1W, l),
-                         gpt_weight(m, LN1B, l), BT, C);
-    nn_linear_forward(m->qkv + at * 3 * C, m->ln1 + at * C, gpt_weight(m, QKVW, l), gpt_weight(m, QKVB, l), BT, C,
-                      3 * C);
-    nn_attention_forward(m->atty + at * C, m->att + l * m->B * m->H * T * T, m->qkv + at * 3 * C, B, T, C, m->H);
-    nn_linear_forward(mid, m->atty + at * C, gpt_weight(m, PROJW, l), gpt_weight(m, PROJB, l), BT, C, C);
-    for (size_t i = 0; i < BT * C; i++)
-        mid[i] += x[i];
-    nn_layernorm_forward(m->ln2 + at * C, m->mean2 + at, m->rstd2 + at, mid, gpt_weight(m, LN2W, l),
-                         gpt_weight(m, LN2B, l), BT, C);
-    nn_linear_forward(m->fch + at * 4 * C, m->ln2 + at * C, gpt_weight(m, FCW, l), gpt_weight(m, FCB, l), BT, C, 4 * C);
-    nn_gelu_forward(wide, m->fch + at * 4 * C, BT * 4 * C);
-    nn_linear_forward(next, wide, gpt_weight(m, FCPW, l), gpt_weight(m, FCPB, l), BT, 4 * C, C);
-    for (size_t i = 0; i < BT * C; i++)
-        next[i] += mid[i];
-}
-
-/* dx holds the gradient of the layer's output and becomes that of its input. */
-static void gpt_layer_backward(gpt *m, size_t l)
-{
-    size_t C = m->C, T = m->T, BT = m->B * T, at = l * BT;
-    float *dx = m->dx, *db = m->dbranch, *dw = m->dwide, *norm = m->scratch + T * T;
-    nn_linear_backward(dw, gpt_grad(m, FCPW, l), gpt_grad(m, FCPB, l), dx, m->fcg + at * 4 * C, gpt_weight(m, FCPW, l),
-                       BT, 4 * C, C);
-    nn_gelu_backward(dw, dw, m->fch + at * 4 * C, BT * 4 * C);
-    nn_linear_backward(db, gpt_grad(m, FCW, l), gpt_grad(m, FCB, l), dw, m->ln2 + at * C, gpt_weight(m, FCW, l), BT, C,
-                       4 * C);
-    nn_layernorm_backward(dx, gpt_grad(m, LN2W, l), gpt_grad(m, LN2B, l), db, m->mid + at * C, gpt_weight(m, LN2W, l),
-                          m->mean2 + at, m->rstd2 + at, BT, C, norm);
-    nn_linear_backward(db, gpt_grad(m, PROJW, l), gpt_grad(m, PROJB, l), dx, m->atty + at * C, gpt_weight(m, PROJW, l),
-                       BT, C, C);
-    nn_attention_backward(dw, db, m->att + l * m->B * m->H * T * T, m->qkv + at * 3 * C, m->B, T, C, m->H, m->scratch);
-    nn_linear_backward(db, gpt_grad(m, QKVW, l), gpt_grad(m, QKVB, l), dw, m->ln1 + at * C, gpt_weight(m, QKVW, l), BT,
-                       C, 3 * C);
-    nn_layernorm_backward(dx, gpt_grad(m, LN1W, l), gpt_grad(m, LN1B, l), db, m->x + at * C, gpt_weight(m, LN1W, l),
-                          m->mean1 + at, m->rstd1 + at, BT, C, norm);
-}
-
-/* tokens[B, T] to logits, for B up to the model's own. */
-static void gpt_forward(gpt *m, const unsigned char *tokens, size_t B)
-{
-    size_t C = m->C, BT = B * m->T;
-    nn_embedding_forward(m->x, tokens, gpt_weight(m, WTE, 0), gpt_weight(m, WPE, 0), B, m->T, C);
-    for (size_t l = 0; l < m->L; l++)
-        gpt_layer_forward(m, l, B);
-    nn_layernorm_forward(m->lnf, m->meanf, m->rstdf, m->x + m->L * m->B * m->T * C, gpt_weight(m, LNFW, 0),
-                         gpt_weight(m, LNFB, 0), BT, C);
-    nn_linear_forward(m->logits, m->lnf, gpt_weight(m, HEADW, 0), NULL, BT, C, GPT_VOCAB);
-}
-
-/* Forward and backward of one micro-batch; each unit's gradients go to ddp (NULL: stay) as soon as they are there. */
-static dtrain_status gpt_micro_batch(gpt *m, dtrain_ddp *ddp, const unsigned char *tokens, const unsigned char *targets,
-                                     double *loss)
-{
-    size_t C = m->C, BT = m->B * m->T, L = m->L;
     dtrain_status status = DTRAIN_OK;
-    gpt_forward(m, tokens, m->B);
-    *loss = nn_cross_entropy(m->logits, targets, BT, GPT_VOCAB);
-    nn_linear_backward(m->dbranch, gpt_grad(m, HEADW, 0), NULL, m->logits, m->lnf, gpt_weight(m, HEADW, 0), BT, C,
-                       GPT_VOCAB);
-    memset(m->dx, 0, BT * C * sizeof(float));
-    nn_layernorm_backward(m->dx, gpt_grad(m, LNFW, 0), gpt_grad(m, LNFB, 0), m->dbranch, m->x + L * BT * C,
-                          gpt_weight(m, LNFW, 0), m->meanf, m->rstdf, BT, C, m->scratch + m->T * m->T);
-    if (ddp != NULL)
-        status = dtrain_ddp_reduce(ddp, (int)L + 1);
-    for (size_t l = L; l-- > 0 && status == DTRAIN_OK;) {
-        gpt_layer_backward(m, l);
-        if (ddp != NULL)
-            status = dtrain_ddp_reduce(ddp, 1 + (int)l);
+    int last = (int)m->L + 1;
+    for (int unit = 0; unit <= last && status == DTRAIN_OK; unit++) {
+        status = dtrain_fsdp_gather(m->fsdp, unit);
+        if (status != DTRAIN_OK)
+            return status;
+        if (unit == 0)
+            nn_embedding_forward(m->x, tokens, gpt_weight(m, WTE, 0), gpt_weight(m, WPE, 0), B, m->T, m->C);
+        else if (unit < last)
+            gpt_layer_forward(m, (size_t)unit - 1, B);
+        else
+            gpt_head_forward(m, B);
+        status = dtrain_fsdp_release(m->fsdp, unit);
     }
-    nn_embedding_backward(gpt_grad(m, WTE, 0), gpt_grad(m, WPE, 0), m->dx, tokens, m->B, m->T, C);
-    return status == DTRAIN_OK && ddp != NULL ? dtrain_ddp_reduce(ddp, 0) : status;
+    return status;
+}
+
+/* Forward and backward of one micro-batch; each unit's gradients are on their way as soon as they are there. */
+static dtrain_status gpt_micro_batch(gpt *m, const unsigned char *tokens, const unsigned char *targets, double *loss)
+{
+    int last = (int)m->L + 1;
+    dtrain_status status = gpt_forward(m, tokens, m->B);
+    if (status == DTRAIN_OK)
+        *loss = nn_cross_entropy(m->logits, targets, m->B * m->T, GPT_VOCAB);
+    for (int unit = last; unit >= 0 && status == DTRAIN_OK; unit--) {
+        status = dtrain_fsdp_gather(m->fsdp, unit);
+        if (status != DTRAIN_OK)
+            return status;
+        if (unit == last)
+            gpt_head_backward(m);
+        else if (unit > 0)
+            gpt_layer_backward(m, (size_t)unit - 1);
+        else
+            nn_embedding_backward(gpt_grad(m, WTE, 0), gpt_grad(m, WPE, 0), m->dx, tokens, m->B, m->T, m->C);
+        status = dtrain_fsdp_reduce(m->fsdp, unit);
+    }
+    return status;
 }
 
 /* The sequences of micro-batch `micro` of `step`: a function of seed, step and micro alone. */
@@ -333,16 +188,19 @@ static void gpt_draw(const gpt_job *job, long step, long micro, unsigned char *t
 /* Loss over held-out sequences, dealt to the ranks and summed in their own order: the same on any number of ranks. */
 static dtrain_status gpt_validate(const gpt_job *job, gpt *m, dtrain_comm *world, double *loss)
 {
-    size_t T = m->T, room = job->text_bytes - job->train_bytes - T, first;
-    size_t mine = dtrain_shard(world, GPT_VALIDATION, dtrain_comm_rank(world), &first);
+    size_t T = m->T, room = job->text_bytes - job->train_bytes - T, rank = (size_t)dtrain_comm_rank(world);
     double losses[GPT_VALIDATION];
-    dtrain_status status;
-    for (size_t i = first; i < first + mine; i++) {
-        const unsigned char *from = job->text + job->train_bytes + i * (room - 1) / (GPT_VALIDATION - 1);
-        gpt_forward(m, from, 1);
-        losses[i] = nn_cross_entropy(m->logits, from + 1, T, GPT_VOCAB);
+    dtrain_status status = DTRAIN_OK;
+    memset(losses, 0, sizeof losses);
+    for (size_t first = 0; first < GPT_VALIDATION && status == DTRAIN_OK; first += (size_t)dtrain_comm_size(world)) {
+        size_t i = first + rank, B = i < GPT_VALIDATION;
+        const unsigned char *from = job->text + job->train_bytes + (B ? i : 0) * (room - 1) / (GPT_VALIDATION - 1);
+        status = gpt_forward(m, from, B);
+        if (B)
+            losses[i] = nn_cross_entropy(m->logits, from + 1, T, GPT_VOCAB);
     }
-    status = dtrain_all_gather(world, losses + first, losses, GPT_VALIDATION, DTRAIN_F64);
+    if (status == DTRAIN_OK) /* each sum has one term that is not zero */
+        status = dtrain_all_reduce(world, losses, losses, GPT_VALIDATION, DTRAIN_F64, DTRAIN_SUM);
     *loss = 0;
     for (size_t i = 0; i < GPT_VALIDATION; i++)
         *loss += losses[i];
@@ -350,18 +208,21 @@ static dtrain_status gpt_validate(const gpt_job *job, gpt *m, dtrain_comm *world
     return status;
 }
 
-static void gpt_sample(const gpt_job *job, gpt *m)
+/* Prints what the model writes; the ranks that do not print gather with the one that does. */
+static dtrain_status gpt_sample(const gpt_job *job, gpt *m, int root)
 {
     size_t T = m->T;
     unsigned char *window = (unsigned char *)calloc(T + 1, 1);
-    if (window == NULL)
-        return;
-    printf("sample: ");
-    for (size_t i = 0, n = 1; i < GPT_SAMPLE; i++) {
+    dtrain_status status = window != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+    if (root)
+        printf("sample: ");
+    for (size_t i = 0, n = 1; i < GPT_SAMPLE && status == DTRAIN_OK; i++) {
         float *row = m->logits + (n - 1) * GPT_VOCAB, sum = 0, draw;
         int next = 0;
         window[0] = n == 1 && i == 0 ? '\n' : window[0];
-        gpt_forward(m, window, 1);
+        status = gpt_forward(m, window, root ? 1 : 0);
+        if (status != DTRAIN_OK || !root)
+            continue;
         nn_cross_entropy(row, window, 1, GPT_VOCAB);
         row[window[0]] += 1.0f; /* the gradient of the first target is its probability less one */
         draw = dtrain_random_uniform((uint64_t)job->flags.seed + 99, i);
@@ -374,97 +235,200 @@ static void gpt_sample(const gpt_job *job, gpt *m)
             n++;
         window[n - 1] = (unsigned char)next;
     }
-    putchar('\n');
+    if (root)
+        putchar('\n');
     free(window);
+    return status;
 }
 
+static double gpt_mib(size_t bytes)
+{
+    return (double)bytes / (1 << 20);
+}
+
+static int gpt_keeps_full_weights(const dtrain_fsdp_desc *desc)
+{
+    return desc->strategy == DTRAIN_SHARD_GRAD_OP || desc->strategy == DTRAIN_NO_SHARD;
+}
+
+/* Bytes that rank 0 sends in a step: what is gathered in each micro-batch, or once where it stays. */
+static size_t gpt_sent(const dtrain_fsdp_plan_result *plan, const dtrain_fsdp_desc *desc)
+{
+    uint64_t micro = (uint64_t)desc->micro_batches, gathers = gpt_keeps_full_weights(desc) ? 1 : micro;
+    return (size_t)(gathers * plan->sent_gather + micro * plan->sent_reduce);
+}
+
+/* What each strategy would take on this many ranks, before anything is allocated; *chosen: the plan of the one. */
+static void gpt_print_plans(const gpt_job *job, size_t *chosen)
+{
+    const gpt_flags *f = &job->flags;
+    dtrain_fsdp_plan_result plan;
+    gpt model;
+    gpt_describe(&model, f->layers, f->heads, f->width, f->context, f->batch);
+    printf("%zu parameters on %d ranks; MiB at most on rank 0, and sent by it in a step:\n", model.count,
+           job->world_size);
+    printf("strategy   weights  gradients  optimizer  gathered    total     sent\n");
+    for (int i = 0; i < GPT_STRATEGIES; i++) {
+        const char *name = gpt_strategies[i].name;
+        int mine = strcmp(name, job->flags.strategy) == 0;
+        dtrain_fsdp_desc desc = gpt_fsdp_desc(f, name, job->world_size);
+        int stay = gpt_keeps_full_weights(&desc);
+        if (dtrain_fsdp_plan(model.table, GPT_PARAMS, &desc, job->world_size, 0, &plan) != DTRAIN_OK) {
+            printf("%-8s   not with --shard-size %ld on %d ranks\n", name, job->flags.shard_size, job->world_size);
+            continue;
+        }
+        printf("%-8s  %8.2f  %9.2f  %9.2f  %8.2f  %7.2f  %7.2f%s\n", name,
+               gpt_mib(plan.weights + (stay ? plan.full_weights : 0)), gpt_mib(plan.gradients), gpt_mib(plan.optimizer),
+               gpt_mib(plan.full_grads + (stay ? 0 : plan.full_weights)), gpt_mib(plan.peak),
+               gpt_mib(gpt_sent(&plan, &desc)), mine ? "  <- this run" : "");
+        *chosen = mine ? plan.peak : *chosen;
+    }
+    fflush(stdout);
+}
+
+/* The clock and the counters when training began. */
 typedef struct gpt_progress {
-    int64_t started_ns, blocked_ns; /* the clock and the time blocked when training began */
-    int columns;                    /* of the terminal; 0: lines for a pipe */
+    int64_t started_ns, blocked_ns;
+    dtrain_fsdp_stats stats;
+    size_t planned_bytes; /* by FSDP; 0: nobody asked */
 } gpt_progress;
 
-static gpt_progress gpt_begin(const dtrain_comm *world)
+/* Nanoseconds in which this rank could not compute because it waited for others. */
+static int64_t gpt_blocked_ns(const gpt *m, const dtrain_comm *world)
 {
-    gpt_progress progress;
-    const char *columns = getenv("COLUMNS");
-    progress.started_ns = gpt_now_ns();
-    progress.blocked_ns = dtrain_comm_blocked_ns(world);
-    progress.columns = !isatty(1) ? 0 : columns != NULL && atoi(columns) > 20 ? atoi(columns) : 80;
-    return progress;
+    return dtrain_comm_blocked_ns(world) + dtrain_fsdp_get_stats(m->fsdp).waited_ns;
 }
 
-static void gpt_show(const gpt_job *job, const gpt_progress *progress, dtrain_comm *world, long step, double loss,
-                     double lr, double norm)
+static void gpt_show(const gpt_job *job, const gpt_progress *progress, const gpt *m, dtrain_comm *world, long step,
+                     double loss, double lr, double norm)
 {
-    long steps = job->flags.steps, done = step + 1, every = steps / 20 > 0 ? steps / 20 : 1;
+    long steps = job->flags.steps, done = step + 1;
     double seconds = (double)(gpt_now_ns() - progress->started_ns) * 1e-9 + 1e-9, tokens;
-    double blocked = (double)(dtrain_comm_blocked_ns(world) - progress->blocked_ns) * 1e-9;
-    char text[256], bar[21];
-    int room;
-    if (job->flags.quiet || (progress->columns == 0 && done % every != 0 && done != steps))
+    double blocked = (double)(gpt_blocked_ns(m, world) - progress->blocked_ns) * 1e-9;
+    char text[256];
+    if (job->flags.quiet)
         return;
     tokens = (double)done * (double)(job->flags.micro * job->flags.batch * job->flags.context);
     snprintf(text, sizeof text, "%ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s comm %.1f%% left %.0f s", done,
              steps, loss, lr, norm, tokens / seconds, 100 * blocked / seconds,
              seconds / (double)done * (double)(steps - done));
-    if (progress->columns == 0)
-        printf("step %s\n", text);
-    else {
-        room = progress->columns - 4 - (int)strlen(text); /* the bar takes what the text leaves */
-        room = room > 20 ? 20 : room < 0 ? 0 : room;
-        for (int i = 0; i < room; i++)
-            bar[i] = (long)i < (long)room * done / steps ? '#' : '.';
-        bar[room] = 0;
-        printf("\r%s%s%s%.*s   %s", room > 0 ? "[" : "", bar, room > 0 ? "] " : "", progress->columns - 1, text,
-               done == steps ? "\n" : "");
-    }
-    fflush(stdout);
+    report_step(text, done, steps);
 }
 
-/* One step on one rank; *loss is the mean over all ranks' tokens, the same bits everywhere. */
-static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_ddp *ddp, long step,
-                              unsigned char *tokens, double *losses, double *loss)
+/* One step on one rank, micro-batches dealt in turn; *loss is the mean over all ranks' tokens, the same bits
+ * everywhere. Where it is not finite nothing is applied. */
+static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long step, unsigned char *tokens,
+                              double *losses, float lr, double *loss, double *norm)
 {
-    size_t micro = (size_t)job->flags.micro, BT = m->B * m->T, first;
-    size_t mine = dtrain_shard(world, micro, dtrain_comm_rank(world), &first);
-    double total = 0;
-    dtrain_status status = dtrain_ddp_begin(ddp, (int)mine, (double)(mine * BT));
-    for (size_t i = first; i < first + mine && status == DTRAIN_OK; i++) {
+    size_t micro = (size_t)job->flags.micro, BT = m->B * m->T;
+    size_t rank = (size_t)dtrain_comm_rank(world), ranks = (size_t)dtrain_comm_size(world);
+    size_t mine = micro / ranks + (rank < micro % ranks);
+    dtrain_status status = dtrain_fsdp_begin(m->fsdp, (int)mine, (double)(mine * BT));
+    memset(losses, 0, micro * sizeof *losses);
+    for (size_t i = rank; i < micro && status == DTRAIN_OK; i += ranks) {
         gpt_draw(job, step, (long)i, tokens, tokens + BT);
-        status = gpt_micro_batch(m, ddp, tokens, tokens + BT, &losses[i]);
+        status = gpt_micro_batch(m, tokens, tokens + BT, &losses[i]);
     }
-    if (status == DTRAIN_OK)
-        status = dtrain_ddp_finish(ddp, &total);
-    if (status == DTRAIN_OK)
-        status = dtrain_all_gather(world, losses + first, losses, micro, DTRAIN_F64);
+    if (mine * ranks < micro && status == DTRAIN_OK) /* others have one more */
+        status = dtrain_fsdp_join(m->fsdp);
+    if (status == DTRAIN_OK) /* each sum has one term that is not zero */
+        status = dtrain_all_reduce(world, losses, losses, micro, DTRAIN_F64, DTRAIN_SUM);
     *loss = 0;
     for (size_t i = 0; i < micro; i++)
         *loss += losses[i];
-    *loss /= total;
+    *loss /= (double)(micro * BT);
+    if (status != DTRAIN_OK || !isfinite(*loss))
+        return status;
+    status = dtrain_fsdp_clip_grad_norm(m->fsdp, (float)job->flags.clip, norm);
+    return status == DTRAIN_OK ? dtrain_fsdp_step(m->fsdp, lr) : status;
+}
+
+/* Compares what more than one rank keeps: full parameters, or slices of the same part. */
+static dtrain_status gpt_check_copies(gpt *m, dtrain_comm *world)
+{
+    int shards = dtrain_fsdp_shard_size(m->fsdp), ranks = dtrain_comm_size(world), rank = dtrain_comm_rank(world);
+    const dtrain_slice *slices = NULL;
+    size_t count = 0;
+    dtrain_comm *copies = NULL;
+    dtrain_status status = dtrain_fsdp_local(m->fsdp, &slices, &count);
+    if (status == DTRAIN_OK && shards < ranks)
+        status = dtrain_comm_split(world, rank % shards, rank, &copies);
+    for (size_t i = 0; i < count && status == DTRAIN_OK && shards < ranks; i++)
+        status = dtrain_comm_check_equal(copies, slices[i].weights, slices[i].count, DTRAIN_F32);
+    for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK; i++)
+        if (dtrain_fsdp_strategy(m->fsdp) == DTRAIN_SHARD_GRAD_OP)
+            status = dtrain_comm_check_equal(world, m->params[i], dtrain_param_elements(&m->table[i]), DTRAIN_F32);
+    dtrain_comm_destroy(copies);
     return status;
 }
 
-static void gpt_result(const gpt_job *job, const gpt *m, dtrain_comm *world, double loss, double validation,
-                       double seconds, int64_t blocked_ns)
+/* The hash of the hashes of all parameters, on rank 0, which has one of them in full at a time. */
+static dtrain_status gpt_digest(gpt *m, int root, unsigned char digest[32])
 {
-    unsigned char digest[32];
+    unsigned char digests[GPT_PARAMS][32];
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK; i++) {
+        size_t bytes = dtrain_param_elements(&m->table[i]) * sizeof(float);
+        float *value = root ? (float *)malloc(bytes) : NULL;
+        status = root && value == NULL ? DTRAIN_ERR_MEMORY : dtrain_fsdp_get(m->fsdp, m->table[i].name, value, 0);
+        if (root && status == DTRAIN_OK)
+            dtrain_sha256(value, bytes, digests[i]);
+        free(value);
+    }
+    if (root && status == DTRAIN_OK)
+        dtrain_sha256(digests, sizeof digests, digest);
+    return status;
+}
+
+static void gpt_result(const gpt_job *job, const gpt *m, dtrain_comm *world, const gpt_progress *progress,
+                       const dtrain_fsdp_stats *stats, double seconds, int64_t blocked_ns)
+{
     double tokens = (double)job->flags.steps * (double)(job->flags.micro * job->flags.batch * job->flags.context);
-    dtrain_sha256(m->params.data, m->params.bytes, digest);
+    double communicated = (double)(stats->communicated_ns - progress->stats.communicated_ns);
+    double waited = (double)(stats->waited_ns - progress->stats.waited_ns);
+    size_t peak = dtrain_fsdp_get_stats(m->fsdp).peak_bytes;
+    printf(" tokens_per_s=%.0f comm_share=%.4f peak_bytes=%zu fsdp_bytes=%zu hidden=%.4f\n", tokens / seconds,
+           (double)blocked_ns * 1e-9 / seconds, dtrain_comm_allocator(world)->peak_bytes + peak, peak,
+           communicated > 0 ? 1 - waited / communicated : 1.0);
+}
+
+/* After training: compares copies, validates, samples and prints the result. */
+static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const gpt_progress *progress, double loss)
+{
+    int root = dtrain_comm_rank(world) == 0;
+    double validation = 0, seconds = (double)(gpt_now_ns() - progress->started_ns) * 1e-9;
+    int64_t blocked = gpt_blocked_ns(m, world) - progress->blocked_ns;
+    dtrain_fsdp_stats stats = dtrain_fsdp_get_stats(m->fsdp);
+    unsigned char digest[32];
+    dtrain_status status = gpt_check_copies(m, world);
+    if (status == DTRAIN_OK)
+        status = gpt_validate(job, m, world, &validation);
+    if (status == DTRAIN_OK && !job->flags.quiet)
+        status = gpt_sample(job, m, root);
+    if (status == DTRAIN_OK)
+        status = gpt_digest(m, root, digest);
+    if (status == DTRAIN_OK && root && job->flags.trace != NULL)
+        status = dtrain_fsdp_trace(m->fsdp, job->flags.trace);
+    if (status != DTRAIN_OK || !root)
+        return status;
+    if (!job->flags.quiet)
+        printf("memory of %s: %.2f MiB planned, %.2f MiB used at most\n", job->flags.strategy,
+               gpt_mib(progress->planned_bytes), gpt_mib(dtrain_fsdp_get_stats(m->fsdp).peak_bytes));
     printf("result weights_sha256=");
     for (int i = 0; i < 32; i++)
         printf("%02x", digest[i]);
-    printf(" loss=%.6f val_loss=%.6f tokens_per_s=%.0f comm_share=%.4f peak_bytes=%zu\n", loss, validation,
-           tokens / seconds, (double)blocked_ns * 1e-9 / seconds, dtrain_comm_allocator(world)->peak_bytes);
+    printf(" loss=%.6f val_loss=%.6f", loss, validation);
+    gpt_result(job, m, world, progress, &stats, seconds, blocked);
+    return DTRAIN_OK;
 }
 
-static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_ddp *ddp, dtrain_optimizer *optimizer,
-                              unsigned char *tokens, double *losses)
+static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t planned_bytes, unsigned char *tokens,
+                              double *losses)
 {
     int root = dtrain_comm_rank(world) == 0;
     dtrain_schedule schedule;
     gpt_progress progress;
-    double loss = 0, norm = 0, validation = 0, seconds;
-    int64_t blocked;
+    double loss = 0, norm = 0;
     dtrain_status status = DTRAIN_OK;
     memset(&schedule, 0, sizeof schedule);
     schedule.kind = DTRAIN_SCHEDULE_COSINE;
@@ -472,70 +436,47 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, dtrain_d
     schedule.min_lr = schedule.lr / 10;
     schedule.total_steps = (uint64_t)job->flags.steps;
     schedule.warmup_steps = (uint64_t)job->flags.steps / 10;
-    progress = gpt_begin(world);
+    progress.started_ns = gpt_now_ns();
+    progress.blocked_ns = gpt_blocked_ns(m, world);
+    progress.stats = dtrain_fsdp_get_stats(m->fsdp);
+    progress.planned_bytes = planned_bytes;
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
-        status = gpt_step(job, m, world, ddp, step, tokens, losses, &loss);
+        status = gpt_step(job, m, world, step, tokens, losses, lr, &loss, &norm);
         if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
             if (root)
                 job->diverged = step + 1;
             return DTRAIN_OK;
         }
-        if (status == DTRAIN_OK)
-            status = dtrain_clip_grad_norm(m->table, GPT_PARAMS, 1.0f, &norm);
-        if (status == DTRAIN_OK)
-            status = dtrain_optimizer_step(optimizer, lr);
         if (status != DTRAIN_OK || !root)
             continue;
         job->losses[step] = loss;
         if (job->csv.file != NULL)
             fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g\n", step + 1, loss, (double)lr, norm);
-        gpt_show(job, &progress, world, step, loss, (double)lr, norm);
+        gpt_show(job, &progress, m, world, step, loss, (double)lr, norm);
     }
-    seconds = (double)(gpt_now_ns() - progress.started_ns) * 1e-9;
-    blocked = dtrain_comm_blocked_ns(world) - progress.blocked_ns;
-    if (status == DTRAIN_OK)
-        status = dtrain_comm_check_equal(world, m->params.data, m->count, DTRAIN_F32);
-    if (status == DTRAIN_OK)
-        status = gpt_validate(job, m, world, &validation);
-    if (status == DTRAIN_OK && root) {
-        if (!job->flags.quiet)
-            gpt_sample(job, m);
-        gpt_result(job, m, world, loss, validation, seconds, blocked);
-    }
-    return status;
+    return status == DTRAIN_OK ? gpt_finish(job, m, world, &progress, loss) : status;
 }
 
 static dtrain_status gpt_rank(dtrain_comm *world, void *user)
 {
     gpt_job *job = (gpt_job *)user;
     gpt model;
-    dtrain_ddp *ddp = NULL;
-    dtrain_optimizer *optimizer = NULL;
     dtrain_tensor tokens, losses;
-    dtrain_optimizer_desc desc;
     dtrain_allocator *allocator = dtrain_comm_allocator(world);
-    size_t bytes = 2 * (size_t)(job->flags.batch * job->flags.context), micro = (size_t)job->flags.micro;
-    dtrain_status status = gpt_create(&model, &job->flags, allocator);
+    size_t bytes = 2 * (size_t)(job->flags.batch * job->flags.context), micro = (size_t)job->flags.micro, planned = 0;
+    dtrain_status status;
     memset(&tokens, 0, sizeof tokens);
     memset(&losses, 0, sizeof losses);
-    memset(&desc, 0, sizeof desc);
-    desc.kind = strcmp(job->flags.optimizer, "sgd") == 0 ? DTRAIN_SGD : DTRAIN_ADAMW;
-    desc.weight_decay = 0.1f;
-    desc.beta2 = 0.95f;
-    desc.momentum = 0.9f;
+    if (dtrain_comm_rank(world) == 0 && !job->flags.quiet)
+        gpt_print_plans(job, &planned);
+    status = gpt_create(&model, &job->flags, world);
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&tokens, DTRAIN_U8, 1, &bytes, allocator);
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&losses, DTRAIN_F64, 1, &micro, allocator);
     if (status == DTRAIN_OK)
-        status = dtrain_ddp_create(&ddp, world, model.table, GPT_PARAMS, NULL);
-    if (status == DTRAIN_OK)
-        status = dtrain_optimizer_create(&optimizer, model.table, GPT_PARAMS, &desc, allocator);
-    if (status == DTRAIN_OK)
-        status = gpt_loop(job, &model, world, ddp, optimizer, (unsigned char *)tokens.data, (double *)losses.data);
-    dtrain_optimizer_destroy(optimizer);
-    dtrain_ddp_destroy(ddp);
+        status = gpt_loop(job, &model, world, planned, (unsigned char *)tokens.data, (double *)losses.data);
     dtrain_tensor_destroy(&tokens);
     dtrain_tensor_destroy(&losses);
     gpt_destroy(&model);
@@ -544,18 +485,12 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
 
 /* ---- files and flags ---- */
 
-static int gpt_complain(const char *what, const char *detail, const char *why)
-{
-    fprintf(stderr, "train_gpt: %s %s: %s\n", what, detail, why);
-    return 1;
-}
-
 static int gpt_read_text(gpt_job *job)
 {
     FILE *file = fopen(job->flags.text, "rb");
     size_t room = 1 << 16, got;
     if (file == NULL)
-        return gpt_complain("text", job->flags.text, strerror(errno));
+        return report_complain("text", job->flags.text, strerror(errno));
     job->text = (unsigned char *)malloc(room);
     while (job->text != NULL && (got = fread(job->text + job->text_bytes, 1, room - job->text_bytes, file)) > 0) {
         job->text_bytes += got;
@@ -569,112 +504,21 @@ static int gpt_read_text(gpt_job *job)
     int failed = ferror(file);
     fclose(file);
     if (job->text == NULL || failed)
-        return gpt_complain("text", job->flags.text, failed ? "cannot be read" : "does not fit into memory");
+        return report_complain("text", job->flags.text, failed ? "cannot be read" : "does not fit into memory");
     job->train_bytes = job->text_bytes / 10 * 9;
     if (job->text_bytes - job->train_bytes < (size_t)job->flags.context + 2 ||
         job->train_bytes < (size_t)job->flags.context + 2)
-        return gpt_complain("text", job->flags.text,
-                            job->text_bytes == 0 ? "is empty"
-                                                 : "is too short: a tenth of it must be longer than the context");
+        return report_complain("text", job->flags.text,
+                               job->text_bytes == 0 ? "is empty"
+                                                    : "is too short: a tenth of it must be longer than the context");
     return 0;
-}
-
-/* A plain file is written as PATH.new; anything else that exists, a device or a pipe, is written itself. */
-static int gpt_open(gpt_output *out, const char *path)
-{
-    struct stat info;
-    int there = stat(path, &info) == 0;
-    out->path = path;
-    if (there && S_ISDIR(info.st_mode))
-        return gpt_complain("output", path, "is a directory");
-    if (there && access(path, W_OK) != 0)
-        return gpt_complain("output", path, strerror(errno));
-    if (*path == 0 || strlen(path) + 5 > sizeof out->aside)
-        return gpt_complain("output", path, *path == 0 ? "the name is empty" : "the name is too long");
-    if (!there || S_ISREG(info.st_mode))
-        snprintf(out->aside, sizeof out->aside, "%s.new", path);
-    out->file = fopen(out->aside[0] != 0 ? out->aside : path, "w");
-    return out->file != NULL ? 0 : gpt_complain("output", path, strerror(errno));
-}
-
-static int gpt_same_file(const gpt_output *a, const gpt_output *b)
-{
-    struct stat x, y;
-    return fstat(fileno(a->file), &x) == 0 && fstat(fileno(b->file), &y) == 0 && S_ISREG(x.st_mode) &&
-           x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
-static int gpt_close(gpt_output *out)
-{
-    int bad = ferror(out->file);
-    bad |= fclose(out->file) != 0;
-    out->file = NULL;
-    if (bad || (out->aside[0] != 0 && rename(out->aside, out->path) != 0))
-        return gpt_complain("output", out->path, "could not be written; is the disk full?");
-    return 0;
-}
-
-static void gpt_discard(gpt_output *out)
-{
-    if (out->file == NULL)
-        return;
-    fclose(out->file);
-    out->file = NULL;
-    if (out->aside[0] != 0)
-        remove(out->aside);
-}
-
-/* The smallest of 1, 2 and 5 times a power of ten that cuts `whole` into at most `parts`. */
-static double gpt_tick(double whole, int parts)
-{
-    static const double factors[] = {1, 2, 5};
-    double unit = 1e-9;
-    for (;; unit *= 10)
-        for (int i = 0; i < 3; i++)
-            if (whole / (factors[i] * unit) <= parts || unit > 1e30)
-                return factors[i] * unit;
-}
-
-/* The loss of each step as a line over a grid; values that are no numbers leave it out. */
-static void gpt_draw_curve(FILE *svg, const double *losses, long steps)
-{
-    double high = 0, tick, across = steps > 1 ? 560.0 / (double)(steps - 1) : 0;
-    long stride = 1 + steps / 2000;
-    for (long i = 0; i < steps; i++)
-        high = losses[i] > high && losses[i] < 1e9 ? losses[i] : high;
-    high = high > 0 ? high * 1.05 : 1;
-    fprintf(svg, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 640 360\" width=\"640\" height=\"360\" "
-                 "font-family=\"sans-serif\" font-size=\"12\">\n<title>Training loss</title>\n"
-                 "<rect width=\"640\" height=\"360\" fill=\"white\"/>\n");
-    tick = gpt_tick(high, 6);
-    for (int i = 0; tick * i <= high; i++)
-        fprintf(svg,
-                "<path d=\"M60 %.1fH620\" stroke=\"#ddd\"/><text x=\"54\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
-                310 - 290 * tick * i / high, 314 - 290 * tick * i / high, tick * i);
-    tick = gpt_tick((double)steps, 6);
-    tick = tick < 1 ? 1 : tick;
-    for (int i = 1; tick * i <= (double)steps; i++)
-        fprintf(
-            svg,
-            "<path d=\"M%.1f 310v5\" stroke=\"#888\"/><text x=\"%.1f\" y=\"328\" text-anchor=\"middle\">%.0f</text>\n",
-            60 + across * (tick * i - 1), 60 + across * (tick * i - 1), tick * i);
-    fprintf(
-        svg,
-        "<path d=\"M60 20V310H620\" fill=\"none\" stroke=\"#888\"/>\n"
-        "<text x=\"340\" y=\"348\" text-anchor=\"middle\">step</text>\n"
-        "<text x=\"18\" y=\"165\" text-anchor=\"middle\" transform=\"rotate(-90 18 165)\">loss, nats a byte</text>\n"
-        "<polyline fill=\"none\" stroke=\"#06c\" stroke-width=\"1.5\" points=\"");
-    for (long i = 0; i < steps; i += stride)
-        if (losses[i] >= 0 && losses[i] <= high)
-            fprintf(svg, "%.1f,%.1f ", 60 + across * (double)i, 310 - 290 * losses[i] / high);
-    fprintf(svg, "\"/>\n</svg>\n");
 }
 
 static int gpt_number(const char *flag, const char *text, double least, double most, double *value)
 {
     char *end;
     if (text == NULL)
-        return gpt_complain("flag", flag, "needs a value");
+        return report_complain("flag", flag, "needs a value");
     *value = strtod(text, &end);
     if (end == text || *end != 0 || !(*value >= least && *value <= most)) {
         fprintf(stderr, "train_gpt: flag %s %s: needs a number from %g to %g\n", flag, text, least, most);
@@ -683,10 +527,26 @@ static int gpt_number(const char *flag, const char *text, double least, double m
     return 0;
 }
 
-static int gpt_check_size(const gpt_flags *f)
+/* Settles what depends on the number of ranks, and whether the model fits. */
+static int gpt_settle(gpt_job *job)
 {
-    double needed = gpt_bytes(f) * (double)f->ranks, memory = (double)sysconf(_SC_PHYS_PAGES);
-    memory *= (double)sysconf(_SC_PAGESIZE);
+    gpt_flags *f = &job->flags;
+    dtrain_fsdp_plan_result plan;
+    dtrain_fsdp_desc desc;
+    double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), needed;
+    gpt model;
+    job->world_size = job->world != NULL ? dtrain_comm_size(job->world) : (int)f->ranks;
+    if (f->accum > 0 && f->micro > 0 && f->micro != f->accum * job->world_size) {
+        fprintf(stderr, "train_gpt: flag --micro %ld: --accum %ld on %d ranks makes %ld: leave one of them out\n",
+                f->micro, f->accum, job->world_size, f->accum * job->world_size);
+        return 1;
+    }
+    f->micro = f->accum > 0 ? f->accum * job->world_size : f->micro > 0 ? f->micro : 8;
+    desc = gpt_fsdp_desc(f, f->strategy, job->world_size);
+    gpt_describe(&model, f->layers, f->heads, f->width, f->context, f->batch);
+    if (dtrain_fsdp_plan(model.table, GPT_PARAMS, &desc, job->world_size, 0, &plan) != DTRAIN_OK)
+        return report_complain("strategy", f->strategy, dtrain_last_error());
+    needed = ((double)plan.peak + gpt_activation_bytes(f)) * (double)f->ranks;
     memory = memory > 0 ? memory : (double)(SIZE_MAX / 64); /* not told: what can be addressed */
     if (needed <= memory)
         return 0;
@@ -696,20 +556,52 @@ static int gpt_check_size(const gpt_flags *f)
     return 1;
 }
 
+/* Finds a word among those that a flag can have. */
+static int gpt_choice(const char *flag, const char *word, const char *const *words)
+{
+    for (int i = 0; words[i] != NULL; i++)
+        if (strcmp(word, words[i]) == 0)
+            return 0;
+    fprintf(stderr, "train_gpt: %s %s: is unknown; possible are", flag, word);
+    for (int i = 0; words[i] != NULL; i++)
+        fprintf(stderr, "%s %s", i > 0 ? "," : "", words[i]);
+    fputc('\n', stderr);
+    return 1;
+}
+
+static int gpt_check_flags(const gpt_flags *f)
+{
+    static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
+    static const char *const strategies[] = {"full", "grad", "none", "hybrid", NULL};
+    if (f->width % f->heads != 0)
+        return report_complain("flag", "--width", "must be a multiple of --heads");
+    return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
+           gpt_choice("--gather", f->gather, gathers);
+}
+
 static int gpt_parse(gpt_flags *f, int argc, char **argv)
 {
     struct {
         const char *name;
         long *value;
         double least, most;
-    } numbers[] = {
-        {"--layers", &f->layers, 1, 1000},    {"--heads", &f->heads, 1, 1000},  {"--width", &f->width, 1, 65536},
-        {"--context", &f->context, 1, 65536}, {"--batch", &f->batch, 1, 65536}, {"--micro", &f->micro, 1, 65536},
-        {"--steps", &f->steps, 1, 1e9},       {"--seed", &f->seed, 0, 4e9},     {"--ranks", &f->ranks, 1, 1024}};
+    } numbers[] = {{"--layers", &f->layers, 1, 1000},
+                   {"--heads", &f->heads, 1, 1000},
+                   {"--width", &f->width, 1, 65536},
+                   {"--context", &f->context, 1, 65536},
+                   {"--batch", &f->batch, 1, 65536},
+                   {"--micro", &f->micro, 1, 65536},
+                   {"--accum", &f->accum, 1, 1024},
+                   {"--steps", &f->steps, 1, 1e9},
+                   {"--seed", &f->seed, 0, 4e9},
+                   {"--ranks", &f->ranks, 1, 1024},
+                   {"--shard-size", &f->shard_size, 1, 65536}};
     struct {
         const char *name;
         const char **value;
-    } texts[] = {{"--optimizer", &f->optimizer}, {"--text", &f->text}, {"--csv", &f->csv}, {"--svg", &f->svg}};
+    } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
+                 {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
+                 {"--trace", &f->trace}};
     for (int i = 1; i < argc; i++) {
         size_t n = sizeof numbers / sizeof numbers[0], t = sizeof texts / sizeof texts[0], k;
         double value;
@@ -719,7 +611,7 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
             if (gpt_number(argv[i], argv[i + 1], numbers[k].least, numbers[k].most, &value) != 0)
                 return 1;
             if (value != (double)(long)value)
-                return gpt_complain("flag", argv[i], "needs a whole number");
+                return report_complain("flag", argv[i], "needs a whole number");
             *numbers[k].value = (long)value;
             i++;
             continue;
@@ -727,23 +619,19 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
         for (k = 0; k < t && strcmp(argv[i], texts[k].name) != 0; k++)
             continue;
         if (k < t && argv[i + 1] == NULL)
-            return gpt_complain("flag", argv[i], "needs a value");
+            return report_complain("flag", argv[i], "needs a value");
         if (k < t)
             *texts[k].value = argv[++i];
-        else if (strcmp(argv[i], "--lr") == 0) {
-            if (gpt_number("--lr", argv[i + 1], 0, 1000, &f->lr) != 0)
+        else if (strcmp(argv[i], "--lr") == 0 || strcmp(argv[i], "--clip") == 0) {
+            if (gpt_number(argv[i], argv[i + 1], 0, 1000, argv[i][2] == 'l' ? &f->lr : &f->clip) != 0)
                 return 1;
             i++;
         } else if (strcmp(argv[i], "--quiet") == 0)
             f->quiet = 1;
         else
-            return gpt_complain("flag", argv[i], "is unknown; --help lists them");
+            return report_complain("flag", argv[i], "is unknown; --help lists them");
     }
-    if (f->width % f->heads != 0)
-        return gpt_complain("flag", "--width", "must be a multiple of --heads");
-    if (strcmp(f->optimizer, "adamw") != 0 && strcmp(f->optimizer, "sgd") != 0)
-        return gpt_complain("optimizer", f->optimizer, "is unknown; adamw and sgd are possible");
-    return gpt_check_size(f);
+    return gpt_check_flags(f);
 }
 
 static gpt_flags gpt_defaults(void)
@@ -752,11 +640,15 @@ static gpt_flags gpt_defaults(void)
     memset(&f, 0, sizeof f);
     f.layers = f.heads = 4;
     f.width = f.context = 128;
-    f.batch = f.micro = 8;
+    f.batch = 8;
+    f.shard_size = 2;
     f.steps = 100;
     f.lr = 1e-3;
+    f.clip = 1;
     f.seed = f.ranks = 1;
     f.optimizer = "adamw";
+    f.strategy = "none";
+    f.gather = "f32";
     f.text = "dtrain.h";
     f.csv = "build/train_gpt.csv";
     f.svg = "build/train_gpt.svg";
@@ -775,7 +667,7 @@ static int gpt_join(gpt_job *job)
         dtrain_comm_destroy(job->world);
         job->world = NULL;
     } else if (job->flags.ranks > 1)
-        return gpt_complain("flag", "--ranks", "is for threads; a launcher has started processes already");
+        return report_complain("flag", "--ranks", "is for threads; a launcher has started processes already");
     return 0;
 }
 
@@ -798,10 +690,15 @@ static int gpt_help(void)
          "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
          "  --batch 8        sequences a micro-batch\n"
          "  --micro 8        micro-batches a step, over all ranks together\n"
-         "  --steps 100 --lr 1e-3 --optimizer adamw|sgd --seed 1\n"
+         "  --accum N        or: micro-batches a rank and step\n"
+         "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
+         "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
+         "                   parameters as well; these among every --shard-size 2 ranks\n"
+         "  --gather f32|bf16|f16   how parameters travel\n"
          "  --ranks 1        threads that share the work\n"
          "  --text dtrain.h  what to learn; its last tenth is held out\n"
          "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
+         "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
          "  --quiet          only the result");
     return 0;
 }
@@ -810,15 +707,17 @@ static int gpt_open_outputs(gpt_job *job)
 {
     if (dtrain_comm_rank(job->world) != 0)
         return 0; /* rank 0 writes */
-    if (gpt_open(&job->csv, job->flags.csv) != 0 || gpt_open(&job->svg, job->flags.svg) != 0)
+    if (report_open(&job->csv, job->flags.csv) != 0 || report_open(&job->svg, job->flags.svg) != 0)
         return 1;
-    if (gpt_same_file(&job->csv, &job->svg))
-        return gpt_complain("output", job->flags.svg, "is the file of --csv too");
+    if (job->flags.trace != NULL && report_try(job->flags.trace) != 0)
+        return 1;
+    if (report_same_file(&job->csv, &job->svg))
+        return report_complain("output", job->flags.svg, "is the file of --csv too");
     job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
     if (job->losses == NULL)
-        return gpt_complain("flag", "--steps", "needs more memory than there is");
+        return report_complain("flag", "--steps", "needs more memory than there is");
     if (fprintf(job->csv.file, "step,loss,lr,norm\n") < 0 || fflush(job->csv.file) != 0)
-        return gpt_complain("output", job->flags.csv, strerror(errno));
+        return report_complain("output", job->flags.csv, strerror(errno));
     return 0;
 }
 
@@ -830,16 +729,16 @@ static int gpt_main(int argc, char **argv)
     job.flags = gpt_defaults();
     if (argc == 2 && strcmp(argv[1], "--help") == 0)
         return gpt_help();
-    bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_join(&job) || gpt_open_outputs(&job) ||
-          gpt_run(&job);
+    bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_join(&job) || gpt_settle(&job) ||
+          gpt_open_outputs(&job) || gpt_run(&job);
     if (!bad && job.svg.file != NULL) {
-        gpt_draw_curve(job.svg.file, job.losses, job.flags.steps);
-        bad = gpt_close(&job.csv) | gpt_close(&job.svg);
+        report_draw_curve(job.svg.file, job.losses, job.flags.steps);
+        bad = report_close(&job.csv) | report_close(&job.svg);
         if (fflush(stdout) != 0 || ferror(stdout))
-            bad = gpt_complain("output", "of the result", "could not be written");
+            bad = report_complain("output", "of the result", "could not be written");
     }
-    gpt_discard(&job.csv);
-    gpt_discard(&job.svg);
+    report_discard(&job.csv);
+    report_discard(&job.svg);
     dtrain_comm_destroy(job.world);
     free(job.losses);
     free(job.text);

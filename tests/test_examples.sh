@@ -65,7 +65,7 @@ try() { # what command...; a fact about the last run
     check $? "$what"
 }
 
-for example in quickstart train_mlp frame_loop custom_transport train_gpt; do
+for example in quickstart train_mlp frame_loop custom_transport survive train_gpt; do
     build_example $example
     check $? "$example builds by its own line without a warning"
 done
@@ -100,13 +100,37 @@ for ranks in 1 2 3 4 8; do
         check $? "train_gpt has the same weights on $ranks threads and processes $wire"
     done
 done
+run train_gpt --ranks 4 $small
+weights "$dir/out" >"$dir/threads"
+for strategy in full grad "hybrid --shard-size 2"; do
+    timeout 60 build/dtrun -n 4 "$dir/train_gpt" $small --strategy $strategy >"$dir/out" 2>"$dir/log"
+    weights "$dir/out" >"$dir/processes"
+    [ -s "$dir/threads" ] && cmp -s "$dir/threads" "$dir/processes"
+    check $? "train_gpt has the same weights under --strategy $strategy on 4 processes"
+done
 timeout 60 build/dtrun -n 4 sh -c '[ $DTRAIN_RANK != 2 ] || (sleep 1; kill -9 $$) & exec "$@"' sh "$dir/train_gpt" \
     --layers 1 --width 32 --heads 2 --context 16 --steps 1000000 --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" \
     >"$dir/out" 2>"$dir/log"
 [ $? -eq 137 ] && grep -q 'dtrun: rank 2 (pid [0-9]*) was killed by signal 9 (Killed)' "$dir/log" &&
-    [ "$(grep -c 'ERR_PEER_LOST.*rank 2 (pid [0-9]* on .*is lost' "$dir/log")" -eq 3 ] &&
+    [ "$(grep -c 'ERR_PEER_LOST.*rank 2 (\(rank 2 of the world, \)*pid [0-9]* on .*is lost' "$dir/log")" -eq 3 ] &&
     [ "$(grep -c 'dtrun: rank [013] (pid [0-9]*) exited with status 1' "$dir/log")" -eq 3 ]
 check $? "a killed rank of train_gpt is named by the other three, which exit, and by dtrun"
+
+# A rank of survive that is killed between two units, and one when its gradients are complete.
+for death in backward barrier; do
+    timeout 120 build/dtrun -n 4 --no-prefix --grace-ms 60000 "$dir/survive" $death >"$dir/out" 2>"$dir/log"
+    [ $? -eq 137 ] && [ "$(grep -c 'dtrun: rank [012] (pid [0-9]*) exited with status 0' "$dir/log")" -eq 3 ]
+    check $? "survive: three of four ranks end well when the fourth is killed in $death"
+    cat "$dir/out" >>"$dir/log"
+    step=199
+    [ $death = backward ] || step=200
+    grep -q "^state of step $step: \([0-9a-f]*\), without the loss \1: the same$" "$dir/out" &&
+        grep -q '^ERR_PEER_LOST in step 200: 3 of 4 ranks go on$' "$dir/out"
+    check $? "survive: after $death the state is that of step $step"
+    awk '/^step/ { if (!/on 3 ranks/) before = $NF; else { after = $NF; first = first == "" ? after : first } }
+         END { exit !(first < before * 1.05 && after < 0.9 * before) }' "$dir/out"
+    check $? "survive: after $death the loss goes on falling from where it was"
+done
 
 sed -n '/^```c$/,/^```$/p' README.md | sed '1d;/^```$/,$d' >"$dir/readme.c"
 awk '/^#define DTRAIN_IMPLEMENTATION/ { on = 1 } on && /^\/\*/ { on = 0 } on' examples/quickstart.c | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' >"$dir/quick.c"

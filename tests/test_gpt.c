@@ -4,6 +4,7 @@
 #define TRAIN_GPT_NO_MAIN
 #include "../examples/train_gpt.c"
 #include "test.h"
+#include "gpt_alone.h"
 
 /* ---- the twin: one sequence, plain loops in double, written from the equations ---- */
 
@@ -128,28 +129,20 @@ static gpt_job small_job(long ranks, long steps)
     return job;
 }
 
-static double *widened(const gpt *model, twin *m)
+static double *widened(const gpt_alone *a, twin *m)
 {
+    const gpt *model = &a->model;
     double *all = (double *)malloc(model->count * sizeof(double));
-    const float *from = (const float *)model->params.data;
     memset(m, 0, sizeof *m);
     m->L = model->L;
     m->H = model->H;
     m->C = model->C;
     m->T = model->T;
     for (size_t i = 0; all != NULL && i < model->count; i++)
-        all[i] = (double)from[i];
+        all[i] = (double)a->weights[i];
     for (int i = 0; i < GPT_PARAMS; i++)
-        m->p[i] = all + ((const float *)model->table[i].data - from);
+        m->p[i] = all + alone_at(model, i, 0);
     return all;
-}
-
-/* Makes the weights large enough that every path carries gradient. */
-static void stir(gpt *model)
-{
-    float *p = (float *)model->params.data;
-    for (size_t i = 0; i < model->count; i++)
-        p[i] += 0.2f * dtrain_random_normal(77, i);
 }
 
 static double twin_batch(const twin *m, const gpt_job *job, const unsigned char *tokens)
@@ -164,23 +157,21 @@ static double twin_batch(const twin *m, const gpt_job *job, const unsigned char 
 TEST(every_backward_agrees_with_finite_differences_of_a_float64_twin)
 {
     gpt_job job = small_job(1, 1);
-    dtrain_allocator allocator = {NULL, NULL, 0, 0};
-    gpt model;
+    gpt_alone a;
     twin m;
     unsigned char tokens[2 * 2 * 12];
     double loss, *all;
-    CHECK_EQ(gpt_create(&model, &job.flags, &allocator), DTRAIN_OK);
-    stir(&model);
-    all = widened(&model, &m);
+    alone_create(&a, &job.flags);
+    alone_stir(&a);
+    all = widened(&a, &m);
     gpt_draw(&job, 0, 0, tokens, tokens + 24);
-    CHECK_EQ(gpt_micro_batch(&model, NULL, tokens, tokens + 24, &loss), DTRAIN_OK);
+    loss = alone_micro_batch(&a, tokens, tokens + 24);
     CHECK(fabs(loss - twin_batch(&m, &job, tokens)) < 1e-4 * loss);
     for (int i = 0; i < GPT_PARAMS; i++) {
-        size_t n = dtrain_param_elements(&model.table[i]),
-               base = (size_t)((float *)model.table[i].data - (float *)model.params.data);
+        size_t n = dtrain_param_elements(&a.model.table[i]), base = alone_at(&a.model, i, 0);
         for (int k = 0; k < 24; k++) {
             size_t at = base + dtrain_random_u64(9, (uint64_t)(100 * i + k)) % n;
-            double kept = all[at], up, down, slope, got = (double)((float *)model.grads.data)[at];
+            double kept = all[at], up, down, slope, got = (double)a.grads[at];
             all[at] = kept + 1e-5;
             up = twin_batch(&m, &job, tokens);
             all[at] = kept - 1e-5;
@@ -188,12 +179,11 @@ TEST(every_backward_agrees_with_finite_differences_of_a_float64_twin)
             all[at] = kept;
             slope = (up - down) / 2e-5;
             if (!(fabs(slope - got) <= 1e-3 * fabs(slope) + 2e-4))
-                TEST_FAIL("%s: element %zu has gradient %g, the twin %g", model.table[i].name, at - base, got, slope);
+                TEST_FAIL("%s: element %zu has gradient %g, the twin %g", a.model.table[i].name, at - base, got, slope);
         }
     }
     free(all);
-    gpt_destroy(&model);
-    CHECK_EQ(allocator.bytes, 0);
+    alone_destroy(&a);
 }
 
 typedef struct outcome {
@@ -203,40 +193,39 @@ typedef struct outcome {
     double validation;
 } outcome;
 
-/* The training loop of train_gpt without its reports. */
+/* The training loop of train_gpt without its reports; what it takes stays within the plan. */
 static dtrain_status train_small(dtrain_comm *world, void *user)
 {
     outcome *o = (outcome *)user;
     gpt_job *job = o->job;
     gpt model;
-    dtrain_ddp *ddp = NULL;
-    dtrain_optimizer *optimizer = NULL;
-    unsigned char tokens[2 * 2 * 12];
-    double losses[64], loss, validation, norm;
-    dtrain_status status = gpt_create(&model, &job->flags, dtrain_comm_allocator(world));
-    if (status == DTRAIN_OK)
-        status = dtrain_ddp_create(&ddp, world, model.table, GPT_PARAMS, NULL);
-    if (status == DTRAIN_OK)
-        status = dtrain_optimizer_create(&optimizer, model.table, GPT_PARAMS, NULL, dtrain_comm_allocator(world));
+    unsigned char tokens[2 * 2 * 12], digest[32];
+    double losses[64], loss, validation = 0, norm;
+    int root = dtrain_comm_rank(world) == 0;
+    dtrain_fsdp_stats stats;
+    dtrain_fsdp_plan_result plan;
+    dtrain_fsdp_desc desc = gpt_fsdp_desc(&job->flags, job->flags.strategy, dtrain_comm_size(world));
+    dtrain_status status = gpt_create(&model, &job->flags, world);
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
-        status = gpt_step(job, &model, world, ddp, step, tokens, losses, &loss);
-        if (status == DTRAIN_OK)
-            status = dtrain_clip_grad_norm(model.table, GPT_PARAMS, 1.0f, &norm);
-        if (status == DTRAIN_OK)
-            status = dtrain_optimizer_step(optimizer, (float)job->flags.lr);
-        if (dtrain_comm_rank(world) == 0)
+        status = gpt_step(job, &model, world, step, tokens, losses, (float)job->flags.lr, &loss, &norm);
+        if (root)
             o->losses[step] = loss;
     }
     if (status == DTRAIN_OK)
-        status = dtrain_comm_check_equal(world, model.params.data, model.count, DTRAIN_F32);
+        status = gpt_check_copies(&model, world);
     if (status == DTRAIN_OK)
         status = gpt_validate(job, &model, world, &validation);
-    if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
-        dtrain_sha256(model.params.data, model.params.bytes, o->digest);
+    if (status == DTRAIN_OK)
+        status = gpt_digest(&model, root, digest);
+    if (status == DTRAIN_OK && root) {
+        memcpy(o->digest, digest, 32);
         o->validation = validation;
     }
-    dtrain_optimizer_destroy(optimizer);
-    dtrain_ddp_destroy(ddp);
+    stats = dtrain_fsdp_get_stats(model.fsdp);
+    CHECK_EQ(dtrain_fsdp_plan(model.table, GPT_PARAMS, &desc, dtrain_comm_size(world), dtrain_comm_rank(world), &plan),
+             DTRAIN_OK);
+    if (stats.peak_bytes > plan.peak + 65536)
+        TEST_FAIL("%s: %zu bytes were planned, %zu used", job->flags.strategy, plan.peak, stats.peak_bytes);
     gpt_destroy(&model);
     return status;
 }
@@ -266,6 +255,83 @@ TEST(ranks_1_2_4_and_8_end_100_steps_with_the_same_bits)
         CHECK(memcmp(first.digest, o.digest, 32) == 0);
         CHECK(memcmp(one, other, sizeof one) == 0);
         CHECK(first.validation == o.validation);
+    }
+}
+
+TEST(every_strategy_and_dtype_ends_with_the_same_bits)
+{
+    static const char *const gathers[] = {"f32", "bf16", "f16"};
+    double one[20], other[20];
+    unsigned char last[32] = {0};
+    for (int g = 0; g < 3; g++) {
+        gpt_job job = small_job(1, 20);
+        job.flags.gather = gathers[g];
+        outcome first = run_small(&job, one);
+        CHECK(memcmp(first.digest, last, 32) != 0);
+        memcpy(last, first.digest, 32);
+        for (int i = 0; i < GPT_STRATEGIES; i++) {
+            int hybrid = gpt_strategies[i].strategy == DTRAIN_HYBRID_SHARD;
+            job.flags.strategy = gpt_strategies[i].name;
+            for (job.flags.ranks = hybrid ? 4 : 1; job.flags.ranks <= 8; job.flags.ranks *= 2) {
+                outcome o = run_small(&job, other);
+                if (memcmp(first.digest, o.digest, 32) != 0 || memcmp(one, other, sizeof one) != 0 ||
+                    first.validation != o.validation)
+                    TEST_FAIL("%s, %s on %ld ranks ends with other bits", gathers[g], job.flags.strategy,
+                              job.flags.ranks);
+            }
+        }
+    }
+}
+
+TEST(strategies_agree_where_ranks_do_not_divide_the_micro_batches)
+{
+    static const long ranks[] = {2, 3, 6, 9};
+    double one[10], other[10];
+    gpt_job job = small_job(1, 10);
+    job.flags.micro = 7;
+    for (int k = 0; k < 4; k++) {
+        job.flags.ranks = ranks[k];
+        job.flags.strategy = "none";
+        outcome none = run_small(&job, one);
+        job.flags.strategy = "grad";
+        CHECK(memcmp(none.digest, run_small(&job, other).digest, 32) == 0);
+        job.flags.strategy = "full";
+        CHECK(memcmp(none.digest, run_small(&job, other).digest, 32) == 0);
+        CHECK(memcmp(one, other, sizeof one) == 0);
+    }
+}
+
+/* What gpt_check_copies is for: one rank's copy of the weights goes astray. */
+static dtrain_status go_astray(dtrain_comm *world, void *user)
+{
+    gpt_job *job = (gpt_job *)user;
+    const dtrain_slice *slices = NULL;
+    size_t count = 0;
+    gpt model;
+    dtrain_status status = gpt_create(&model, &job->flags, world);
+    CHECK_EQ(status, DTRAIN_OK);
+    CHECK_EQ(gpt_check_copies(&model, world), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_local(model.fsdp, &slices, &count), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 3 && dtrain_fsdp_strategy(model.fsdp) == DTRAIN_SHARD_GRAD_OP)
+        model.params[LNFW][0] += 1;
+    else if (dtrain_comm_rank(world) == 3)
+        slices[0].weights[0] += 1;
+    if (dtrain_comm_rank(world) % dtrain_fsdp_shard_size(model.fsdp) == 3 % dtrain_fsdp_shard_size(model.fsdp) ||
+        dtrain_fsdp_strategy(model.fsdp) == DTRAIN_SHARD_GRAD_OP)
+        CHECK_EQ(gpt_check_copies(&model, world), DTRAIN_ERR_MISMATCH);
+    else
+        CHECK_EQ(gpt_check_copies(&model, world), DTRAIN_OK);
+    gpt_destroy(&model);
+    return DTRAIN_OK;
+}
+
+TEST(a_copy_that_differs_is_found)
+{
+    static const char *const strategies[] = {"none", "grad", "hybrid"};
+    for (int i = 0; i < 3; i++) {
+        gpt_job job = small_job(4, 1);
+        job.flags.strategy = strategies[i];
+        CHECK_EQ(dtrain_run_threads(4, go_astray, &job, NULL), DTRAIN_OK);
     }
 }
 
@@ -323,21 +389,20 @@ TEST(the_first_losses_agree_with_the_twin)
 {
     double losses[1];
     gpt_job job = small_job(2, 1);
-    dtrain_allocator allocator = {NULL, NULL, 0, 0};
     unsigned char tokens[2 * 2 * 12];
-    gpt model;
+    gpt_alone a;
     twin m;
     double expected = 0, *all;
     run_small(&job, losses);
-    CHECK_EQ(gpt_create(&model, &job.flags, &allocator), DTRAIN_OK);
-    all = widened(&model, &m);
+    alone_create(&a, &job.flags);
+    all = widened(&a, &m);
     for (long i = 0; i < job.flags.micro; i++) {
         gpt_draw(&job, 0, i, tokens, tokens + 24);
         expected += twin_batch(&m, &job, tokens) / (double)(job.flags.micro * job.flags.batch * job.flags.context);
     }
     CHECK(fabs(losses[0] - expected) < 1e-4);
     free(all);
-    gpt_destroy(&model);
+    alone_destroy(&a);
 }
 
 /* ---- the program: its flags, its files, what it prints ---- */
@@ -445,7 +510,16 @@ static const char *const bad_lines[][2] = {
     {"--lr -1", "--lr -1"},
     {"--heads 3", "multiple of --heads"},
     {"--optimizer lion", "lion"},
-    {"--layers 1000 --heads 1 --width 65536 --context 65536 --batch 65536", "too large"},
+    {"--strategy zero", "possible are full, grad, none, hybrid"},
+    {"--gather f64", "possible are bf16, f16, f32"},
+    {"--strategy hybrid --shard-size 3 --ranks 4", "shard_size is 3 on 4 ranks"},
+    {"--accum 3 --ranks 2", "--micro 4: --accum 3 on 2 ranks makes 6"},
+    {"--accum 0", "--accum 0"},
+    {"--clip -1", "--clip -1"},
+    {"--trace %/none/trace", "/none/trace: No such file"},
+    {"--trace %", "is a directory"},
+    {"--trace /dev/null", "is no plain file"},
+    {"--layers 1000 --heads 1 --width 65536 --batch 65536", "too large"},
     {"--text %/none", "/none: No such file"},
     {"--text %/empty", "is empty"},
     {"--text %/short", "is too short"},
@@ -504,7 +578,7 @@ TEST(a_run_that_diverges_says_at_which_step_and_fails)
 
 TEST(the_program_reports_its_steps_and_writes_its_files)
 {
-    static char csv[8192], again[8192], svg[8192];
+    static char csv[8192], again[8192], svg[8192], trace[1 << 20];
     char dir[64];
     program one, two;
     small_job(1, 1);
@@ -526,11 +600,21 @@ TEST(the_program_reports_its_steps_and_writes_its_files)
     read_text(dir, "svg", svg, sizeof svg);
     CHECK(strncmp(svg, "<svg ", 5) == 0 && strcmp(svg + strlen(svg) - 7, "</svg>\n") == 0);
     CHECK_EQ(count_of(svg, "<polyline"), 1);
+    CHECK_CONTAINS(one.out, "\nnone ");
+    CHECK_CONTAINS(one.out, " <- this run\n");
+    CHECK_CONTAINS(one.out, "\nhybrid     not with --shard-size 2 on 1 ranks\n");
+    CHECK_CONTAINS(one.out, "\nmemory of none: ");
     two = run_program(SMALL "--ranks 2 --quiet", dir);
     CHECK_EQ(two.status, 0);
     CHECK(strncmp(two.out, "result weights_sha256=", 22) == 0 &&
           strncmp(strstr(one.out, "result "), two.out, 22 + 64) == 0);
     CHECK(strcmp(csv, read_text(dir, "csv", again, sizeof again)) == 0);
+    two = run_program(SMALL "--ranks 4 --quiet --accum 1 --strategy full --trace %/trace", dir);
+    CHECK(strncmp(strstr(one.out, "result "), two.out, 22 + 64) == 0);
+    read_text(dir, "trace", trace, sizeof trace);
+    CHECK(strncmp(trace, "{\"traceEvents\":[", 16) == 0);
+    CHECK(count_of(trace, "\"gather unit 1\"") > 0 && count_of(trace, "\"reduce unit 1\"") > 0);
+    CHECK_EQ(unlink(path_in(dir, "trace")), 0);
     CHECK_EQ(run_program(SMALL "--csv /dev/null --svg /dev/null --steps 1", dir).status, 0);
     CHECK_EQ(unlink(path_in(dir, "text")) | unlink(path_in(dir, "csv")) | unlink(path_in(dir, "svg")), 0);
     CHECK_EQ(rmdir(dir), 0);

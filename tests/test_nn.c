@@ -7,6 +7,7 @@
 #undef main
 
 #include "test.h"
+#include "gpt_alone.h"
 
 /* ---- the tape: scalars in float64, differentiated in reverse ---- */
 
@@ -485,10 +486,10 @@ static void test_job_destroy(gpt_job *job)
     free(job->losses);
 }
 
-/* The first node of layer l of a parameter: the tape's first leaves are the model's flat parameters. */
+/* The first node of layer l of a parameter: the tape's first leaves are the model's parameters in table order. */
 static int ref_param(const gpt *m, int which, int l)
 {
-    return (int)(gpt_weight(m, which, (size_t)l) - (const float *)m->params.data);
+    return (int)alone_at(m, which, (size_t)l);
 }
 
 /* The whole model in float64 from weights[m->count]; returns the node of the summed loss. */
@@ -528,55 +529,54 @@ static double *test_doubles(size_t n)
 TEST(every_gradient_of_the_model_agrees_with_the_float64_tape)
 {
     gpt_job job = test_job(2, 3, 21, 19, 2, 1, 1);
-    dtrain_allocator allocator;
-    gpt m;
+    gpt_alone a;
+    const gpt *m = &a.model;
     tape t = {NULL, 0, 0};
     unsigned char tokens[2 * 19], targets[2 * 19];
-    double loss = 0, *weights;
+    double loss, *weights;
     int root;
-    memset(&allocator, 0, sizeof allocator);
-    CHECK_EQ(gpt_create(&m, &job.flags, &allocator), DTRAIN_OK);
-    weights = test_doubles(2 * m.count);
-    for (size_t i = 0; i < m.count; i++) { /* far from where training starts, so that no path is near zero */
-        ((float *)m.params.data)[i] += 0.2f * dtrain_random_normal(77, i);
-        weights[i] = (double)((float *)m.params.data)[i];
-    }
+    alone_create(&a, &job.flags);
+    alone_stir(&a); /* far from where training starts, so that no path is near zero */
+    weights = test_doubles(2 * m->count);
+    for (size_t i = 0; i < m->count; i++)
+        weights[i] = (double)a.weights[i];
     gpt_draw(&job, 0, 0, tokens, targets);
-    CHECK_EQ(gpt_micro_batch(&m, NULL, tokens, targets, &loss), DTRAIN_OK);
-    root = ref_gpt(&t, &m, weights, tokens, targets);
+    loss = alone_micro_batch(&a, tokens, targets);
+    root = ref_gpt(&t, m, weights, tokens, targets);
     CHECK(fabs(loss / t.nodes[root].value - 1) < 1e-5);
     t.nodes[root].grad = 1;
     tape_backward(&t, root);
-    for (size_t i = 0; i < m.count; i++)
-        weights[m.count + i] = t.nodes[i].grad;
+    for (size_t i = 0; i < m->count; i++)
+        weights[m->count + i] = t.nodes[i].grad;
     for (int p = 0; p < GPT_PARAMS; p++) {
-        size_t at = (size_t)ref_param(&m, p, 0), n = dtrain_param_elements(&m.table[p]);
-        double off = test_off((float *)m.grads.data + at, weights + m.count + at, (int)n);
+        size_t at = (size_t)ref_param(m, p, 0), n = dtrain_param_elements(&m->table[p]);
+        double off = test_off(a.grads + at, weights + m->count + at, (int)n);
         if (!(off < 2e-5))
-            TEST_FAIL("gradient of %s: off by %g", m.table[p].name, off);
+            TEST_FAIL("gradient of %s: off by %g", m->table[p].name, off);
     }
     for (int p = 0; p < GPT_PARAMS; p++) { /* the tape itself, against differences */
-        size_t n = dtrain_param_elements(&m.table[p]), at = (size_t)ref_param(&m, p, 0);
+        size_t n = dtrain_param_elements(&m->table[p]), at = (size_t)ref_param(m, p, 0);
         at += dtrain_random_u64(78, (uint64_t)p) % n;
-        double kept = weights[at], up, down, slope = weights[m.count + at];
+        double kept = weights[at], up, down, slope = weights[m->count + at];
         weights[at] = kept + 1e-5;
-        up = t.nodes[ref_gpt(&t, &m, weights, tokens, targets)].value;
+        up = t.nodes[ref_gpt(&t, m, weights, tokens, targets)].value;
         weights[at] = kept - 1e-5;
-        down = t.nodes[ref_gpt(&t, &m, weights, tokens, targets)].value;
+        down = t.nodes[ref_gpt(&t, m, weights, tokens, targets)].value;
         weights[at] = kept;
         CHECK(fabs((up - down) / 2e-5 - slope) < 1e-5 * (1 + fabs(slope)));
     }
     free(weights);
     free(t.nodes);
-    gpt_destroy(&m);
+    alone_destroy(&a);
     test_job_destroy(&job);
 }
 
 /* ---- training ---- */
 
 /* Trains in float64 from the same weights on the same batches, by AdamW or SGD written from their papers. */
-static void ref_train(const gpt_job *job, const gpt *m, double *losses)
+static void ref_train(const gpt_job *job, const gpt_alone *a, double *losses)
 {
+    const gpt *m = &a->model;
     size_t n = m->count, BT = m->B * m->T, micro = (size_t)job->flags.micro;
     double *w = test_doubles(4 * n), *g = w + n, *first = g + n, *second = first + n;
     double warm = (double)(job->flags.steps / 10), steps = (double)job->flags.steps, peak = job->flags.lr;
@@ -584,7 +584,7 @@ static void ref_train(const gpt_job *job, const gpt *m, double *losses)
     unsigned char *text = (unsigned char *)calloc(2 * BT, 1);
     tape t = {NULL, 0, 0};
     for (size_t i = 0; i < n; i++)
-        w[i] = (double)((const float *)m->params.data)[i];
+        w[i] = (double)a->weights[i];
     for (long step = 0; text != NULL && step < job->flags.steps; step++) {
         double s = (double)step, along = (s - warm) / (steps - warm), square = 0, clip, lr;
         lr = s < warm ? peak * (s + 1) / warm : 0.1 * peak + 0.9 * peak * (1 + cos(acos(-1.0) * along)) / 2;
@@ -625,21 +625,19 @@ static void ref_train(const gpt_job *job, const gpt *m, double *losses)
 static void first_steps_check(const char *optimizer, double lr)
 {
     gpt_job job = test_job(2, 2, 24, 20, 2, 2, 20);
-    dtrain_allocator allocator;
-    gpt m;
+    gpt_alone a;
     double expected[20], off = 0;
-    memset(&allocator, 0, sizeof allocator);
     job.flags.optimizer = optimizer;
     job.flags.lr = lr;
-    CHECK_EQ(gpt_create(&m, &job.flags, &allocator), DTRAIN_OK);
-    ref_train(&job, &m, expected);
+    alone_create(&a, &job.flags);
+    ref_train(&job, &a, expected);
     CHECK_EQ(gpt_run(&job), 0);
     for (int i = 0; i < 20; i++)
         off = fabs(job.losses[i] - expected[i]) > off ? fabs(job.losses[i] - expected[i]) : off;
     if (!(off < 1e-4))
         TEST_FAIL("%s: losses are off by %g", optimizer, off);
     CHECK(expected[19] < expected[0] - 0.1);
-    gpt_destroy(&m);
+    alone_destroy(&a);
     test_job_destroy(&job);
 }
 

@@ -108,6 +108,22 @@ static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t b
     event->end_ns = end_ns;
 }
 
+/* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
+ * of its own groups learn it from the system. What is this rank's own trouble is no status of theirs. */
+static void dtrain__fsdp_tell(dtrain_fsdp *fsdp)
+{
+    dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
+    dtrain_status status = fsdp->broken.status;
+    dtrain__error cause, kept = dtrain__thread_error;
+    if (status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID)
+        status = DTRAIN_ERR_ABORTED;
+    dtrain__fail(&cause, status, "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0] && !fsdp->shares_comm; i++)
+        if (groups[i] != NULL)
+            dtrain__comm_break(groups[i], &cause);
+    dtrain__thread_error = kept;
+}
+
 /* The first failure is kept: buffers may still be in use, so nothing goes on. */
 static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
 {
@@ -115,6 +131,7 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
         dtrain__error cause = dtrain__thread_error;
         dtrain__fail(&fsdp->broken, status, "fsdp on rank %d, %s of unit %d: %.560s", dtrain__fsdp_rank(fsdp), what,
                      unit, cause.text);
+        dtrain__fsdp_tell(fsdp);
     }
     fsdp->error = fsdp->broken;
     return dtrain__report(&fsdp->broken);

@@ -267,7 +267,8 @@ typedef struct dtrain_slice {
 /* Lists this rank's slices, those of no elements included: by unit, in table order. The array is the object's; it stays
  * until the next call that takes the object.
  *
- * After an own update of the weights, call dtrain_fsdp_publish. To resume, write weights and state, then publish.
+ * After an own update of the weights, call dtrain_fsdp_publish. To resume, write weights and state, then publish, and
+ * say with dtrain_fsdp_set_step how old they are. They can be read when the object is broken, too.
  *
  * one thread per object; never blocks */
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count);
@@ -277,6 +278,15 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp);
+
+/* Return and set the number of steps that the optimizer has made, by which AdamW corrects its averages: part of what
+ * is saved and resumed. The same on every rank. A step that could not be published is counted.
+ *
+ *   errors   DTRAIN_ERR_INVALID  gradients of a step are not used yet
+ *
+ * one thread per object; never blocks */
+DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp);
+DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step);
 
 /* Takes this rank's slice of a gathered unit from its full parameters: the caller has written them, the same on every
  * rank, as when it initialises a model that no rank can hold.

@@ -331,6 +331,26 @@ DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
     return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp)) : status;
 }
 
+DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->step : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_step", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->grads != NULL)
+        return dtrain__fail(
+            &fsdp->error, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_set_step: gradients of a step are not used yet on rank %d: end it with dtrain_fsdp_step, "
+            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
+            dtrain__fsdp_rank(fsdp));
+    fsdp->step = step;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
 DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp)
 {
     return fsdp != NULL ? dtrain__layout_strategy(&fsdp->desc) : DTRAIN_STRATEGY_DEFAULT;
