@@ -16045,7 +16045,7 @@ DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t c
 
 typedef struct dtrain__params_print {
     unsigned char before[32], name[32];
-    uint64_t fields[7 + DTRAIN_MAX_DIMS];
+    uint64_t fields[8 + DTRAIN_MAX_DIMS];
 } dtrain__params_print;
 
 /* Adds a good table, but for its addresses, to the hash that digest holds. */
@@ -16063,8 +16063,9 @@ static void dtrain__params_digest(const dtrain_param *table, size_t count, unsig
         print.fields[4] = table[i].grad != NULL;
         print.fields[5] = table[i].frozen != 0;
         print.fields[6] = table[i].tied != 0;
+        print.fields[7] = table[i].no_decay != 0;
         for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
-            print.fields[7 + d] = table[i].shape[d];
+            print.fields[8 + d] = table[i].shape[d];
         dtrain_sha256(&print, sizeof print, digest);
     }
 }
@@ -16943,7 +16944,13 @@ static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t end
         memset(pages->base + first * pages->page, 0, (end - first) * pages->page);
 }
 
-/* Ends a use: pages without users go; what lies in others is set to zero where zero says so. */
+static int dtrain__pages_are_zero(const unsigned char *at, size_t bytes)
+{
+    return bytes == 0 || (*at == 0 && memcmp(at, at + 1, bytes - 1) == 0);
+}
+
+/* Ends a use: pages without users go; what lies in others is set to zero where zero says so. Then a page at either end
+ * stays, too, while a neighbour has written there without being noted as its user. */
 static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes, int zero)
 {
     size_t page = pages->page, free_begin = begin / page, gone = 0, at;
@@ -16952,13 +16959,14 @@ static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes,
         int last = --pages->users[at] == 0;
         size_t low = at * page > begin ? at * page : begin;
         size_t high = (at + 1) * page < begin + bytes ? (at + 1) * page : begin + bytes;
-        if (last) {
-            gone++;
+        gone += last ? 1 : 0;
+        if (last && (!zero || high - low == page))
             continue;
-        }
-        dtrain__pages_discard(pages, free_begin, at);
         if (zero)
             memset(pages->base + low, 0, high - low);
+        if (last && dtrain__pages_are_zero(pages->base + at * page, page))
+            continue;
+        dtrain__pages_discard(pages, free_begin, at);
         free_begin = at + 1;
     }
     dtrain__pages_discard(pages, free_begin, at);
@@ -17002,9 +17010,10 @@ enum { DTRAIN__LANE_COMPUTE, DTRAIN__LANE_GATHER, DTRAIN__LANE_REDUCE, DTRAIN__L
 
 typedef struct dtrain__fsdp_unit {
     int state;
-    int held;  /* gathered, and neither released nor reduced since */
-    int fresh; /* gathered since it was last reduced */
-    int stale; /* what is in memory is not what a gather would bring */
+    int held;     /* gathered, and neither released nor reduced since */
+    int fresh;    /* gathered since it was last reduced */
+    int stale;    /* what is in memory is not what a gather would bring */
+    int backward; /* gathered on the way down, and its gradients not taken over since */
     int has_pages, has_grads;
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
@@ -17018,7 +17027,7 @@ typedef struct dtrain__fsdp_event {
 
 /* What ranks tell each other at the end of a step. */
 typedef struct dtrain__fsdp_note {
-    uint64_t rounds; /* reductions of every unit */
+    uint64_t begun; /* micro-batches of which it has reduced something */
     uint64_t failed;
     char why[DTRAIN__FSDP_WHY];
     double unused;
@@ -17055,7 +17064,9 @@ struct dtrain_fsdp {
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
     int round;                               /* reductions of every unit that have begun and ended */
+    int joined;                              /* of those that are over, without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */
+    int most;                                /* that one of the ranks has announced */
     double announcement[2], *announcements, total_weight;
     dtrain_work *announcing;
     dtrain__fsdp_note note, *notes;
@@ -17276,6 +17287,7 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
 #define DTRAIN__FSDP_GATHER
 
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
+static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
 
 /* Starts to gather one range. */
 static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
@@ -17333,6 +17345,7 @@ static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
         status = dtrain__fsdp_gather_finish(fsdp, number);
     if (status == DTRAIN_OK) {
         fsdp->units[number].state = DTRAIN__ABSENT;
+        fsdp->units[number].stale = 0;
         dtrain__fsdp_page_weights(fsdp, number, 0);
     }
     return status;
@@ -17384,24 +17397,42 @@ static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
     return -1;
 }
 
+/* Notes that a unit is used, and where the pass is: on its way down gradients are computed. Returns the direction; 0: a
+ * tied unit is used beside the one that is held, which is no turn of the pass. */
+static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    int beside =
+        fsdp->layout.units[number].tied && fsdp->last >= 0 && fsdp->last != number && fsdp->units[fsdp->last].held;
+    int direction = beside ? 0 : dtrain__fsdp_direction(fsdp, number);
+    unit->held = unit->fresh = 1;
+    unit->used = ++fsdp->clock;
+    fsdp->last = beside ? fsdp->last : number;
+    fsdp->prefetched = 0;
+    if (direction < 0) {
+        unit->backward = 1;
+        dtrain__fsdp_page_grads(fsdp, number, 1);
+    }
+    return direction;
+}
+
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
-    int direction = dtrain__fsdp_direction(fsdp, number), room;
+    int room;
     dtrain_status status = dtrain__fsdp_advance(fsdp, number);
-    unit->held = unit->fresh = 1;
-    unit->used = ++fsdp->clock;
-    fsdp->last = number;
-    fsdp->prefetched = 0;
-    if (direction < 0)
-        dtrain__fsdp_page_grads(fsdp, number, 1);
+    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || fsdp->announced > fsdp->ended))
+        status = dtrain__fsdp_left_out(fsdp, number);
+    int direction = dtrain__fsdp_use(fsdp, number);
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
-    if (unit->state == DTRAIN__ABSENT)
+    if (unit->stale)
+        status = dtrain__fsdp_gather_drop(fsdp, number);
+    if (status == DTRAIN_OK && unit->state == DTRAIN__ABSENT)
         status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status == DTRAIN_OK && unit->state == DTRAIN__ABSENT)
         status = dtrain__fsdp_gather_start(fsdp, number);
-    if (status == DTRAIN_OK && !fsdp->desc.no_prefetch)
+    if (status == DTRAIN_OK && !fsdp->desc.no_prefetch && direction != 0)
         status = dtrain__fsdp_gather_ahead(fsdp, number + direction);
     if (status == DTRAIN_OK && unit->state == DTRAIN__COMING)
         status = dtrain__fsdp_gather_finish(fsdp, number);
@@ -17647,12 +17678,47 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, int
     }
 }
 
+/* Learns the weight of all ranks, and the most micro-batches of one, where they announced them. */
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    fsdp->total_weight = (double)ranks;
+    fsdp->most = 1;
+    if (fsdp->announced < 0)
+        return DTRAIN_OK;
+    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
+    fsdp->total_weight = 0.0;
+    for (int rank = 0; rank < ranks; rank++) {
+        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
+        fsdp->total_weight += all[2 * rank + 1];
+    }
+    return status;
+}
+
+/* Micro-batches that are folded in full, this one included, before they are reduced. Where ranks gather together they
+ * reduce together, in the pass that is the last for all: else some would wait in a reduction, others in a gather. */
+static dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
+{
+    dtrain_status status = DTRAIN_OK;
+    *count = 1;
+    if (!fsdp->desc.keep_full_grads)
+        return DTRAIN_OK;
+    if (!fsdp->layout.resident)
+        status = dtrain__fsdp_announced(fsdp);
+    *count = fsdp->layout.resident ? fsdp->announced : fsdp->most;
+    return status;
+}
+
 /* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    int keeps = fsdp->desc.keep_full_grads && fsdp->announced > 1, last = fsdp->ended >= fsdp->announced - 1;
-    dtrain_status status = dtrain__fsdp_settle(fsdp, number);
+    int folded;
+    dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
+    int keeps = folded > 1, last = fsdp->ended >= folded - 1;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_settle(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
         status =
             dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__trailing_ones((unsigned)fsdp->ended)], layout->trained);
@@ -17669,12 +17735,24 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     }
     dtrain__fpmode_restore(mode);
     fsdp->units[number].reduced = 1;
+    fsdp->units[number].backward = 0;
     fsdp->reduced_units++;
     if (keeps && !last)
         dtrain__fsdp_page_grads(fsdp, number, 0);
     else
         fsdp->units[number].stage = DTRAIN__WAITS;
     return dtrain__fsdp_reduce_turns(fsdp);
+}
+
+/* A unit that was gathered on the way down and let go again is not used once the pass is below it. Others wait for its
+ * reduction, maybe with a gather that this rank needs, so that it cannot wait for the end of the micro-batch. */
+static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i > unit; i--)
+        if (fsdp->units[i].backward && !fsdp->units[i].held && fsdp->layout.units[i].trained > 0)
+            status = dtrain__fsdp_take(fsdp, i, 1);
+    return status;
 }
 
 /* All units of a micro-batch have been taken over. */
@@ -17703,27 +17781,41 @@ static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Says whether a unit's gradients are still missing in the step, so that they may be computed. */
-static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, int number, const char *call)
+static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call)
 {
-    int rank = dtrain__fsdp_rank(fsdp);
-    if (fsdp->grads != NULL)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "%s: the gradients of the last step are finished but not used on rank %d: call "
-                            "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
-                            call, rank);
+    if (fsdp->grads == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "%s: the gradients of the last step are finished but not used on rank %d: call "
+                        "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                        call, dtrain__fsdp_rank(fsdp));
+}
+
+/* Says whether this rank has a micro-batch left that it has announced; those that it joined do not count. */
+static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call)
+{
+    int computed = fsdp->ended - fsdp->joined;
+    if (computed < (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
+                        "when it begins",
+                        call, computed, dtrain__fsdp_rank(fsdp));
+}
+
+/* Says whether a unit's gradients are still missing in the step, so that they may be computed. */
+static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
+{
+    dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
+    if (status != DTRAIN_OK)
+        return status;
     if (fsdp->units[number].reduced)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
                             "missing: when these are unused, end the micro-batch first",
-                            call, number, fsdp->ended, rank, fsdp->trained_units,
+                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp), fsdp->trained_units,
                             fsdp->trained_units - fsdp->reduced_units);
-    if (fsdp->ended >= (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "%s: all %d micro-batches of this step are over on rank %d: announce as many as you "
-                            "compute when it begins",
-                            call, fsdp->ended, rank);
-    return DTRAIN_OK;
+    return dtrain__fsdp_check_left(fsdp, call);
 }
 
 static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
@@ -17733,7 +17825,7 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
                             "%s: unit %d has not been gathered on rank %d since it was reduced last: gather it, "
                             "compute, then reduce",
                             call, number, dtrain__fsdp_rank(fsdp));
-    return dtrain__fsdp_check_open(fsdp, number, call);
+    return dtrain__fsdp_check_missing(fsdp, number, call);
 }
 
 static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const char *call)
@@ -17745,7 +17837,9 @@ static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const 
         return status;
     fsdp->units[unit].fresh = 0;
     fsdp->just_ended = 0;
-    status = dtrain__fsdp_take(fsdp, unit, 0);
+    status = dtrain__fsdp_left_out(fsdp, unit);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_take(fsdp, unit, 0);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_release_now(fsdp, unit);
     if (status == DTRAIN_OK && fsdp->reduced_units == fsdp->trained_units)
@@ -17766,30 +17860,57 @@ DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_next", 0);
     if (status != DTRAIN_OK)
         return status;
-    if (!fsdp->just_ended)
-        status = dtrain__fsdp_end_micro_batch(fsdp);
+    if (!fsdp->just_ended) {
+        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_next");
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_check_left(fsdp, "dtrain_fsdp_next");
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_end_micro_batch(fsdp);
+    }
     fsdp->just_ended = 0;
     return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* Where gradients are kept until the step, one reduction stands for all micro-batches: adds: this one counts. */
+static dtrain_status dtrain__fsdp_join_now(dtrain_fsdp *fsdp, int adds)
+{
+    dtrain_status status = DTRAIN_OK;
+    int units = fsdp->layout.unit_count;
+    for (int i = 0; status == DTRAIN_OK && i < 2 * units; i++) {
+        int unit = i < units ? i : 2 * units - 1 - i;
+        status = dtrain__fsdp_gather_now(fsdp, unit);
+        if (status == DTRAIN_OK && i >= units && adds && fsdp->layout.units[unit].trained > 0)
+            status = dtrain__fsdp_take(fsdp, unit, 1);
+        fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_release_now(fsdp, unit);
+    }
+    if (status == DTRAIN_OK && adds) {
+        fsdp->joined++;
+        dtrain__fsdp_micro_batch_over(fsdp);
+    }
+    if (status == DTRAIN_OK)
+        fsdp->just_ended = 0;
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_join", 0);
-    int units = status == DTRAIN_OK ? fsdp->layout.unit_count : 0;
-    for (int i = 0; status == DTRAIN_OK && i < 2 * units; i++) {
-        int unit = i < units ? i : 2 * units - 1 - i;
-        status = dtrain__fsdp_gather_now(fsdp, unit);
-        if (status == DTRAIN_OK && i >= units && fsdp->layout.units[unit].trained > 0)
-            status = dtrain__fsdp_take(fsdp, unit, 1);
-        fsdp->units[unit].fresh = i < units;
-        if (status == DTRAIN_OK)
-            status = dtrain__fsdp_release_now(fsdp, unit);
-    }
     if (status == DTRAIN_OK)
-        dtrain__fsdp_micro_batch_over(fsdp);
+        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_join");
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->reduced_units > 0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_join: rank %d has reduced %d of %d units of this micro-batch: go on with it, "
+                            "or end it with dtrain_fsdp_next",
+                            dtrain__fsdp_rank(fsdp), fsdp->reduced_units, fsdp->trained_units);
+    int folded;
+    status = dtrain__fsdp_folded(fsdp, &folded);
     if (status == DTRAIN_OK)
-        fsdp->just_ended = 0;
-    return units > 0 ? dtrain__fsdp_leave(fsdp, status) : status;
+        status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
 DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)
@@ -17837,32 +17958,17 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
-/* Learns what all ranks announced: *most micro-batches, and the weight of all. */
-static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp, int *most)
-{
-    int ranks = dtrain_comm_size(fsdp->comm);
-    *most = fsdp->ended;
-    fsdp->total_weight = (double)ranks;
-    if (fsdp->announced < 0)
-        return DTRAIN_OK;
-    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
-    fsdp->total_weight = 0.0;
-    for (int rank = 0; rank < ranks; rank++) {
-        *most = all[2 * rank] > (double)*most ? (int)all[2 * rank] : *most;
-        fsdp->total_weight += all[2 * rank + 1];
-    }
-    return status;
-}
-
 /* Adds nothing to the reductions that others make and this rank does not. */
 static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
 {
+    int any = most > 0;
     dtrain_status status = DTRAIN_OK;
     if (fsdp->reduced_units > 0)
         status = dtrain__fsdp_end_micro_batch(fsdp);
-    if (fsdp->desc.keep_full_grads && most > 0)
-        most = fsdp->announced > 1 ? fsdp->announced : 1;
+    if (fsdp->desc.keep_full_grads && most > 0 && status == DTRAIN_OK)
+        status = dtrain__fsdp_folded(fsdp, &most);
+    if (fsdp->desc.keep_full_grads && most < 1 && any)
+        most = 1;
     while (status == DTRAIN_OK && fsdp->ended < most)
         status = dtrain__fsdp_end_micro_batch(fsdp);
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
@@ -17875,43 +17981,71 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
         dtrain__fsdp_page_grads(fsdp, i, 0);
-        fsdp->units[i].reduced = 0;
+        fsdp->units[i].reduced = fsdp->units[i].backward = 0;
     }
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
         fsdp->slices[i].grads = NULL;
     memset(&fsdp->note, 0, sizeof fsdp->note);
     fsdp->grads = NULL;
     fsdp->announced = fsdp->last = -1;
-    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
+    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
 }
 
-/* Compares what all ranks say of the step; the same verdict on every rank. */
-static dtrain_status dtrain__fsdp_agree(dtrain_fsdp *fsdp)
+/* Forgets them before a step is complete: also what was computed and never handed over. */
+static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        if (fsdp->units[i].fresh)
+            dtrain__fsdp_page_grads(fsdp, i, 1);
+    dtrain__fsdp_reset(fsdp);
+}
+
+/* Learns what all ranks say of the step; *most: the micro-batches that one of them has begun, at most. */
+static dtrain_status dtrain__fsdp_hear(dtrain_fsdp *fsdp, int *most)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
     dtrain_status status = DTRAIN_OK;
-    fsdp->note.rounds = (uint64_t)fsdp->round;
+    fsdp->note.begun = (uint64_t)fsdp->ended + (fsdp->reduced_units > 0);
     if (fsdp->world != NULL)
         status = dtrain_all_gather(fsdp->world, &fsdp->note, fsdp->notes, sizeof fsdp->note * (size_t)ranks, DTRAIN_U8);
     else
         fsdp->notes[0] = fsdp->note;
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "ending a step, instead", 0);
-    for (int rank = 0; rank < ranks; rank++) {
+    *most = 0;
+    for (int rank = 0; rank < ranks; rank++)
+        *most = fsdp->notes[rank].begun > (uint64_t)*most ? (int)fsdp->notes[rank].begun : *most;
+    return DTRAIN_OK;
+}
+
+/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made. */
+static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
+{
+    dtrain_status status = dtrain__fsdp_announced(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_hear(fsdp, most);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_catch_up(fsdp, *most);
+    return status;
+}
+
+/* Says whether a step can be applied; the same verdict on every rank. */
+static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
+{
+    for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
         const dtrain__fsdp_note *note = &fsdp->notes[rank];
         if (note->failed)
             return dtrain__fail(&fsdp->error, DTRAIN_ERR_ABORTED,
                                 "fsdp, finishing a step: rank %d could not go on%s%.*s: its gradients are dropped on "
                                 "all ranks, the object can be used",
                                 rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
-        if (note->rounds == 0)
-            return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                                "fsdp, finishing a step: rank %d has reduced no gradient: call dtrain_fsdp_reduce for "
-                                "each unit first, or dtrain_fsdp_begin with 0 micro-batches on a rank without data",
-                                rank);
     }
-    return DTRAIN_OK;
+    if (most > 0 && fsdp->trained_units > 0)
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "fsdp, finishing a step: no rank has reduced a gradient: call dtrain_fsdp_reduce for each unit "
+                        "first; the object can be used");
 }
 
 /* Collapses the levels and divides once. */
@@ -17942,17 +18076,15 @@ static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
     int most;
     if (fsdp->grads != NULL)
         return DTRAIN_OK;
-    dtrain_status status = dtrain__fsdp_announced(fsdp, &most);
+    dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
     if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_catch_up(fsdp, most);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_agree(fsdp);
+        status = dtrain__fsdp_verdict(fsdp, most);
     if (status == DTRAIN_OK)
         dtrain__fsdp_divide(fsdp);
     else if (fsdp->broken.status == DTRAIN_OK)
-        dtrain__fsdp_reset(fsdp);
+        dtrain__fsdp_wipe(fsdp);
     return status;
 }
 
@@ -17994,6 +18126,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
                             "dtrain_fsdp_clip_grad_norm: max_norm is %g, expected a number of at least 0",
                             (double)max_norm);
     status = dtrain__fsdp_finish_now(fsdp, 0);
+    fsdp->summed = 0; /* they may have been shortened or changed since */
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_sum_squares(fsdp);
     if (status != DTRAIN_OK)
@@ -18106,16 +18239,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 {
     int most;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
+    if (status == DTRAIN_OK && fsdp->grads == NULL)
+        status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->grads == NULL) {
-        status = dtrain__fsdp_announced(fsdp, &most);
-        if (status == DTRAIN_OK)
-            status = dtrain__fsdp_catch_up(fsdp, most);
-    }
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_reset(fsdp);
-    return dtrain__fsdp_leave(fsdp, status);
+    dtrain__fsdp_wipe(fsdp);
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
@@ -18130,8 +18259,14 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
 
 DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
 {
+    int most;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
-    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp)) : status;
+    if (status == DTRAIN_OK && fsdp->grads == NULL)
+        status = dtrain__fsdp_complete(fsdp, &most);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_wipe(fsdp);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
 DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)
@@ -18193,7 +18328,7 @@ DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp)
 #ifndef DTRAIN__FSDP_ACCESS
 #define DTRAIN__FSDP_ACCESS
 
-#define DTRAIN__FSDP_STAGE ((size_t)1 << 18) /* elements that are broadcast at once */
+#define DTRAIN__FSDP_STAGE ((size_t)1 << 13) /* elements that are broadcast at once: 32 KiB, beyond the plan */
 
 static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
 {
@@ -18391,7 +18526,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
         return status;
     fsdp->keeps = !fsdp->layout.resident;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && fsdp->keeps; i++) {
-        if (fsdp->units[i].state == DTRAIN__ABSENT)
+        if (fsdp->units[i].stale)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__ABSENT)
             status = dtrain__fsdp_gather_start(fsdp, i);
         if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__COMING)
             status = dtrain__fsdp_gather_finish(fsdp, i);
@@ -18493,21 +18630,24 @@ static size_t dtrain__plan_cover(dtrain__page_span *spans, size_t used)
     return pages * dtrain__os_page_bytes();
 }
 
-/* The most bytes in pages at once: of all units, or of two neighbours and those that are tied. */
+/* The most bytes in pages at once: of all units, or of those that are tied and the two largest others. Any two may
+ * meet, as the last and the first where a pass ends and the next begins. */
 static size_t dtrain__plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__page_span *spans)
 {
-    size_t most = 0;
+    size_t used = 0, two[2] = {0, 0};
     for (int unit = 0; unit < layout->unit_count; unit++) {
-        size_t used = 0, bytes;
-        for (int i = 0; i < layout->unit_count; i++)
-            if (all || i == unit || i == unit + 1 || layout->units[i].tied)
-                used = dtrain__plan_add(layout, i, grads, spans, used);
-        bytes = dtrain__plan_cover(spans, used);
-        most = bytes > most ? bytes : most;
-        if (all)
-            break;
+        size_t alone, bytes;
+        if (all || layout->units[unit].tied)
+            continue;
+        alone = dtrain__plan_add(layout, unit, grads, spans, 0);
+        bytes = dtrain__plan_cover(spans, alone);
+        two[1] = bytes > two[0] ? two[0] : bytes > two[1] ? bytes : two[1];
+        two[0] = bytes > two[0] ? bytes : two[0];
     }
-    return most;
+    for (int unit = 0; unit < layout->unit_count; unit++)
+        if (all || layout->units[unit].tied)
+            used = dtrain__plan_add(layout, unit, grads, spans, used);
+    return dtrain__plan_cover(spans, used) + two[0] + two[1];
 }
 
 static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)
@@ -18845,7 +18985,6 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
         dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
     }
     for (int i = 0; i < layout->unit_count; i++) {
-        fsdp->units[i].has_grads = 1;
         fsdp->trained_units += layout->units[i].trained > 0;
         if (layout->resident)
             dtrain__fsdp_page_weights(fsdp, i, 1);
@@ -18853,7 +18992,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Memory for gradients of the caller's may hold anything; reserved pages are zeros that nobody uses yet. */
+/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
 static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
@@ -18861,8 +19000,6 @@ static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
         if (param->grad != NULL && !(fsdp->reserved[i] & 2))
             memset(param->grad, 0, dtrain_param_elements(param) * sizeof(float));
     }
-    for (int i = 0; i < fsdp->layout.unit_count; i++)
-        fsdp->units[i].has_grads = 0;
 }
 
 static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
@@ -19542,7 +19679,7 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
     for (int i = 0; status == DTRAIN_OK && run->fsdp != NULL && i < run->module->layer_count; i++) {
         int unit = run->module->layers[i].unit;
         if (unit >= 0 && run->fsdp->layout.units[unit].trained > 0)
-            status = dtrain__fsdp_check_open(run->fsdp, unit, run->call);
+            status = dtrain__fsdp_check_missing(run->fsdp, unit, run->call);
         if (status != DTRAIN_OK)
             run->module->error = dtrain__thread_error;
     }

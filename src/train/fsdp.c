@@ -24,9 +24,10 @@ enum { DTRAIN__LANE_COMPUTE, DTRAIN__LANE_GATHER, DTRAIN__LANE_REDUCE, DTRAIN__L
 
 typedef struct dtrain__fsdp_unit {
     int state;
-    int held;  /* gathered, and neither released nor reduced since */
-    int fresh; /* gathered since it was last reduced */
-    int stale; /* what is in memory is not what a gather would bring */
+    int held;     /* gathered, and neither released nor reduced since */
+    int fresh;    /* gathered since it was last reduced */
+    int stale;    /* what is in memory is not what a gather would bring */
+    int backward; /* gathered on the way down, and its gradients not taken over since */
     int has_pages, has_grads;
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
@@ -40,7 +41,7 @@ typedef struct dtrain__fsdp_event {
 
 /* What ranks tell each other at the end of a step. */
 typedef struct dtrain__fsdp_note {
-    uint64_t rounds; /* reductions of every unit */
+    uint64_t begun; /* micro-batches of which it has reduced something */
     uint64_t failed;
     char why[DTRAIN__FSDP_WHY];
     double unused;
@@ -77,7 +78,9 @@ struct dtrain_fsdp {
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
     int round;                               /* reductions of every unit that have begun and ended */
+    int joined;                              /* of those that are over, without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */
+    int most;                                /* that one of the ranks has announced */
     double announcement[2], *announcements, total_weight;
     dtrain_work *announcing;
     dtrain__fsdp_note note, *notes;

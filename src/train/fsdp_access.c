@@ -4,7 +4,7 @@
 #define DTRAIN__FSDP_ACCESS
 #include "fsdp_step.c"
 
-#define DTRAIN__FSDP_STAGE ((size_t)1 << 18) /* elements that are broadcast at once */
+#define DTRAIN__FSDP_STAGE ((size_t)1 << 13) /* elements that are broadcast at once: 32 KiB, beyond the plan */
 
 static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
 {
@@ -202,7 +202,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
         return status;
     fsdp->keeps = !fsdp->layout.resident;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && fsdp->keeps; i++) {
-        if (fsdp->units[i].state == DTRAIN__ABSENT)
+        if (fsdp->units[i].stale)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__ABSENT)
             status = dtrain__fsdp_gather_start(fsdp, i);
         if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__COMING)
             status = dtrain__fsdp_gather_finish(fsdp, i);

@@ -242,7 +242,6 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
         dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
     }
     for (int i = 0; i < layout->unit_count; i++) {
-        fsdp->units[i].has_grads = 1;
         fsdp->trained_units += layout->units[i].trained > 0;
         if (layout->resident)
             dtrain__fsdp_page_weights(fsdp, i, 1);
@@ -250,7 +249,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Memory for gradients of the caller's may hold anything; reserved pages are zeros that nobody uses yet. */
+/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
 static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
@@ -258,8 +257,6 @@ static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
         if (param->grad != NULL && !(fsdp->reserved[i] & 2))
             memset(param->grad, 0, dtrain_param_elements(param) * sizeof(float));
     }
-    for (int i = 0; i < fsdp->layout.unit_count; i++)
-        fsdp->units[i].has_grads = 0;
 }
 
 static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)

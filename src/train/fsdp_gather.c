@@ -6,6 +6,7 @@
 #include "fsdp.c"
 
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
+static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
 
 /* Starts to gather one range. */
 static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
@@ -63,6 +64,7 @@ static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
         status = dtrain__fsdp_gather_finish(fsdp, number);
     if (status == DTRAIN_OK) {
         fsdp->units[number].state = DTRAIN__ABSENT;
+        fsdp->units[number].stale = 0;
         dtrain__fsdp_page_weights(fsdp, number, 0);
     }
     return status;
@@ -114,24 +116,42 @@ static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
     return -1;
 }
 
+/* Notes that a unit is used, and where the pass is: on its way down gradients are computed. Returns the direction; 0: a
+ * tied unit is used beside the one that is held, which is no turn of the pass. */
+static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    int beside =
+        fsdp->layout.units[number].tied && fsdp->last >= 0 && fsdp->last != number && fsdp->units[fsdp->last].held;
+    int direction = beside ? 0 : dtrain__fsdp_direction(fsdp, number);
+    unit->held = unit->fresh = 1;
+    unit->used = ++fsdp->clock;
+    fsdp->last = beside ? fsdp->last : number;
+    fsdp->prefetched = 0;
+    if (direction < 0) {
+        unit->backward = 1;
+        dtrain__fsdp_page_grads(fsdp, number, 1);
+    }
+    return direction;
+}
+
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
-    int direction = dtrain__fsdp_direction(fsdp, number), room;
+    int room;
     dtrain_status status = dtrain__fsdp_advance(fsdp, number);
-    unit->held = unit->fresh = 1;
-    unit->used = ++fsdp->clock;
-    fsdp->last = number;
-    fsdp->prefetched = 0;
-    if (direction < 0)
-        dtrain__fsdp_page_grads(fsdp, number, 1);
+    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || fsdp->announced > fsdp->ended))
+        status = dtrain__fsdp_left_out(fsdp, number);
+    int direction = dtrain__fsdp_use(fsdp, number);
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
-    if (unit->state == DTRAIN__ABSENT)
+    if (unit->stale)
+        status = dtrain__fsdp_gather_drop(fsdp, number);
+    if (status == DTRAIN_OK && unit->state == DTRAIN__ABSENT)
         status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status == DTRAIN_OK && unit->state == DTRAIN__ABSENT)
         status = dtrain__fsdp_gather_start(fsdp, number);
-    if (status == DTRAIN_OK && !fsdp->desc.no_prefetch)
+    if (status == DTRAIN_OK && !fsdp->desc.no_prefetch && direction != 0)
         status = dtrain__fsdp_gather_ahead(fsdp, number + direction);
     if (status == DTRAIN_OK && unit->state == DTRAIN__COMING)
         status = dtrain__fsdp_gather_finish(fsdp, number);

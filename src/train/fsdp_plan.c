@@ -43,21 +43,24 @@ static size_t dtrain__plan_cover(dtrain__page_span *spans, size_t used)
     return pages * dtrain__os_page_bytes();
 }
 
-/* The most bytes in pages at once: of all units, or of two neighbours and those that are tied. */
+/* The most bytes in pages at once: of all units, or of those that are tied and the two largest others. Any two may
+ * meet, as the last and the first where a pass ends and the next begins. */
 static size_t dtrain__plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__page_span *spans)
 {
-    size_t most = 0;
+    size_t used = 0, two[2] = {0, 0};
     for (int unit = 0; unit < layout->unit_count; unit++) {
-        size_t used = 0, bytes;
-        for (int i = 0; i < layout->unit_count; i++)
-            if (all || i == unit || i == unit + 1 || layout->units[i].tied)
-                used = dtrain__plan_add(layout, i, grads, spans, used);
-        bytes = dtrain__plan_cover(spans, used);
-        most = bytes > most ? bytes : most;
-        if (all)
-            break;
+        size_t alone, bytes;
+        if (all || layout->units[unit].tied)
+            continue;
+        alone = dtrain__plan_add(layout, unit, grads, spans, 0);
+        bytes = dtrain__plan_cover(spans, alone);
+        two[1] = bytes > two[0] ? two[0] : bytes > two[1] ? bytes : two[1];
+        two[0] = bytes > two[0] ? bytes : two[0];
     }
-    return most;
+    for (int unit = 0; unit < layout->unit_count; unit++)
+        if (all || layout->units[unit].tied)
+            used = dtrain__plan_add(layout, unit, grads, spans, used);
+    return dtrain__plan_cover(spans, used) + two[0] + two[1];
 }
 
 static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)

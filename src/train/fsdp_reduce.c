@@ -188,12 +188,47 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, int
     }
 }
 
+/* Learns the weight of all ranks, and the most micro-batches of one, where they announced them. */
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    fsdp->total_weight = (double)ranks;
+    fsdp->most = 1;
+    if (fsdp->announced < 0)
+        return DTRAIN_OK;
+    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
+    fsdp->total_weight = 0.0;
+    for (int rank = 0; rank < ranks; rank++) {
+        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
+        fsdp->total_weight += all[2 * rank + 1];
+    }
+    return status;
+}
+
+/* Micro-batches that are folded in full, this one included, before they are reduced. Where ranks gather together they
+ * reduce together, in the pass that is the last for all: else some would wait in a reduction, others in a gather. */
+static dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
+{
+    dtrain_status status = DTRAIN_OK;
+    *count = 1;
+    if (!fsdp->desc.keep_full_grads)
+        return DTRAIN_OK;
+    if (!fsdp->layout.resident)
+        status = dtrain__fsdp_announced(fsdp);
+    *count = fsdp->layout.resident ? fsdp->announced : fsdp->most;
+    return status;
+}
+
 /* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    int keeps = fsdp->desc.keep_full_grads && fsdp->announced > 1, last = fsdp->ended >= fsdp->announced - 1;
-    dtrain_status status = dtrain__fsdp_settle(fsdp, number);
+    int folded;
+    dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
+    int keeps = folded > 1, last = fsdp->ended >= folded - 1;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_settle(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
         status =
             dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__trailing_ones((unsigned)fsdp->ended)], layout->trained);
@@ -210,12 +245,24 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     }
     dtrain__fpmode_restore(mode);
     fsdp->units[number].reduced = 1;
+    fsdp->units[number].backward = 0;
     fsdp->reduced_units++;
     if (keeps && !last)
         dtrain__fsdp_page_grads(fsdp, number, 0);
     else
         fsdp->units[number].stage = DTRAIN__WAITS;
     return dtrain__fsdp_reduce_turns(fsdp);
+}
+
+/* A unit that was gathered on the way down and let go again is not used once the pass is below it. Others wait for its
+ * reduction, maybe with a gather that this rank needs, so that it cannot wait for the end of the micro-batch. */
+static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i > unit; i--)
+        if (fsdp->units[i].backward && !fsdp->units[i].held && fsdp->layout.units[i].trained > 0)
+            status = dtrain__fsdp_take(fsdp, i, 1);
+    return status;
 }
 
 /* All units of a micro-batch have been taken over. */
@@ -244,27 +291,41 @@ static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Says whether a unit's gradients are still missing in the step, so that they may be computed. */
-static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, int number, const char *call)
+static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call)
 {
-    int rank = dtrain__fsdp_rank(fsdp);
-    if (fsdp->grads != NULL)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "%s: the gradients of the last step are finished but not used on rank %d: call "
-                            "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
-                            call, rank);
+    if (fsdp->grads == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "%s: the gradients of the last step are finished but not used on rank %d: call "
+                        "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                        call, dtrain__fsdp_rank(fsdp));
+}
+
+/* Says whether this rank has a micro-batch left that it has announced; those that it joined do not count. */
+static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call)
+{
+    int computed = fsdp->ended - fsdp->joined;
+    if (computed < (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
+                        "when it begins",
+                        call, computed, dtrain__fsdp_rank(fsdp));
+}
+
+/* Says whether a unit's gradients are still missing in the step, so that they may be computed. */
+static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
+{
+    dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
+    if (status != DTRAIN_OK)
+        return status;
     if (fsdp->units[number].reduced)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
                             "missing: when these are unused, end the micro-batch first",
-                            call, number, fsdp->ended, rank, fsdp->trained_units,
+                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp), fsdp->trained_units,
                             fsdp->trained_units - fsdp->reduced_units);
-    if (fsdp->ended >= (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "%s: all %d micro-batches of this step are over on rank %d: announce as many as you "
-                            "compute when it begins",
-                            call, fsdp->ended, rank);
-    return DTRAIN_OK;
+    return dtrain__fsdp_check_left(fsdp, call);
 }
 
 static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
@@ -274,7 +335,7 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
                             "%s: unit %d has not been gathered on rank %d since it was reduced last: gather it, "
                             "compute, then reduce",
                             call, number, dtrain__fsdp_rank(fsdp));
-    return dtrain__fsdp_check_open(fsdp, number, call);
+    return dtrain__fsdp_check_missing(fsdp, number, call);
 }
 
 static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const char *call)
@@ -286,7 +347,9 @@ static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const 
         return status;
     fsdp->units[unit].fresh = 0;
     fsdp->just_ended = 0;
-    status = dtrain__fsdp_take(fsdp, unit, 0);
+    status = dtrain__fsdp_left_out(fsdp, unit);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_take(fsdp, unit, 0);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_release_now(fsdp, unit);
     if (status == DTRAIN_OK && fsdp->reduced_units == fsdp->trained_units)
@@ -307,30 +370,57 @@ DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_next", 0);
     if (status != DTRAIN_OK)
         return status;
-    if (!fsdp->just_ended)
-        status = dtrain__fsdp_end_micro_batch(fsdp);
+    if (!fsdp->just_ended) {
+        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_next");
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_check_left(fsdp, "dtrain_fsdp_next");
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_end_micro_batch(fsdp);
+    }
     fsdp->just_ended = 0;
     return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* Where gradients are kept until the step, one reduction stands for all micro-batches: adds: this one counts. */
+static dtrain_status dtrain__fsdp_join_now(dtrain_fsdp *fsdp, int adds)
+{
+    dtrain_status status = DTRAIN_OK;
+    int units = fsdp->layout.unit_count;
+    for (int i = 0; status == DTRAIN_OK && i < 2 * units; i++) {
+        int unit = i < units ? i : 2 * units - 1 - i;
+        status = dtrain__fsdp_gather_now(fsdp, unit);
+        if (status == DTRAIN_OK && i >= units && adds && fsdp->layout.units[unit].trained > 0)
+            status = dtrain__fsdp_take(fsdp, unit, 1);
+        fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_release_now(fsdp, unit);
+    }
+    if (status == DTRAIN_OK && adds) {
+        fsdp->joined++;
+        dtrain__fsdp_micro_batch_over(fsdp);
+    }
+    if (status == DTRAIN_OK)
+        fsdp->just_ended = 0;
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_join", 0);
-    int units = status == DTRAIN_OK ? fsdp->layout.unit_count : 0;
-    for (int i = 0; status == DTRAIN_OK && i < 2 * units; i++) {
-        int unit = i < units ? i : 2 * units - 1 - i;
-        status = dtrain__fsdp_gather_now(fsdp, unit);
-        if (status == DTRAIN_OK && i >= units && fsdp->layout.units[unit].trained > 0)
-            status = dtrain__fsdp_take(fsdp, unit, 1);
-        fsdp->units[unit].fresh = i < units;
-        if (status == DTRAIN_OK)
-            status = dtrain__fsdp_release_now(fsdp, unit);
-    }
     if (status == DTRAIN_OK)
-        dtrain__fsdp_micro_batch_over(fsdp);
+        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_join");
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->reduced_units > 0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_join: rank %d has reduced %d of %d units of this micro-batch: go on with it, "
+                            "or end it with dtrain_fsdp_next",
+                            dtrain__fsdp_rank(fsdp), fsdp->reduced_units, fsdp->trained_units);
+    int folded;
+    status = dtrain__fsdp_folded(fsdp, &folded);
     if (status == DTRAIN_OK)
-        fsdp->just_ended = 0;
-    return units > 0 ? dtrain__fsdp_leave(fsdp, status) : status;
+        status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
 DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)

@@ -34,32 +34,17 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
-/* Learns what all ranks announced: *most micro-batches, and the weight of all. */
-static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp, int *most)
-{
-    int ranks = dtrain_comm_size(fsdp->comm);
-    *most = fsdp->ended;
-    fsdp->total_weight = (double)ranks;
-    if (fsdp->announced < 0)
-        return DTRAIN_OK;
-    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
-    fsdp->total_weight = 0.0;
-    for (int rank = 0; rank < ranks; rank++) {
-        *most = all[2 * rank] > (double)*most ? (int)all[2 * rank] : *most;
-        fsdp->total_weight += all[2 * rank + 1];
-    }
-    return status;
-}
-
 /* Adds nothing to the reductions that others make and this rank does not. */
 static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
 {
+    int any = most > 0;
     dtrain_status status = DTRAIN_OK;
     if (fsdp->reduced_units > 0)
         status = dtrain__fsdp_end_micro_batch(fsdp);
-    if (fsdp->desc.keep_full_grads && most > 0)
-        most = fsdp->announced > 1 ? fsdp->announced : 1;
+    if (fsdp->desc.keep_full_grads && most > 0 && status == DTRAIN_OK)
+        status = dtrain__fsdp_folded(fsdp, &most);
+    if (fsdp->desc.keep_full_grads && most < 1 && any)
+        most = 1;
     while (status == DTRAIN_OK && fsdp->ended < most)
         status = dtrain__fsdp_end_micro_batch(fsdp);
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
@@ -72,43 +57,71 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
         dtrain__fsdp_page_grads(fsdp, i, 0);
-        fsdp->units[i].reduced = 0;
+        fsdp->units[i].reduced = fsdp->units[i].backward = 0;
     }
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
         fsdp->slices[i].grads = NULL;
     memset(&fsdp->note, 0, sizeof fsdp->note);
     fsdp->grads = NULL;
     fsdp->announced = fsdp->last = -1;
-    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
+    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
 }
 
-/* Compares what all ranks say of the step; the same verdict on every rank. */
-static dtrain_status dtrain__fsdp_agree(dtrain_fsdp *fsdp)
+/* Forgets them before a step is complete: also what was computed and never handed over. */
+static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        if (fsdp->units[i].fresh)
+            dtrain__fsdp_page_grads(fsdp, i, 1);
+    dtrain__fsdp_reset(fsdp);
+}
+
+/* Learns what all ranks say of the step; *most: the micro-batches that one of them has begun, at most. */
+static dtrain_status dtrain__fsdp_hear(dtrain_fsdp *fsdp, int *most)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
     dtrain_status status = DTRAIN_OK;
-    fsdp->note.rounds = (uint64_t)fsdp->round;
+    fsdp->note.begun = (uint64_t)fsdp->ended + (fsdp->reduced_units > 0);
     if (fsdp->world != NULL)
         status = dtrain_all_gather(fsdp->world, &fsdp->note, fsdp->notes, sizeof fsdp->note * (size_t)ranks, DTRAIN_U8);
     else
         fsdp->notes[0] = fsdp->note;
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "ending a step, instead", 0);
-    for (int rank = 0; rank < ranks; rank++) {
+    *most = 0;
+    for (int rank = 0; rank < ranks; rank++)
+        *most = fsdp->notes[rank].begun > (uint64_t)*most ? (int)fsdp->notes[rank].begun : *most;
+    return DTRAIN_OK;
+}
+
+/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made. */
+static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
+{
+    dtrain_status status = dtrain__fsdp_announced(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_hear(fsdp, most);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_catch_up(fsdp, *most);
+    return status;
+}
+
+/* Says whether a step can be applied; the same verdict on every rank. */
+static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
+{
+    for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
         const dtrain__fsdp_note *note = &fsdp->notes[rank];
         if (note->failed)
             return dtrain__fail(&fsdp->error, DTRAIN_ERR_ABORTED,
                                 "fsdp, finishing a step: rank %d could not go on%s%.*s: its gradients are dropped on "
                                 "all ranks, the object can be used",
                                 rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
-        if (note->rounds == 0)
-            return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                                "fsdp, finishing a step: rank %d has reduced no gradient: call dtrain_fsdp_reduce for "
-                                "each unit first, or dtrain_fsdp_begin with 0 micro-batches on a rank without data",
-                                rank);
     }
-    return DTRAIN_OK;
+    if (most > 0 && fsdp->trained_units > 0)
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "fsdp, finishing a step: no rank has reduced a gradient: call dtrain_fsdp_reduce for each unit "
+                        "first; the object can be used");
 }
 
 /* Collapses the levels and divides once. */
@@ -139,17 +152,15 @@ static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
     int most;
     if (fsdp->grads != NULL)
         return DTRAIN_OK;
-    dtrain_status status = dtrain__fsdp_announced(fsdp, &most);
+    dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
     if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_catch_up(fsdp, most);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_agree(fsdp);
+        status = dtrain__fsdp_verdict(fsdp, most);
     if (status == DTRAIN_OK)
         dtrain__fsdp_divide(fsdp);
     else if (fsdp->broken.status == DTRAIN_OK)
-        dtrain__fsdp_reset(fsdp);
+        dtrain__fsdp_wipe(fsdp);
     return status;
 }
 
@@ -191,6 +202,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
                             "dtrain_fsdp_clip_grad_norm: max_norm is %g, expected a number of at least 0",
                             (double)max_norm);
     status = dtrain__fsdp_finish_now(fsdp, 0);
+    fsdp->summed = 0; /* they may have been shortened or changed since */
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_sum_squares(fsdp);
     if (status != DTRAIN_OK)
@@ -303,16 +315,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 {
     int most;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
+    if (status == DTRAIN_OK && fsdp->grads == NULL)
+        status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->grads == NULL) {
-        status = dtrain__fsdp_announced(fsdp, &most);
-        if (status == DTRAIN_OK)
-            status = dtrain__fsdp_catch_up(fsdp, most);
-    }
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_reset(fsdp);
-    return dtrain__fsdp_leave(fsdp, status);
+    dtrain__fsdp_wipe(fsdp);
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
@@ -327,8 +335,14 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
 
 DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
 {
+    int most;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
-    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp)) : status;
+    if (status == DTRAIN_OK && fsdp->grads == NULL)
+        status = dtrain__fsdp_complete(fsdp, &most);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_wipe(fsdp);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
 DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)

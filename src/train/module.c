@@ -554,7 +554,7 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
     for (int i = 0; status == DTRAIN_OK && run->fsdp != NULL && i < run->module->layer_count; i++) {
         int unit = run->module->layers[i].unit;
         if (unit >= 0 && run->fsdp->layout.units[unit].trained > 0)
-            status = dtrain__fsdp_check_open(run->fsdp, unit, run->call);
+            status = dtrain__fsdp_check_missing(run->fsdp, unit, run->call);
         if (status != DTRAIN_OK)
             run->module->error = dtrain__thread_error;
     }

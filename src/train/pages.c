@@ -43,7 +43,13 @@ static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t end
         memset(pages->base + first * pages->page, 0, (end - first) * pages->page);
 }
 
-/* Ends a use: pages without users go; what lies in others is set to zero where zero says so. */
+static int dtrain__pages_are_zero(const unsigned char *at, size_t bytes)
+{
+    return bytes == 0 || (*at == 0 && memcmp(at, at + 1, bytes - 1) == 0);
+}
+
+/* Ends a use: pages without users go; what lies in others is set to zero where zero says so. Then a page at either end
+ * stays, too, while a neighbour has written there without being noted as its user. */
 static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes, int zero)
 {
     size_t page = pages->page, free_begin = begin / page, gone = 0, at;
@@ -52,13 +58,14 @@ static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes,
         int last = --pages->users[at] == 0;
         size_t low = at * page > begin ? at * page : begin;
         size_t high = (at + 1) * page < begin + bytes ? (at + 1) * page : begin + bytes;
-        if (last) {
-            gone++;
+        gone += last ? 1 : 0;
+        if (last && (!zero || high - low == page))
             continue;
-        }
-        dtrain__pages_discard(pages, free_begin, at);
         if (zero)
             memset(pages->base + low, 0, high - low);
+        if (last && dtrain__pages_are_zero(pages->base + at * page, page))
+            continue;
+        dtrain__pages_discard(pages, free_begin, at);
         free_begin = at + 1;
     }
     dtrain__pages_discard(pages, free_begin, at);

@@ -200,7 +200,7 @@ DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t c
 
 typedef struct dtrain__params_print {
     unsigned char before[32], name[32];
-    uint64_t fields[7 + DTRAIN_MAX_DIMS];
+    uint64_t fields[8 + DTRAIN_MAX_DIMS];
 } dtrain__params_print;
 
 /* Adds a good table, but for its addresses, to the hash that digest holds. */
@@ -218,8 +218,9 @@ static void dtrain__params_digest(const dtrain_param *table, size_t count, unsig
         print.fields[4] = table[i].grad != NULL;
         print.fields[5] = table[i].frozen != 0;
         print.fields[6] = table[i].tied != 0;
+        print.fields[7] = table[i].no_decay != 0;
         for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
-            print.fields[7 + d] = table[i].shape[d];
+            print.fields[8 + d] = table[i].shape[d];
         dtrain_sha256(&print, sizeof print, digest);
     }
 }
