@@ -1,5 +1,6 @@
 # make           dtrain.h from src/, and every example and tool into build/
 # make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
+# make demo-fsdp trains it sharded: memory, weights and hidden communication of every strategy
 # make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
 # make soak      the long random runs, MINUTES=n (default 10) of each kind, and 200 rounds of killed ranks
 # make fuzz      libFuzzer on what comes over a connection, MINUTES=n; installs clang where it must
@@ -54,6 +55,9 @@ test: all $(test_programs)
 demo: all
 	@sh tools/demo
 
+demo-fsdp: all
+	@sh tools/demo_fsdp
+
 bench: all
 	@sh tools/bench_table
 
@@ -74,4 +78,4 @@ check:
 clean:
 	rm -rf build
 
-.PHONY: all test demo bench soak fuzz check clean
+.PHONY: all test demo demo-fsdp bench soak fuzz check clean
