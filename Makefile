@@ -34,7 +34,7 @@ build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
 build/bench: CFLAGS += -fno-math-errno
-build/bench: tools/bench_wire.h
+build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h
 
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)

@@ -2304,6 +2304,64 @@ static int dtrain__os_discard(void *pages, size_t bytes)
 #endif
 }
 
+/* Brings the memory of whole pages at once, which is cheaper than page by page as they are written; where the system
+ * has no such call they come so. */
+static void dtrain__os_populate(void *pages, size_t bytes)
+{
+#ifdef __linux__
+    madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14 */
+#else
+    (void)pages;
+    (void)bytes;
+#endif
+}
+
+/* Moves whole pages of a reserved range, contents and all, to others, whose own are gone then; what they leave reads
+ * as zeros. Both must have been mapped or moved there by one call. Returns 0 or an errno, with nothing moved. */
+static int dtrain__os_move(void *from, void *to, size_t bytes)
+{
+#if defined(__linux__) && defined(__NR_mremap)
+    const int flags = 7; /* MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: the last since Linux 5.7 */
+    if (syscall(__NR_mremap, from, bytes, bytes, flags, to) != -1)
+        return 0;
+    int error = errno;
+    /* it may have taken the target away before it failed; 0x100000, MAP_FIXED_NOREPLACE: only then is it mapped */
+    mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE | 0x100000, -1, 0);
+    return error;
+#else
+    (void)from;
+    (void)to;
+    (void)bytes;
+    return ENOSYS;
+#endif
+}
+
+/* Says whether whole pages were neither read nor written since they were mapped or discarded; 0 where the system does
+ * not tell. */
+static int dtrain__os_untouched(const void *pages, size_t bytes)
+{
+    int untouched = 0;
+#ifdef __linux__
+    uint64_t entries[512];
+    size_t page = dtrain__os_page_bytes(), count = bytes / page;
+    int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    untouched = fd >= 0;
+    for (size_t at = 0; at < count && untouched; at += sizeof entries / sizeof entries[0]) {
+        size_t n = count - at < sizeof entries / sizeof entries[0] ? count - at : sizeof entries / sizeof entries[0];
+        off_t offset = (off_t)(((uintptr_t)pages / page + at) * sizeof entries[0]);
+        untouched = pread(fd, entries, n * sizeof entries[0], offset) == (ssize_t)(n * sizeof entries[0]);
+        for (size_t i = 0; i < n && untouched; i++)
+            untouched = entries[i] >> 62 == 0; /* neither present nor swapped out */
+    }
+    if (fd >= 0)
+        close(fd);
+#else
+    (void)pages;
+    (void)bytes;
+#endif
+    return untouched;
+}
+
 static void dtrain__os_unreserve(void *range, size_t bytes)
 {
     munmap(range, bytes);
@@ -16683,16 +16741,21 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 #ifndef DTRAIN__LAYOUT
 #define DTRAIN__LAYOUT
 
+#define DTRAIN__LAYOUT_SMALL ((size_t)16 << 10) /* elements of a range that travels with others */
+#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* of all that do so in a unit, at most */
+
 typedef struct dtrain__cut {
     size_t param; /* of the table */
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
-    size_t element, count; /* of the parameter */
-    size_t begin;          /* in the unit's concatenation */
-    size_t own, own_count; /* this rank's part of the range */
-    size_t weight;         /* where that part is in this rank's weights */
-    size_t grad;           /* and in its gradients and optimizer state; trained ranges alone are there */
-    size_t full_grad;      /* where the range is among all that are trained */
+    int packed;               /* travels with the other small ranges of its unit */
+    size_t stage, grad_stage; /* where it is among these, and among those that are trained */
+    size_t element, count;    /* of the parameter */
+    size_t begin;             /* in the unit's concatenation */
+    size_t own, own_count;    /* this rank's part of the range */
+    size_t weight;            /* where that part is in this rank's weights */
+    size_t grad;              /* and in its gradients and optimizer state; trained ranges alone are there */
+    size_t full_grad;         /* where the range is among all that are trained */
 } dtrain__cut;
 
 typedef struct dtrain__cut_unit {
@@ -16701,6 +16764,7 @@ typedef struct dtrain__cut_unit {
     size_t trained;          /* of them, with a gradient */
     size_t grad, grad_count; /* this rank's gradients */
     size_t full_grad;
+    size_t packed, packed_grads; /* elements of small ranges, and of those trained */
     int tied;
 } dtrain__cut_unit;
 
@@ -16714,6 +16778,7 @@ typedef struct dtrain__layout {
     int unit_count, shards, copies, shard; /* ranks of one copy; copies; this rank's place in its copy */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
+    size_t stage;                          /* the most elements that one unit's small ranges have */
     size_t weights, grads, trained; /* elements: of this rank's parts, of those trained; of all that is trained */
     size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
@@ -16836,6 +16901,30 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
     return at;
 }
 
+/* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
+ * piece among them, as its slice is in the unit. */
+static void dtrain__layout_pack(dtrain__layout *layout, int number)
+{
+    dtrain__cut_unit *unit = &layout->units[number];
+    size_t small = 0, elements = 0;
+    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->packed =
+            cut->count > 0 && cut->count <= DTRAIN__LAYOUT_SMALL && elements + cut->count <= DTRAIN__LAYOUT_STAGE;
+        elements += cut->packed ? cut->count : 0;
+        small += (size_t)cut->packed;
+    }
+    for (size_t i = unit->first; i < unit->end; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->packed = cut->packed && small > 1;
+        cut->stage = unit->packed;
+        cut->grad_stage = unit->packed_grads;
+        unit->packed += cut->packed ? cut->count : 0;
+        unit->packed_grads += cut->packed && cut->trained ? cut->count : 0;
+    }
+    layout->stage = unit->packed > layout->stage ? unit->packed : layout->stage;
+}
+
 /* The part of a range that a rank of the copy has; *own is where it begins in the range. */
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cut *cut, int shard, size_t *own)
 {
@@ -16874,6 +16963,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         unit->grad = layout->grads;
         unit->full_grad = layout->trained;
         at = dtrain__layout_fill(layout, (int)number, at);
+        dtrain__layout_pack(layout, (int)number);
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
@@ -16901,47 +16991,227 @@ static int dtrain__layout_levels(int micro_batches)
 #endif
 
 /* ---- >>pages ----
- * A reserved range of addresses whose pages come as they are written and go when nobody uses them. Users take and drop
- * stretches of bytes; stretches may share a page, which stays while any of them is in use. */
+ * A reserved range of addresses whose pages come when they are taken and go when nobody uses them. Users take and drop
+ * stretches of bytes; stretches may share a page, which stays while any of them is in use.
+ *
+ * To bring a page costs the system more than to copy what it will hold. So pages that go are parked, and moved under
+ * the next stretch that is taken; parked pages and those in use are never more than `most`. They park where they are;
+ * where stretches are to be zeros, at the same place in a second range of as many addresses. One move takes only pages
+ * that came by one, so seams between moves are marked, and few pages are not worth a move. Nothing is lost by moving
+ * under a stretch: the contents of one that has no user are nobody's, and where users may write before they take, the
+ * system is asked whether anything is there. */
 #ifndef DTRAIN__PAGES
 #define DTRAIN__PAGES
 
+#define DTRAIN__PAGES_SEAM 0x8000u /* in users: a move has begun here, or ended before */
+#define DTRAIN__PAGES_PARKED 64    /* stretches, at most */
+#define DTRAIN__PAGES_FEW 16       /* are not worth a move */
+
+typedef struct dtrain__parked {
+    size_t first, count;
+} dtrain__parked;
+
 typedef struct dtrain__pages {
     unsigned char *base; /* NULL: nothing was reserved */
-    size_t bytes, page;
+    unsigned char *park; /* where parked pages are: base, or as many addresses after it */
+    size_t bytes, reserved, page;
+    size_t most, held; /* pages */
+    int zeros;         /* a stretch is zeros when it is taken, but for what users have written */
+    size_t few;        /* fewer are not parked */
+    dtrain__parked parked[DTRAIN__PAGES_PARKED];
+    int parked_count;
     uint16_t *users; /* of each page */
     dtrain_allocator *allocator;
 } dtrain__pages;
 
-static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, dtrain_allocator *allocator)
+/* most: bytes that are held at once where parking is what holds them. */
+static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, size_t most, int zeros,
+                                          dtrain_allocator *allocator)
 {
     pages->page = dtrain__os_page_bytes();
     pages->allocator = allocator;
     pages->bytes = (bytes + pages->page - 1) / pages->page * pages->page;
+    pages->most = most / pages->page;
+    pages->zeros = zeros;
+    pages->few = pages->bytes / pages->page / 4096; /* a process has some 65,000 mappings */
+    pages->few = pages->few > DTRAIN__PAGES_FEW ? pages->few : DTRAIN__PAGES_FEW;
     if (bytes == 0)
         return DTRAIN_OK;
     pages->users = (uint16_t *)dtrain__alloc(allocator, pages->bytes / pages->page * sizeof(uint16_t));
-    pages->base = (unsigned char *)dtrain__os_reserve(pages->bytes);
+    pages->reserved = zeros ? 2 * pages->bytes : pages->bytes;
+    pages->base = (unsigned char *)dtrain__os_reserve(pages->reserved);
     if (pages->users == NULL || pages->base == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "the system does not reserve %zu bytes of addresses: %s",
-                            pages->bytes, strerror(errno));
+                            pages->reserved, strerror(errno));
+    pages->park = zeros ? pages->base + pages->bytes : pages->base;
     return DTRAIN_OK;
+}
+
+/* Pages come (a number that wraps around: they go). */
+static void dtrain__pages_hold(dtrain__pages *pages, size_t more)
+{
+    pages->held += more;
+    dtrain__memory_count(pages->allocator, more * pages->page);
+}
+
+/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
+static void dtrain__pages_discard(const dtrain__pages *pages, unsigned char *range, size_t first, size_t count)
+{
+    unsigned char *begin = range + first * pages->page;
+    if (count > 0 && dtrain__os_discard(begin, count * pages->page) != 0)
+        memset(begin, 0, count * pages->page);
+}
+
+/* Takes pages off what is parked in one place; too few that are left are discarded. */
+static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, size_t count)
+{
+    dtrain__parked whole = pages->parked[index];
+    dtrain__parked left[2] = {{whole.first, first - whole.first},
+                              {first + count, whole.first + whole.count - first - count}};
+    pages->parked[index] = pages->parked[--pages->parked_count];
+    for (int i = 0; i < 2; i++) {
+        if (left[i].count >= pages->few && pages->parked_count < DTRAIN__PAGES_PARKED) {
+            pages->parked[pages->parked_count++] = left[i];
+        } else {
+            dtrain__pages_discard(pages, pages->park, left[i].first, left[i].count);
+            dtrain__pages_hold(pages, (size_t)0 - left[i].count);
+        }
+    }
+}
+
+/* Discards what is parked in one place. */
+static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
+{
+    dtrain__parked whole = pages->parked[index];
+    dtrain__pages_unpark(pages, index, whole.first, whole.count);
+    dtrain__pages_discard(pages, pages->park, whole.first, whole.count);
+    dtrain__pages_hold(pages, (size_t)0 - whole.count);
+}
+
+/* Marks that pages have been moved. */
+static void dtrain__pages_seams(dtrain__pages *pages, size_t first, size_t count)
+{
+    for (size_t at = first + 1; at < first + count; at++)
+        pages->users[at] &= (uint16_t)~DTRAIN__PAGES_SEAM;
+    pages->users[first] |= DTRAIN__PAGES_SEAM;
+    if (first + count < pages->bytes / pages->page)
+        pages->users[first + count] |= DTRAIN__PAGES_SEAM;
+}
+
+/* Moves parked pages, from `from` on, under a stretch; 0: they have not moved. */
+static int dtrain__pages_move(dtrain__pages *pages, int index, size_t from, size_t to, size_t count)
+{
+    size_t page = pages->page;
+    unsigned char *target = pages->base + to * page;
+    if (pages->zeros && !dtrain__os_untouched(target, count * page))
+        return 0;
+    if (pages->park + from * page != target) {
+        if (dtrain__os_move(pages->park + from * page, target, count * page) != 0)
+            return 0;
+        dtrain__pages_seams(pages, to, count);
+    }
+    dtrain__pages_unpark(pages, index, from, count);
+    if (pages->zeros)
+        memset(target, 0, count * page);
+    return 1;
+}
+
+/* What is parked at the place of page `at`, or -1; *end: where such places end that have something, or have nothing. */
+static int dtrain__pages_parked_at(const dtrain__pages *pages, size_t at, size_t *end)
+{
+    for (int i = 0; i < pages->parked_count; i++) {
+        const dtrain__parked *parked = &pages->parked[i];
+        if (at >= parked->first && at < parked->first + parked->count) {
+            *end = parked->first + parked->count < *end ? parked->first + parked->count : *end;
+            return i;
+        }
+        if (at < parked->first && parked->first < *end)
+            *end = parked->first;
+    }
+    return -1;
+}
+
+/* The parked stretch that fits a number of pages best; -1: none. */
+static int dtrain__pages_fitting(const dtrain__pages *pages, size_t count)
+{
+    int best = -1;
+    for (int i = 0; i < pages->parked_count; i++) {
+        size_t has = pages->parked[i].count, most = best >= 0 ? pages->parked[best].count : 0;
+        if (best < 0 || (most < count ? has > most : has >= count && has < most))
+            best = i;
+    }
+    return best;
+}
+
+/* Brings pages for a stretch that has none: parked ones, then new ones. */
+static void dtrain__pages_bring(dtrain__pages *pages, size_t first, size_t count)
+{
+    int index;
+    while (count >= pages->few && (index = dtrain__pages_fitting(pages, count)) >= 0) {
+        size_t has = pages->parked[index].count, n = has < count ? has : count;
+        if (!dtrain__pages_move(pages, index, pages->parked[index].first, first, n))
+            break;
+        first += n;
+        count -= n;
+    }
+    while (pages->parked_count > 0 && pages->held + count > pages->most)
+        dtrain__pages_unpark_all(pages, 0);
+    dtrain__pages_hold(pages, count);
+    if (count > 0)
+        dtrain__os_populate(pages->base + first * pages->page, count * pages->page);
+}
+
+/* Pages [first, end) get their first user. What is parked at their own place goes back there, so that the place is free
+ * when they are parked again. */
+static void dtrain__pages_fill(dtrain__pages *pages, size_t first, size_t end)
+{
+    while (first < end) {
+        size_t to = end;
+        int index = dtrain__pages_parked_at(pages, first, &to);
+        if (index >= 0 && dtrain__pages_move(pages, index, first, first, to - first)) {
+            first = to;
+            continue;
+        }
+        if (index >= 0)
+            dtrain__pages_unpark_all(pages, index);
+        dtrain__pages_bring(pages, first, to - first);
+        first = to;
+    }
 }
 
 /* Notes a user of `bytes` bytes from `begin` on. */
 static void dtrain__pages_take(dtrain__pages *pages, size_t begin, size_t bytes)
 {
-    size_t fresh = 0;
-    for (size_t at = begin / pages->page; bytes > 0 && at <= (begin + bytes - 1) / pages->page; at++)
-        fresh += pages->users[at]++ == 0;
-    dtrain__memory_count(pages->allocator, fresh * pages->page);
+    size_t at = begin / pages->page, end = bytes > 0 ? (begin + bytes - 1) / pages->page + 1 : at, fresh = at;
+    for (; at < end; at++) {
+        if ((pages->users[at]++ & ~DTRAIN__PAGES_SEAM) == 0)
+            continue;
+        dtrain__pages_fill(pages, fresh, at);
+        fresh = at + 1;
+    }
+    dtrain__pages_fill(pages, fresh, end);
 }
 
-/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
-static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t end)
+/* Pages [first, end) have lost their last user: parks them, seam by seam, or lets them go. */
+static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
 {
-    if (end > first && dtrain__os_discard(pages->base + first * pages->page, (end - first) * pages->page) != 0)
-        memset(pages->base + first * pages->page, 0, (end - first) * pages->page);
+    size_t page = pages->page;
+    while (first < end) {
+        size_t to = first + 1, n;
+        while (to < end && !(pages->users[to] & DTRAIN__PAGES_SEAM))
+            to++;
+        n = to - first;
+        if (n >= pages->few && pages->held <= pages->most && pages->parked_count < DTRAIN__PAGES_PARKED &&
+            (pages->park == pages->base ||
+             dtrain__os_move(pages->base + first * page, pages->park + first * page, n * page) == 0)) {
+            pages->parked[pages->parked_count].first = first;
+            pages->parked[pages->parked_count++].count = n;
+        } else {
+            dtrain__pages_discard(pages, pages->base, first, n);
+            dtrain__pages_hold(pages, (size_t)0 - n);
+        }
+        first = to;
+    }
 }
 
 static int dtrain__pages_are_zero(const unsigned char *at, size_t bytes)
@@ -16949,41 +17219,36 @@ static int dtrain__pages_are_zero(const unsigned char *at, size_t bytes)
     return bytes == 0 || (*at == 0 && memcmp(at, at + 1, bytes - 1) == 0);
 }
 
-/* Ends a use: pages without users go; what lies in others is set to zero where zero says so. Then a page at either end
- * stays, too, while a neighbour has written there without being noted as its user. */
-static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes, int zero)
+/* Ends a use: pages without users go; what lies in others is set to zero where they are to be zeros. Then a page at
+ * either end stays, too, while a neighbour has written there without being noted as its user. */
+static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes)
 {
-    size_t page = pages->page, free_begin = begin / page, gone = 0, at;
-    size_t end = bytes > 0 ? (begin + bytes - 1) / page + 1 : free_begin;
-    for (at = begin / page; at < end; at++) {
-        int last = --pages->users[at] == 0;
+    size_t page = pages->page, at = begin / page, gone = at;
+    size_t end = bytes > 0 ? (begin + bytes - 1) / page + 1 : at;
+    for (; at < end; at++) {
         size_t low = at * page > begin ? at * page : begin;
         size_t high = (at + 1) * page < begin + bytes ? (at + 1) * page : begin + bytes;
-        gone += last ? 1 : 0;
-        if (last && (!zero || high - low == page))
+        int last = (--pages->users[at] & ~DTRAIN__PAGES_SEAM) == 0;
+        if (last && (!pages->zeros || high - low == page))
             continue;
-        if (zero)
+        if (pages->zeros)
             memset(pages->base + low, 0, high - low);
         if (last && dtrain__pages_are_zero(pages->base + at * page, page))
             continue;
-        dtrain__pages_discard(pages, free_begin, at);
-        free_begin = at + 1;
+        dtrain__pages_leave(pages, gone, at);
+        dtrain__pages_hold(pages, (size_t)0 - (size_t)last);
+        gone = at + 1;
     }
-    dtrain__pages_discard(pages, free_begin, at);
-    dtrain__memory_count(pages->allocator, (size_t)0 - gone * page);
+    dtrain__pages_leave(pages, gone, end);
 }
 
 static void dtrain__pages_destroy(dtrain__pages *pages)
 {
-    size_t used = 0;
-    for (size_t at = 0; pages->users != NULL && at < pages->bytes / pages->page; at++)
-        used += pages->users[at] > 0;
+    dtrain__pages_hold(pages, (size_t)0 - pages->held);
     if (pages->base != NULL)
-        dtrain__os_unreserve(pages->base, pages->bytes);
-    if (pages->users != NULL) {
-        dtrain__memory_count(pages->allocator, (size_t)0 - used * pages->page);
+        dtrain__os_unreserve(pages->base, pages->reserved);
+    if (pages->users != NULL)
         dtrain__free(pages->allocator, pages->users, pages->bytes / pages->page * sizeof(uint16_t));
-    }
     memset(pages, 0, sizeof *pages);
 }
 
@@ -17003,6 +17268,7 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
+#define DTRAIN__FSDP_STAGES 3   /* of small ranges: of units with even numbers, with odd ones, of gradients */
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__READY };                 /* a unit's parameters */
 enum { DTRAIN__IDLE, DTRAIN__WAITS, DTRAIN__SCATTERS, DTRAIN__COPIES }; /* its gradients */
@@ -17048,6 +17314,9 @@ struct dtrain_fsdp {
     unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
     float *lr_factors, *decays;          /* of a parameter */
     size_t *counts;                      /* of a cut: every rank's part */
+    size_t *packed_counts;               /* of a unit: every rank's part of its small ranges, then of those trained */
+    float *stages;                       /* where small ranges are packed */
+    int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
     dtrain_slice *slices;                /* of a cut */
@@ -17236,6 +17505,21 @@ static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
     }
 }
 
+static unsigned char *dtrain__fsdp_stage(const dtrain_fsdp *fsdp, int number)
+{
+    return (unsigned char *)(fsdp->stages + (size_t)number * fsdp->layout.stage);
+}
+
+/* Every rank's part of a unit's small ranges, or of their gradients; *begin: where this rank's begins among them. */
+static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, int grads, size_t *begin)
+{
+    const size_t *counts = fsdp->packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
+    *begin = 0;
+    for (int shard = 0; shard < fsdp->layout.shard; shard++)
+        *begin += counts[shard];
+    return counts;
+}
+
 /* Takes or drops the reserved pages of a unit's parameters. */
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
@@ -17251,7 +17535,7 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
         if (take)
             dtrain__pages_take(&fsdp->weight_pages, begin, cut->count * sizeof(float));
         else
-            dtrain__pages_drop(&fsdp->weight_pages, begin, cut->count * sizeof(float), 0);
+            dtrain__pages_drop(&fsdp->weight_pages, begin, cut->count * sizeof(float));
     }
 }
 
@@ -17273,7 +17557,7 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
         } else if (take) {
             dtrain__pages_take(&fsdp->grad_pages, begin, cut->count * sizeof(float));
         } else {
-            dtrain__pages_drop(&fsdp->grad_pages, begin, cut->count * sizeof(float), 1);
+            dtrain__pages_drop(&fsdp->grad_pages, begin, cut->count * sizeof(float));
         }
     }
 }
@@ -17309,19 +17593,47 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
                                      &fsdp->gathering[index]);
 }
 
+static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
+
+/* Starts to gather the small ranges of a unit as one. Their stage may be that of another unit, which is ended first. */
+static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
+    unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+    int other = fsdp->staged[number % 2];
+    dtrain_status status = DTRAIN_OK;
+    if (unit->packed == 0)
+        return DTRAIN_OK;
+    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
+        status = dtrain__fsdp_gather_finish(fsdp, other);
+    fsdp->staged[number % 2] = number;
+    for (size_t i = unit->end; i-- > unit->first && status == DTRAIN_OK;) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        first = cut->packed ? i : first;
+        if (cut->packed && cut->own_count > 0)
+            dtrain_convert(dtrain__fsdp_own(fsdp, cut), DTRAIN_F32, stage + (cut->stage + cut->own) * width, dtype,
+                           cut->own_count);
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain_all_gather_v_async(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
+                                     &fsdp->gathering[first]);
+}
+
 static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
+    size_t first = fsdp->layout.units[number].first, end = fsdp->layout.units[number].end;
     dtrain__fsdp_page_weights(fsdp, number, 1);
     unit->state = DTRAIN__COMING;
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
-        dtrain_status status = dtrain__fsdp_gather_cut(fsdp, i);
-        if (status != DTRAIN_OK) {
-            fsdp->gathering[i] = NULL;
-            return dtrain__fsdp_break(fsdp, status, "starting to gather", number);
-        }
-    }
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_gather_packed(fsdp, number);
+    for (size_t i = first; status == DTRAIN_OK && i < end; i++)
+        if (!fsdp->layout.cuts[i].packed)
+            status = dtrain__fsdp_gather_cut(fsdp, i);
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "starting to gather", number);
 }
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
@@ -17330,8 +17642,15 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, number);
     if (status != DTRAIN_OK)
         return status;
-    for (size_t i = fsdp->layout.units[number].first; dtype != DTRAIN_F32 && i < fsdp->layout.units[number].end; i++)
-        dtrain__fsdp_widen(dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count, dtype);
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+        if (cut->packed)
+            dtrain_convert(stage + cut->stage * (dtype == DTRAIN_F32 ? 4 : 2), dtype, dtrain__fsdp_full(fsdp, cut),
+                           DTRAIN_F32, cut->count);
+        else if (dtype != DTRAIN_F32)
+            dtrain__fsdp_widen(dtrain__fsdp_full(fsdp, cut), cut->count, dtype);
+    }
     fsdp->units[number].state = DTRAIN__READY;
     fsdp->units[number].stale = 0;
     return DTRAIN_OK;
@@ -17389,10 +17708,12 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
-/* The direction in which a pass goes, by the unit before this one. */
+/* The direction in which a pass goes, by the unit before this one. The first unit again after it was reduced is the
+ * next micro-batch's. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
-    if (fsdp->last < 0 || unit > fsdp->last || (unit == 0 && fsdp->last > 1))
+    int again = fsdp->last == 0 && !fsdp->units[0].fresh;
+    if (fsdp->last < 0 || unit > fsdp->last || (unit == 0 && (fsdp->last > 1 || again)))
         return 1;
     return -1;
 }
@@ -17409,10 +17730,11 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
     unit->used = ++fsdp->clock;
     fsdp->last = beside ? fsdp->last : number;
     fsdp->prefetched = 0;
-    if (direction < 0) {
+    if (direction < 0)
         unit->backward = 1;
+    /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
+    if (direction < 0 || fsdp->layout.units[number].tied)
         dtrain__fsdp_page_grads(fsdp, number, 1);
-    }
     return direction;
 }
 
@@ -17543,6 +17865,50 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     fsdp->units[number].stage = DTRAIN__IDLE;
 }
 
+/* Where a range's part of its unit's sum is received, of which `sum` has room for all. */
+static unsigned char *dtrain__fsdp_receives(const dtrain_fsdp *fsdp, const dtrain__cut *cut, float *sum)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[cut->unit];
+    size_t at = cut->grad - unit->grad;
+    return dtrain__fsdp_narrows_grads(fsdp) ? dtrain__fsdp_half(sum, unit->grad_count) + 2 * at
+                                            : (unsigned char *)(sum + at);
+}
+
+/* Starts to reduce the small ranges of a unit as one. */
+static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4, begin, first = unit->end;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 1, &begin);
+    unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    if (unit->packed_grads == 0)
+        return DTRAIN_OK;
+    for (size_t i = unit->end; i-- > unit->first;) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (!cut->packed || !cut->trained)
+            continue;
+        first = i;
+        dtrain_convert(dtrain__fsdp_full_grad(fsdp, cut), DTRAIN_F32, stage + cut->grad_stage * width, dtype,
+                       cut->count);
+    }
+    return dtrain_reduce_scatter_v_async(fsdp->reduces, stage, stage + begin * width, counts, NULL, dtype, DTRAIN_SUM,
+                                         &fsdp->reducing[first]);
+}
+
+/* Puts this rank's part of the small ranges' sums where those of the others are. */
+static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
+{
+    size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4;
+    const unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (cut->packed && cut->trained && cut->own_count > 0)
+            memcpy(dtrain__fsdp_receives(fsdp, cut, dtrain__fsdp_target(fsdp, number)),
+                   stage + (cut->grad_stage + cut->own) * width, cut->own_count * width);
+    }
+}
+
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
@@ -17551,6 +17917,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
+    dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     if (fsdp->copies == NULL || cuts->grad_count == 0) {
         dtrain__fsdp_fold(fsdp, number);
@@ -17594,15 +17961,11 @@ static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__cut *cut = &fsdp->layout.cuts[index];
-    const dtrain__cut_unit *unit = &fsdp->layout.units[cut->unit];
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     float *full = dtrain__fsdp_full_grad(fsdp, cut);
-    size_t at = cut->grad - unit->grad;
-    void *out = sum + at;
-    if (dtrain__fsdp_narrows_grads(fsdp))
-        out = dtrain__fsdp_half(sum, unit->grad_count) + 2 * at;
+    unsigned char *out = dtrain__fsdp_receives(fsdp, cut, sum);
     if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
-        dtrain__fsdp_narrow(full, (unsigned char *)out, cut->count, dtype);
+        dtrain__fsdp_narrow(full, out, cut->count, dtype);
     else if (fsdp->reduces == NULL)
         memcpy(out, full, cut->count * sizeof(float));
     if (fsdp->reduces == NULL)
@@ -17624,8 +17987,11 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     fsdp->scattering = number;
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     float *sum = status == DTRAIN_OK ? dtrain__fsdp_target(fsdp, number) : NULL;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_reduce_packed(fsdp, number);
     for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
-        if (status == DTRAIN_OK && fsdp->layout.cuts[i].trained && fsdp->layout.cuts[i].count > 0)
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (status == DTRAIN_OK && cut->trained && cut->count > 0 && !cut->packed)
             status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
     }
     if (status != DTRAIN_OK)
@@ -17803,7 +18169,7 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
                         call, computed, dtrain__fsdp_rank(fsdp));
 }
 
-/* Says whether a unit's gradients are still missing in the step, so that they may be computed. */
+/* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
 static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
 {
     dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
@@ -18178,7 +18544,8 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
         status = dtrain__fsdp_gather_start(fsdp, i);
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
-        status = dtrain__fsdp_gather_finish(fsdp, i);
+        if (fsdp->units[i].state == DTRAIN__COMING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
     return status;
 }
 
@@ -18661,12 +19028,13 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
     size_t a_param = sizeof(dtrain_param) + sizeof(size_t) + 2 * sizeof(float) + 1;
     size_t a_cut = sizeof(dtrain__cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
                    (size_t)layout->shards * sizeof(size_t);
-    size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *);
+    size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
+                    2 * (size_t)layout->shards * sizeof(size_t);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
            layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
            (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event);
+           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float);
 }
 
 /* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
@@ -18907,6 +19275,9 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
         size_t own;
         fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
             dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+        for (int grads = 0; grads <= cut->trained && cut->packed; grads++)
+            fsdp->packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards +
+                                (size_t)shard] += dtrain__layout_part(&fsdp->layout, cut, shard, &own);
     }
 }
 
@@ -18914,6 +19285,7 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
 static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
+    dtrain_fsdp_plan_result plan;
     int any = 0;
     for (size_t i = 0; i < layout->table_count; i++) {
         fsdp->reserved[i] = (unsigned char)(layout->table[i].data == NULL);
@@ -18921,9 +19293,14 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
             fsdp->reserved[i] |= 2;
         any |= fsdp->reserved[i];
     }
-    dtrain_status status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, &fsdp->memory);
+    memset(&plan, 0, sizeof plan);
+    dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), &fsdp->memory, &plan);
     if (status == DTRAIN_OK)
-        status = dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, &fsdp->memory);
+        status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, plan.full_weights, 0,
+                                      &fsdp->memory);
+    if (status == DTRAIN_OK)
+        status =
+            dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->table_count; i++) {
         if (fsdp->reserved[i] & 1)
             layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
@@ -18946,6 +19323,9 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->reserved = (unsigned char *)dtrain__alloc(memory, params);
     fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
     fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
+    fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
+    fsdp->stages = (float *)dtrain__alloc(memory, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    fsdp->staged[0] = fsdp->staged[1] = -1;
     fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
     fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
     fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
@@ -18958,7 +19338,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
-        fsdp->masters == NULL || fsdp->levels[0] == NULL)
+        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
                             dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
@@ -19090,6 +19470,8 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->reserved, params);
     dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
     dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->stages, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
     dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
     dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
     dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
@@ -19585,6 +19967,8 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
     if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 &&
         index == (run->backward ? layer->last : layer->first))
         status = dtrain_fsdp_gather(run->fsdp, layer->unit);
+    if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && run->backward)
+        dtrain__fsdp_page_grads(run->fsdp, layer->unit, 1); /* FSDP may take this for another forward pass */
     run->context.layer = index;
     run->context.params = module->addresses + layer->first_use;
     run->context.grads = module->addresses + module->use_count + layer->first_use;

@@ -405,7 +405,13 @@ static void *count_or_refuse(void *user, void *pointer, size_t old_bytes, size_t
     __atomic_add_fetch(&h->calls, 1, __ATOMIC_RELAXED);
     if (new_bytes > old_bytes && __atomic_load_n(&h->refuses, __ATOMIC_RELAXED))
         return NULL;
-    return dtrain__resize_default(pointer, old_bytes, new_bytes, align);
+    void *block = NULL;
+    if (new_bytes > 0 && posix_memalign(&block, align, new_bytes) != 0)
+        return NULL;
+    if (pointer != NULL && new_bytes > 0)
+        memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
+    free(pointer);
+    return block;
 }
 
 #endif

@@ -26,21 +26,15 @@ one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line
     cat "$dir/$name.line"
 }
 
-tests() { # those that take longest come first, so that none of them is alone at the end
-    if [ "$dir" = build/tests ]; then
-        echo tests/test_matrix.sh
-        echo "$dir/test_socket"
-        for test in tests/test_*.sh; do
-            [ $test = tests/test_matrix.sh ] || echo $test
-        done
-    fi
+tests() { # scripts first: those that compile take longest, and should not be alone at the end
+    [ "$dir" != build/tests ] || ls tests/test_*.sh
     for test in tests/test_*.c tests/soak.c; do
-        test=$dir/$(basename $test .c)
-        [ "$dir" = build/tests ] && [ "$test" = "$dir/test_socket" ] || echo "$test"
+        echo "$dir/$(basename $test .c)"
     done
 }
 
-limit=${TEST_SECONDS:-280}
+limit=900
+[ "$dir" != build/tests ] || limit=280
 if [ $# -eq 2 ]; then
     one "$2"
     exit 0

@@ -1,9 +1,9 @@
 /* Modules against a hand-written loop over the same arithmetic, against finite differences in float64, and against
  * themselves without FSDP; several micro-batches in flight; memory. */
-#define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"
 #include "module_model.h"
+#include <unistd.h>
 
 /* ---- references ---- */
 
@@ -388,4 +388,67 @@ TEST(steps_3_to_20_allocate_nothing)
         CHECK_EQ(dtrain_run_threads(4, steady, &r, &desc), DTRAIN_OK);
         CHECK_EQ(allocator.bytes, 0);
     }
+}
+
+/* ---- memory of FSDP while micro-batches follow each other ---- */
+
+#define BIG (1 << 18) /* elements of a unit: 1 MiB */
+#define BIG_UNITS 4
+
+static dtrain_status touch(void *user, const dtrain_layer_context *c)
+{
+    (void)user;
+    out_of(c)[0] = c->params[0][0];
+    return DTRAIN_OK;
+}
+
+/* Rank 1 is slow, so that rank 0's reduction before this one is still on its way. */
+static dtrain_status touch_back(void *user, const dtrain_layer_context *c)
+{
+    if (*(int *)user == 1)
+        usleep(5000);
+    c->grads[0][0] += 1.0f;
+    return DTRAIN_OK;
+}
+
+static dtrain_status big(dtrain_comm *world, void *user)
+{
+    static const char *const names[] = {"w"};
+    int rank = dtrain_comm_rank(world);
+    dtrain_param table[] = {{"w", DTRAIN_F32, {BIG_UNITS, BIG}, 0, 1, 0, 0, 0, 0, NULL, NULL}};
+    dtrain_layer layers[BIG_UNITS];
+    dtrain_fsdp_desc desc;
+    dtrain_fsdp_plan_result plan;
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_module *module = NULL;
+    batch b;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    memset(layers, 0, sizeof layers);
+    desc.micro_batches = 2;
+    for (int i = 0; i < BIG_UNITS; i++) {
+        dtrain_layer layer = {"big", names, 1, i, NULL, touch, touch_back, NULL, &rank};
+        layers[i] = layer;
+    }
+    batch_init(&b, 0);
+    CHECK_EQ(dtrain_fsdp_plan(table, 1, &desc, 2, rank, &plan), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, 1, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_module_create(&module, layers, BIG_UNITS, table, 1, NULL), DTRAIN_OK);
+    for (int i = 0; i < 4; i++) {
+        dtrain_tensor output;
+        CHECK_EQ(dtrain_fsdp_forward(fsdp, module, 0, &b.input, NULL, &output), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_backward(fsdp, module, 0, &b.input, NULL), DTRAIN_OK);
+        if (i % 2 == 1)
+            CHECK_EQ(dtrain_fsdp_step(fsdp, 0.01f), DTRAIN_OK);
+    }
+    if (dtrain_fsdp_get_stats(fsdp).peak_bytes > plan.peak + 65536)
+        TEST_FAIL("rank %d used %zu bytes, the plan says %zu", rank, dtrain_fsdp_get_stats(fsdp).peak_bytes, plan.peak);
+    dtrain_module_destroy(module);
+    dtrain_fsdp_destroy(fsdp);
+    return DTRAIN_OK;
+}
+
+TEST(a_second_micro_batch_stays_within_the_plan)
+{
+    CHECK_EQ(dtrain_run_threads(2, big, NULL, NULL), DTRAIN_OK);
 }

@@ -1,5 +1,4 @@
 /* Callbacks that fail on one rank, ranks without memory, and wrong uses: what each says, and that all go on. */
-#define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"
 #include "module_model.h"

@@ -4,11 +4,12 @@
  * build/bench OP key=value ...
  *
  *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
- *                all-reduce as it is written by hand, tools/bench_ring.h), gemm, adamw
+ *                all-reduce as it is written by hand, tools/bench_ring.h), fsdp (steps of a sharded stack of layers
+ *                beside the same unsharded, tools/bench_fsdp.h), gemm, adamw
  *   ranks=2      threads that take part
  *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
- *   transport=threads | tcp | unix: the last two start a process a rank, over the loopback device
+ *   transport=threads | tcp | unix: the last two start a process a rank, over the loopback device; fsdp: also slow
  *   algorithm=   a name as DTRAIN_ALGORITHM has them
  *   against=limit | ring: what it is compared with
  *   chunk=262144 bytes of the vector that the ring has under way at once
@@ -16,6 +17,10 @@
  *   huge=0       1: asks for huge pages
  *   runs=11      at least 7; medians are printed
  *   size=1024    gemm: all three sizes
+ *   strategy=full | grad | none | hybrid: fsdp; hybrid has two nodes
+ *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run
+ *   work=100     fsdp: computation in % of communication
+ *   sleep=0      1: fsdp computes as a device would, while the processors idle
  *
  * Prints op transport ranks bytes us algbw_GBps limit_GBps of_limit; algbw is bytes / us, of_limit the median of
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
@@ -32,6 +37,7 @@
 #include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -87,13 +93,14 @@ typedef enum bench_op {
     FUSED,
     BARRIER,
     RING,
+    FSDP,
     GEMM,
     ADAMW,
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
                                                    "reduce",     "all_to_all",     "fused",      "barrier",
-                                                   "ring",       "gemm",           "adamw"};
+                                                   "ring",       "fsdp",           "gemm",       "adamw"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -101,8 +108,8 @@ typedef struct bench_mailbox {
     float data[2][BENCH_MAILBOX / sizeof(float)];
 } bench_mailbox;
 
-enum { THREADS, TCP, UNIX };
-static const char *const bench_transports[] = {"threads", "tcp", "unix"};
+enum { THREADS, TCP, UNIX, SLOW };
+static const char *const bench_transports[] = {"threads", "tcp", "unix", "slow"};
 
 typedef struct bench {
     bench_op op;
@@ -117,6 +124,9 @@ typedef struct bench {
     uint64_t repeats[2]; /* of the operation and of its limit */
     int64_t begin_ns[BENCH_RANKS], end_ns[BENCH_RANKS];
     double us[BENCH_RUNS], limit_us[BENCH_RUNS];
+    int strategy, sleep; /* from here on: of fsdp */
+    size_t layers, width, work, steps;
+    double step_us[3][BENCH_RUNS], step_cpu[3][BENCH_RUNS], comm_us, hidden;
 } bench;
 
 static int64_t bench_now_ns(void)
@@ -279,8 +289,23 @@ static float *bench_memory(size_t bytes, int huge)
     return (float *)memory;
 }
 
+static int bench_compare(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double bench_median(const double *values, int n)
+{
+    double sorted[BENCH_RUNS];
+    memcpy(sorted, values, (size_t)n * sizeof(double));
+    qsort(sorted, (size_t)n, sizeof(double), bench_compare);
+    return n % 2 ? sorted[n / 2] : (sorted[n / 2 - 1] + sorted[n / 2]) / 2;
+}
+
 #include "bench_wire.h"
 #include "bench_ring.h"
+#include "bench_fsdp.h"
 
 /* Repeats the operation or its limit on every rank; returns microseconds apiece, on rank 0. */
 static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
@@ -399,6 +424,8 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
     uint64_t number = 0;
     if (b->pin)
         bench_pin(rank);
+    if (b->op == FSDP)
+        return fsdp_rank(world, b);
     if (b->op == ALL_TO_ALL)
         b->others[rank] = bench_memory(b->bytes + (size_t)b->ranks * sizeof(float), b->huge);
     bench_verify(b, world);
@@ -419,22 +446,12 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
     return DTRAIN_OK;
 }
 
-static int bench_compare(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double bench_median(const double *values, int n)
-{
-    double sorted[BENCH_RUNS];
-    memcpy(sorted, values, (size_t)n * sizeof(double));
-    qsort(sorted, (size_t)n, sizeof(double), bench_compare);
-    return n % 2 ? sorted[n / 2] : (sorted[n / 2 - 1] + sorted[n / 2]) / 2;
-}
-
 static void bench_print(const bench *b)
 {
+    if (b->op == FSDP) {
+        fsdp_print(b);
+        return;
+    }
     double us = bench_median(b->us, b->runs), limit_us = bench_median(b->limit_us, b->runs), ratios[BENCH_RUNS];
     for (int i = 0; i < b->runs; i++)
         ratios[i] = b->limit_us[i] / b->us[i];
@@ -581,16 +598,24 @@ static int bench_key(bench *b, const char *argument)
 {
     const char *value = strchr(argument, '=');
     size_t length = value != NULL ? (size_t)(value - argument) : 0, number = 0, k;
-    static const char *const keys[] = {"ranks", "runs", "huge", "bytes", "size", "count", "chunk", "pin"};
-    static const size_t least[] = {1, 7, 0, 0, 1, 0, 1024, 0};
-    static const size_t most[] = {BENCH_RANKS,     BENCH_RUNS,      1, (size_t)1 << 40, 32768,
-                                  (size_t)1 << 38, (size_t)1 << 30, 1};
+    static const char *const keys[] = {"ranks", "runs",   "huge",  "bytes", "size",  "count", "chunk",
+                                       "pin",   "layers", "width", "work",  "steps", "sleep"};
+    static const size_t least[] = {1, 7, 0, 0, 1, 0, 1024, 0, 2, 1, 0, 1, 0};
+    static const size_t most[] = {
+        BENCH_RANKS, BENCH_RUNS, 1,     (size_t)1 << 40, 32768, (size_t)1 << 38, (size_t)1 << 30, 1,
+        1000,        32768,      10000, 10000,           1};
     if (value == NULL)
         return 0;
     value++;
     if (strncmp(argument, "transport=", 10) == 0) {
-        for (b->transport = THREADS; b->transport <= UNIX; b->transport++)
+        for (b->transport = THREADS; b->transport <= SLOW; b->transport++)
             if (strcmp(value, bench_transports[b->transport]) == 0)
+                return 1;
+        return 0;
+    }
+    if (strncmp(argument, "strategy=", 9) == 0) {
+        for (b->strategy = 0; b->strategy < 4; b->strategy++)
+            if (strcmp(value, fsdp_strategy_names[b->strategy]) == 0)
                 return 1;
         return 0;
     }
@@ -600,10 +625,10 @@ static int bench_key(bench *b, const char *argument)
     }
     if (strncmp(argument, "algorithm=", 10) == 0)
         return dtrain__plan_named(value, strlen(value), &b->algorithm);
-    for (k = 0; k < 8; k++)
+    for (k = 0; k < 13; k++)
         if (strlen(keys[k]) == length && strncmp(argument, keys[k], length) == 0)
             break;
-    if (k == 8 || !bench_number(value, least[k], most[k], &number))
+    if (k == 13 || !bench_number(value, least[k], most[k], &number))
         return 0;
     switch (k) {
     case 0: b->ranks = (int)number; break;
@@ -613,7 +638,12 @@ static int bench_key(bench *b, const char *argument)
     case 4: b->size = number; break;
     case 5: b->bytes = number * sizeof(float); break;
     case 6: b->chunk = number; break;
-    default: b->pin = (int)number; break;
+    case 7: b->pin = (int)number; break;
+    case 8: b->layers = number; break;
+    case 9: b->width = number; break;
+    case 10: b->work = number; break;
+    case 11: b->steps = number; break;
+    default: b->sleep = (int)number; break;
     }
     return 1;
 }
@@ -636,13 +666,21 @@ int main(int argc, char **argv)
     b.size = 1024;
     b.chunk = (size_t)256 << 10;
     b.repeats[0] = b.repeats[1] = 1;
+    b.layers = 8;
+    b.width = 512;
+    b.work = 100;
+    b.steps = 1;
     for (int i = 2; i < argc; i++)
         if (!bench_key(&b, argv[i]))
             return bench_complain(argv[i], "is unknown or out of range");
-    b.bytes = op == BARRIER ? 0 : b.bytes / sizeof(float) * sizeof(float);
+    if (b.transport == SLOW && op != FSDP)
+        return bench_complain("transport=slow", "is for fsdp");
+    b.bytes = op == BARRIER || op == FSDP ? 0 : b.bytes / sizeof(float) * sizeof(float);
     b.count = b.bytes / sizeof(float);
     b.threads = processors > 0 && processors < b.ranks ? (int)processors : b.ranks;
     if (op == GEMM || op == ADAMW)
         return op == GEMM ? bench_gemm(&b) : bench_adam_run(&b);
+    if (b.transport == SLOW)
+        return fsdp_slow_threads(&b);
     return b.transport != THREADS && b.ranks > 1 ? bench_processes(&b) : bench_collective(&b);
 }

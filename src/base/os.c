@@ -164,6 +164,64 @@ static int dtrain__os_discard(void *pages, size_t bytes)
 #endif
 }
 
+/* Brings the memory of whole pages at once, which is cheaper than page by page as they are written; where the system
+ * has no such call they come so. */
+static void dtrain__os_populate(void *pages, size_t bytes)
+{
+#ifdef __linux__
+    madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14 */
+#else
+    (void)pages;
+    (void)bytes;
+#endif
+}
+
+/* Moves whole pages of a reserved range, contents and all, to others, whose own are gone then; what they leave reads
+ * as zeros. Both must have been mapped or moved there by one call. Returns 0 or an errno, with nothing moved. */
+static int dtrain__os_move(void *from, void *to, size_t bytes)
+{
+#if defined(__linux__) && defined(__NR_mremap)
+    const int flags = 7; /* MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: the last since Linux 5.7 */
+    if (syscall(__NR_mremap, from, bytes, bytes, flags, to) != -1)
+        return 0;
+    int error = errno;
+    /* it may have taken the target away before it failed; 0x100000, MAP_FIXED_NOREPLACE: only then is it mapped */
+    mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE | 0x100000, -1, 0);
+    return error;
+#else
+    (void)from;
+    (void)to;
+    (void)bytes;
+    return ENOSYS;
+#endif
+}
+
+/* Says whether whole pages were neither read nor written since they were mapped or discarded; 0 where the system does
+ * not tell. */
+static int dtrain__os_untouched(const void *pages, size_t bytes)
+{
+    int untouched = 0;
+#ifdef __linux__
+    uint64_t entries[512];
+    size_t page = dtrain__os_page_bytes(), count = bytes / page;
+    int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    untouched = fd >= 0;
+    for (size_t at = 0; at < count && untouched; at += sizeof entries / sizeof entries[0]) {
+        size_t n = count - at < sizeof entries / sizeof entries[0] ? count - at : sizeof entries / sizeof entries[0];
+        off_t offset = (off_t)(((uintptr_t)pages / page + at) * sizeof entries[0]);
+        untouched = pread(fd, entries, n * sizeof entries[0], offset) == (ssize_t)(n * sizeof entries[0]);
+        for (size_t i = 0; i < n && untouched; i++)
+            untouched = entries[i] >> 62 == 0; /* neither present nor swapped out */
+    }
+    if (fd >= 0)
+        close(fd);
+#else
+    (void)pages;
+    (void)bytes;
+#endif
+    return untouched;
+}
+
 static void dtrain__os_unreserve(void *range, size_t bytes)
 {
     munmap(range, bytes);

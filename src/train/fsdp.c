@@ -12,11 +12,13 @@
 #include "norm.c"
 #include "kernels.c"
 #include "optimizer.c"
+#include "../comm/op.c"
 
 #define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
+#define DTRAIN__FSDP_STAGES 3   /* of small ranges: of units with even numbers, with odd ones, of gradients */
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__READY };                 /* a unit's parameters */
 enum { DTRAIN__IDLE, DTRAIN__WAITS, DTRAIN__SCATTERS, DTRAIN__COPIES }; /* its gradients */
@@ -62,6 +64,9 @@ struct dtrain_fsdp {
     unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
     float *lr_factors, *decays;          /* of a parameter */
     size_t *counts;                      /* of a cut: every rank's part */
+    size_t *packed_counts;               /* of a unit: every rank's part of its small ranges, then of those trained */
+    float *stages;                       /* where small ranges are packed */
+    int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
     dtrain_slice *slices;                /* of a cut */
@@ -250,6 +255,21 @@ static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
     }
 }
 
+static unsigned char *dtrain__fsdp_stage(const dtrain_fsdp *fsdp, int number)
+{
+    return (unsigned char *)(fsdp->stages + (size_t)number * fsdp->layout.stage);
+}
+
+/* Every rank's part of a unit's small ranges, or of their gradients; *begin: where this rank's begins among them. */
+static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, int grads, size_t *begin)
+{
+    const size_t *counts = fsdp->packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
+    *begin = 0;
+    for (int shard = 0; shard < fsdp->layout.shard; shard++)
+        *begin += counts[shard];
+    return counts;
+}
+
 /* Takes or drops the reserved pages of a unit's parameters. */
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
@@ -265,7 +285,7 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
         if (take)
             dtrain__pages_take(&fsdp->weight_pages, begin, cut->count * sizeof(float));
         else
-            dtrain__pages_drop(&fsdp->weight_pages, begin, cut->count * sizeof(float), 0);
+            dtrain__pages_drop(&fsdp->weight_pages, begin, cut->count * sizeof(float));
     }
 }
 
@@ -287,7 +307,7 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
         } else if (take) {
             dtrain__pages_take(&fsdp->grad_pages, begin, cut->count * sizeof(float));
         } else {
-            dtrain__pages_drop(&fsdp->grad_pages, begin, cut->count * sizeof(float), 1);
+            dtrain__pages_drop(&fsdp->grad_pages, begin, cut->count * sizeof(float));
         }
     }
 }

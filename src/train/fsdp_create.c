@@ -164,6 +164,9 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
         size_t own;
         fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
             dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+        for (int grads = 0; grads <= cut->trained && cut->packed; grads++)
+            fsdp->packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards +
+                                (size_t)shard] += dtrain__layout_part(&fsdp->layout, cut, shard, &own);
     }
 }
 
@@ -171,6 +174,7 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
 static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
+    dtrain_fsdp_plan_result plan;
     int any = 0;
     for (size_t i = 0; i < layout->table_count; i++) {
         fsdp->reserved[i] = (unsigned char)(layout->table[i].data == NULL);
@@ -178,9 +182,14 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
             fsdp->reserved[i] |= 2;
         any |= fsdp->reserved[i];
     }
-    dtrain_status status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, &fsdp->memory);
+    memset(&plan, 0, sizeof plan);
+    dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), &fsdp->memory, &plan);
     if (status == DTRAIN_OK)
-        status = dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, &fsdp->memory);
+        status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, plan.full_weights, 0,
+                                      &fsdp->memory);
+    if (status == DTRAIN_OK)
+        status =
+            dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->table_count; i++) {
         if (fsdp->reserved[i] & 1)
             layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
@@ -203,6 +212,9 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->reserved = (unsigned char *)dtrain__alloc(memory, params);
     fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
     fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
+    fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
+    fsdp->stages = (float *)dtrain__alloc(memory, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    fsdp->staged[0] = fsdp->staged[1] = -1;
     fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
     fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
     fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
@@ -215,7 +227,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
-        fsdp->masters == NULL || fsdp->levels[0] == NULL)
+        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
                             dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
@@ -347,6 +359,8 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->reserved, params);
     dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
     dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->stages, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
     dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
     dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
     dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);

@@ -28,19 +28,47 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
                                      &fsdp->gathering[index]);
 }
 
+static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
+
+/* Starts to gather the small ranges of a unit as one. Their stage may be that of another unit, which is ended first. */
+static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
+    unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+    int other = fsdp->staged[number % 2];
+    dtrain_status status = DTRAIN_OK;
+    if (unit->packed == 0)
+        return DTRAIN_OK;
+    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
+        status = dtrain__fsdp_gather_finish(fsdp, other);
+    fsdp->staged[number % 2] = number;
+    for (size_t i = unit->end; i-- > unit->first && status == DTRAIN_OK;) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        first = cut->packed ? i : first;
+        if (cut->packed && cut->own_count > 0)
+            dtrain_convert(dtrain__fsdp_own(fsdp, cut), DTRAIN_F32, stage + (cut->stage + cut->own) * width, dtype,
+                           cut->own_count);
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain_all_gather_v_async(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
+                                     &fsdp->gathering[first]);
+}
+
 static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
+    size_t first = fsdp->layout.units[number].first, end = fsdp->layout.units[number].end;
     dtrain__fsdp_page_weights(fsdp, number, 1);
     unit->state = DTRAIN__COMING;
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
-        dtrain_status status = dtrain__fsdp_gather_cut(fsdp, i);
-        if (status != DTRAIN_OK) {
-            fsdp->gathering[i] = NULL;
-            return dtrain__fsdp_break(fsdp, status, "starting to gather", number);
-        }
-    }
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_gather_packed(fsdp, number);
+    for (size_t i = first; status == DTRAIN_OK && i < end; i++)
+        if (!fsdp->layout.cuts[i].packed)
+            status = dtrain__fsdp_gather_cut(fsdp, i);
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "starting to gather", number);
 }
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
@@ -49,8 +77,15 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, number);
     if (status != DTRAIN_OK)
         return status;
-    for (size_t i = fsdp->layout.units[number].first; dtype != DTRAIN_F32 && i < fsdp->layout.units[number].end; i++)
-        dtrain__fsdp_widen(dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count, dtype);
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+        if (cut->packed)
+            dtrain_convert(stage + cut->stage * (dtype == DTRAIN_F32 ? 4 : 2), dtype, dtrain__fsdp_full(fsdp, cut),
+                           DTRAIN_F32, cut->count);
+        else if (dtype != DTRAIN_F32)
+            dtrain__fsdp_widen(dtrain__fsdp_full(fsdp, cut), cut->count, dtype);
+    }
     fsdp->units[number].state = DTRAIN__READY;
     fsdp->units[number].stale = 0;
     return DTRAIN_OK;
@@ -108,10 +143,12 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
-/* The direction in which a pass goes, by the unit before this one. */
+/* The direction in which a pass goes, by the unit before this one. The first unit again after it was reduced is the
+ * next micro-batch's. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
-    if (fsdp->last < 0 || unit > fsdp->last || (unit == 0 && fsdp->last > 1))
+    int again = fsdp->last == 0 && !fsdp->units[0].fresh;
+    if (fsdp->last < 0 || unit > fsdp->last || (unit == 0 && (fsdp->last > 1 || again)))
         return 1;
     return -1;
 }
@@ -128,10 +165,11 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
     unit->used = ++fsdp->clock;
     fsdp->last = beside ? fsdp->last : number;
     fsdp->prefetched = 0;
-    if (direction < 0) {
+    if (direction < 0)
         unit->backward = 1;
+    /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
+    if (direction < 0 || fsdp->layout.units[number].tied)
         dtrain__fsdp_page_grads(fsdp, number, 1);
-    }
     return direction;
 }
 

@@ -74,12 +74,13 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
     size_t a_param = sizeof(dtrain_param) + sizeof(size_t) + 2 * sizeof(float) + 1;
     size_t a_cut = sizeof(dtrain__cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
                    (size_t)layout->shards * sizeof(size_t);
-    size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *);
+    size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
+                    2 * (size_t)layout->shards * sizeof(size_t);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
            layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
            (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event);
+           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float);
 }
 
 /* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */

@@ -53,6 +53,50 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     fsdp->units[number].stage = DTRAIN__IDLE;
 }
 
+/* Where a range's part of its unit's sum is received, of which `sum` has room for all. */
+static unsigned char *dtrain__fsdp_receives(const dtrain_fsdp *fsdp, const dtrain__cut *cut, float *sum)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[cut->unit];
+    size_t at = cut->grad - unit->grad;
+    return dtrain__fsdp_narrows_grads(fsdp) ? dtrain__fsdp_half(sum, unit->grad_count) + 2 * at
+                                            : (unsigned char *)(sum + at);
+}
+
+/* Starts to reduce the small ranges of a unit as one. */
+static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4, begin, first = unit->end;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 1, &begin);
+    unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    if (unit->packed_grads == 0)
+        return DTRAIN_OK;
+    for (size_t i = unit->end; i-- > unit->first;) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (!cut->packed || !cut->trained)
+            continue;
+        first = i;
+        dtrain_convert(dtrain__fsdp_full_grad(fsdp, cut), DTRAIN_F32, stage + cut->grad_stage * width, dtype,
+                       cut->count);
+    }
+    return dtrain_reduce_scatter_v_async(fsdp->reduces, stage, stage + begin * width, counts, NULL, dtype, DTRAIN_SUM,
+                                         &fsdp->reducing[first]);
+}
+
+/* Puts this rank's part of the small ranges' sums where those of the others are. */
+static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
+{
+    size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4;
+    const unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (cut->packed && cut->trained && cut->own_count > 0)
+            memcpy(dtrain__fsdp_receives(fsdp, cut, dtrain__fsdp_target(fsdp, number)),
+                   stage + (cut->grad_stage + cut->own) * width, cut->own_count * width);
+    }
+}
+
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
@@ -61,6 +105,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
+    dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     if (fsdp->copies == NULL || cuts->grad_count == 0) {
         dtrain__fsdp_fold(fsdp, number);
@@ -104,15 +149,11 @@ static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__cut *cut = &fsdp->layout.cuts[index];
-    const dtrain__cut_unit *unit = &fsdp->layout.units[cut->unit];
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     float *full = dtrain__fsdp_full_grad(fsdp, cut);
-    size_t at = cut->grad - unit->grad;
-    void *out = sum + at;
-    if (dtrain__fsdp_narrows_grads(fsdp))
-        out = dtrain__fsdp_half(sum, unit->grad_count) + 2 * at;
+    unsigned char *out = dtrain__fsdp_receives(fsdp, cut, sum);
     if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
-        dtrain__fsdp_narrow(full, (unsigned char *)out, cut->count, dtype);
+        dtrain__fsdp_narrow(full, out, cut->count, dtype);
     else if (fsdp->reduces == NULL)
         memcpy(out, full, cut->count * sizeof(float));
     if (fsdp->reduces == NULL)
@@ -134,8 +175,11 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     fsdp->scattering = number;
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     float *sum = status == DTRAIN_OK ? dtrain__fsdp_target(fsdp, number) : NULL;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_reduce_packed(fsdp, number);
     for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
-        if (status == DTRAIN_OK && fsdp->layout.cuts[i].trained && fsdp->layout.cuts[i].count > 0)
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (status == DTRAIN_OK && cut->trained && cut->count > 0 && !cut->packed)
             status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
     }
     if (status != DTRAIN_OK)
@@ -313,7 +357,7 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
                         call, computed, dtrain__fsdp_rank(fsdp));
 }
 
-/* Says whether a unit's gradients are still missing in the step, so that they may be computed. */
+/* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
 static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
 {
     dtrain_status status = dtrain__fsdp_check_open(fsdp, call);

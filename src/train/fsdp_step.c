@@ -254,7 +254,8 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
         status = dtrain__fsdp_gather_start(fsdp, i);
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
-        status = dtrain__fsdp_gather_finish(fsdp, i);
+        if (fsdp->units[i].state == DTRAIN__COMING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
     return status;
 }
 

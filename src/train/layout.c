@@ -7,17 +7,23 @@
 #define DTRAIN__LAYOUT
 #include "fsdp.h"
 #include "params.c"
+#include "kernels.c"
+
+#define DTRAIN__LAYOUT_SMALL ((size_t)16 << 10) /* elements of a range that travels with others */
+#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* of all that do so in a unit, at most */
 
 typedef struct dtrain__cut {
     size_t param; /* of the table */
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
-    size_t element, count; /* of the parameter */
-    size_t begin;          /* in the unit's concatenation */
-    size_t own, own_count; /* this rank's part of the range */
-    size_t weight;         /* where that part is in this rank's weights */
-    size_t grad;           /* and in its gradients and optimizer state; trained ranges alone are there */
-    size_t full_grad;      /* where the range is among all that are trained */
+    int packed;               /* travels with the other small ranges of its unit */
+    size_t stage, grad_stage; /* where it is among these, and among those that are trained */
+    size_t element, count;    /* of the parameter */
+    size_t begin;             /* in the unit's concatenation */
+    size_t own, own_count;    /* this rank's part of the range */
+    size_t weight;            /* where that part is in this rank's weights */
+    size_t grad;              /* and in its gradients and optimizer state; trained ranges alone are there */
+    size_t full_grad;         /* where the range is among all that are trained */
 } dtrain__cut;
 
 typedef struct dtrain__cut_unit {
@@ -26,6 +32,7 @@ typedef struct dtrain__cut_unit {
     size_t trained;          /* of them, with a gradient */
     size_t grad, grad_count; /* this rank's gradients */
     size_t full_grad;
+    size_t packed, packed_grads; /* elements of small ranges, and of those trained */
     int tied;
 } dtrain__cut_unit;
 
@@ -39,6 +46,7 @@ typedef struct dtrain__layout {
     int unit_count, shards, copies, shard; /* ranks of one copy; copies; this rank's place in its copy */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
+    size_t stage;                          /* the most elements that one unit's small ranges have */
     size_t weights, grads, trained; /* elements: of this rank's parts, of those trained; of all that is trained */
     size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
@@ -161,6 +169,30 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
     return at;
 }
 
+/* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
+ * piece among them, as its slice is in the unit. */
+static void dtrain__layout_pack(dtrain__layout *layout, int number)
+{
+    dtrain__cut_unit *unit = &layout->units[number];
+    size_t small = 0, elements = 0;
+    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->packed =
+            cut->count > 0 && cut->count <= DTRAIN__LAYOUT_SMALL && elements + cut->count <= DTRAIN__LAYOUT_STAGE;
+        elements += cut->packed ? cut->count : 0;
+        small += (size_t)cut->packed;
+    }
+    for (size_t i = unit->first; i < unit->end; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->packed = cut->packed && small > 1;
+        cut->stage = unit->packed;
+        cut->grad_stage = unit->packed_grads;
+        unit->packed += cut->packed ? cut->count : 0;
+        unit->packed_grads += cut->packed && cut->trained ? cut->count : 0;
+    }
+    layout->stage = unit->packed > layout->stage ? unit->packed : layout->stage;
+}
+
 /* The part of a range that a rank of the copy has; *own is where it begins in the range. */
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cut *cut, int shard, size_t *own)
 {
@@ -199,6 +231,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         unit->grad = layout->grads;
         unit->full_grad = layout->trained;
         at = dtrain__layout_fill(layout, (int)number, at);
+        dtrain__layout_pack(layout, (int)number);
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);

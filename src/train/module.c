@@ -10,6 +10,7 @@
 #define DTRAIN__MODULE
 #include "module.h"
 #include "fsdp_create.c"
+#include "../tensor/tensor.c"
 
 typedef struct dtrain__module_use {
     size_t param, offset; /* of the table; elements to the layer's part of a stacked one */
@@ -460,6 +461,8 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
     if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 &&
         index == (run->backward ? layer->last : layer->first))
         status = dtrain_fsdp_gather(run->fsdp, layer->unit);
+    if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && run->backward)
+        dtrain__fsdp_page_grads(run->fsdp, layer->unit, 1); /* FSDP may take this for another forward pass */
     run->context.layer = index;
     run->context.params = module->addresses + layer->first_use;
     run->context.grads = module->addresses + module->use_count + layer->first_use;
