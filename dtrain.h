@@ -1658,9 +1658,12 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
  * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
  * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
- * Every rank makes the same gather calls in the same order: gathering is collective. Reductions may come in any order
- * of units, and a rank may leave some out. A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can
- * then only be asked for its slices and destroyed.
+ * Every rank makes the same gather calls in the same order: gathering is collective, and between two of them each rank
+ * lets go of the same units, by dtrain_fsdp_release or dtrain_fsdp_reduce. Reductions may come in any order of units,
+ * and a rank may leave some out: a unit that was gathered on the way down and released adds nothing. (Over a transport
+ * of the caller's own, which has one group for all, reductions too come in the same order on every rank, and none is
+ * left out on some ranks alone.) A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can then only be
+ * asked for its slices and destroyed.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
@@ -1819,8 +1822,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
 /* Takes a unit's gradients over when backward has finished with the unit, starts to reduce them, and releases the
  * unit's parameters. Gradients are zero, and their memory free, as soon as they are on their way.
  *
- * Units are reduced from the last to the first; one that comes before a later one waits for it in full. Units without
- * gradients are only released. When all were reduced and one is again, the next micro-batch has begun.
+ * Units are reduced from the last to the first; one that comes before a later one waits for it in full, unless that one
+ * was gathered on the way down and released, which leaves it out. Units without gradients are only released. When all
+ * were reduced and one is again, the next micro-batch has begun.
  *
  *   errors   DTRAIN_ERR_INVALID  no such unit; it is not gathered, so that its gradients cannot have been computed;
  *                                reduced twice while others are missing (see dtrain_fsdp_next); more micro-batches
@@ -1832,11 +1836,15 @@ DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
 /* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
  *
+ *   errors   DTRAIN_ERR_INVALID  more micro-batches than announced; gradients of a step are not used yet
+ *
  * one thread per object; blocks up to timeout_ms for a unit that is on its way */
 DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
 
 /* Stands in for a micro-batch for which this rank has no examples: gathers and releases every unit from the first to
- * the last and back, as the others do, and adds nothing.
+ * the last and back, as the others do, and adds nothing. Not counted among those that this rank has announced.
+ *
+ *   errors   DTRAIN_ERR_INVALID  units of a micro-batch were reduced; gradients of a step are not used yet
  *
  * collective: every rank, same order; blocks up to timeout_ms an operation */
 DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
@@ -1875,7 +1883,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
 /* Updates the weights from the gradients, which are gone then, and gathers them where full parameters are kept.
  *
  * With a loss scale, a step in which any rank's gradient is not finite changes no weight and halves the scale; see
- * dtrain_fsdp_skipped. Without one it is applied as it is.
+ * skipped of dtrain_fsdp_get_stats. Without one it is applied as it is.
  *
  *   errors   as dtrain_fsdp_finish; DTRAIN_ERR_INVALID lr negative or not finite, or no optimizer
  *
@@ -1950,7 +1958,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root);
 
 /* Gathers every parameter and keeps all until the next step: for an evaluation by foreign code, or before destroy,
- * which leaves them in memory of the caller's.
+ * which leaves them in memory of the caller's. Rounded to gather_dtype, as all that is gathered; dtrain_fsdp_get has
+ * the masters.
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
@@ -6348,7 +6357,8 @@ typedef struct dtrain__bytes {
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
 static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block, size_t more)
 {
-    size_t capacity = block->capacity > 0 ? block->capacity : 256;
+    /* a heartbeat with all that it may tell of others fits, so that a warm loop's never allocates */
+    size_t capacity = block->capacity > 0 ? block->capacity : 1024;
     unsigned char *data;
     if (more <= block->capacity - block->bytes)
         return 1;
@@ -17244,7 +17254,8 @@ static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes)
 
 static void dtrain__pages_destroy(dtrain__pages *pages)
 {
-    dtrain__pages_hold(pages, (size_t)0 - pages->held);
+    if (pages->held > 0)
+        dtrain__pages_hold(pages, (size_t)0 - pages->held);
     if (pages->base != NULL)
         dtrain__os_unreserve(pages->base, pages->reserved);
     if (pages->users != NULL)
@@ -17335,6 +17346,7 @@ struct dtrain_fsdp {
     int round;                               /* reductions of every unit that have begun and ended */
     int joined;                              /* of those that are over, without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */
+    int begins;                              /* begin was called once */
     int most;                                /* that one of the ranks has announced */
     double announcement[2], *announcements, total_weight;
     dtrain_work *announcing;
@@ -17708,14 +17720,15 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
-/* The direction in which a pass goes, by the unit before this one. The first unit again after it was reduced is the
- * next micro-batch's. */
+/* The direction in which a pass goes, by the unit before this one. The same again is the turn at the top, unless it was
+ * on its way down already; the first one after one that was on its way up begins another pass. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
-    int again = fsdp->last == 0 && !fsdp->units[0].fresh;
-    if (fsdp->last < 0 || unit > fsdp->last || (unit == 0 && (fsdp->last > 1 || again)))
+    int last = fsdp->last;
+    if (last < 0 || unit > last)
         return 1;
-    return -1;
+    int rising = fsdp->units[last].fresh && !fsdp->units[last].backward;
+    return unit == last ? (rising ? -1 : 1) : (unit == 0 && rising ? 1 : -1);
 }
 
 /* Notes that a unit is used, and where the pass is: on its way down gradients are computed. Returns the direction; 0: a
@@ -17730,8 +17743,8 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
     unit->used = ++fsdp->clock;
     fsdp->last = beside ? fsdp->last : number;
     fsdp->prefetched = 0;
-    if (direction < 0)
-        unit->backward = 1;
+    if (direction != 0)
+        unit->backward = direction < 0;
     /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
     if (direction < 0 || fsdp->layout.units[number].tied)
         dtrain__fsdp_page_grads(fsdp, number, 1);
@@ -17743,7 +17756,8 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_unit *unit = &fsdp->units[number];
     int room;
     dtrain_status status = dtrain__fsdp_advance(fsdp, number);
-    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || fsdp->announced > fsdp->ended))
+    /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
+    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended))
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number);
     if (status != DTRAIN_OK || fsdp->layout.resident)
@@ -17790,7 +17804,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_prefetch", 0);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->layout.resident)
+    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    if (strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_prefetch: this strategy keeps full parameters on rank %d and gathers nothing: "
                             "leave the call out",
@@ -17801,7 +17816,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
                             "once before each",
                             dtrain__fsdp_rank(fsdp));
     fsdp->prefetched = 1;
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_gather_ahead(fsdp, 0));
+    return dtrain__fsdp_leave(fsdp, fsdp->layout.resident ? DTRAIN_OK : dtrain__fsdp_gather_ahead(fsdp, 0));
 }
 
 DTRAIN_API int dtrain_fsdp_prefetch_pending(const dtrain_fsdp *fsdp)
@@ -18310,6 +18325,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
                             micro_batches, weight, rank);
+    fsdp->begins = 1;
     fsdp->announced = micro_batches;
     fsdp->announcement[0] = (double)micro_batches;
     fsdp->announcement[1] = weight;

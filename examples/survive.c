@@ -6,12 +6,13 @@
  * build/dtrun -n 4 --no-prefix --grace-ms 60000 build/survive
  *
  * Where every slice is on one rank alone, it is lost with it; under hybrid sharding each is on two. With the argument
- * "barrier" the rank dies when the gradients of the step are complete: the others apply the step. */
+ * "barrier" the rank dies later, when gradients are complete everywhere: then the others apply the step by hand. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
 #include <signal.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "nn.h"
 
@@ -153,8 +154,10 @@ static dtrain_status train_step(net *n, const char *death, double *loss)
         status = dtrain_fsdp_finish(n->fsdp, NULL);
     if (status == DTRAIN_OK)
         n->finished = dtrain_fsdp_get_step(n->fsdp) + 1;
-    if (status == DTRAIN_OK && dies)
+    if (status == DTRAIN_OK && dies) {
+        sleep(1); /* the others reach the barrier */
         raise(SIGKILL);
+    }
     if (status == DTRAIN_OK)
         status = dtrain_barrier(n->comm);
     if (status == DTRAIN_OK)

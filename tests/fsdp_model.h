@@ -327,7 +327,7 @@ static dtrain_status trial_rank(dtrain_comm *world, void *user)
     return status;
 }
 
-static trial trial_of(dtrain_strategy strategy, int ranks, int shard_size, int micro)
+__attribute__((unused)) static trial trial_of(dtrain_strategy strategy, int ranks, int shard_size, int micro)
 {
     trial t;
     memset(&t, 0, sizeof t);

@@ -116,7 +116,7 @@ timeout 60 build/dtrun -n 4 sh -c '[ $DTRAIN_RANK != 2 ] || (sleep 1; kill -9 $$
     [ "$(grep -c 'dtrun: rank [013] (pid [0-9]*) exited with status 1' "$dir/log")" -eq 3 ]
 check $? "a killed rank of train_gpt is named by the other three, which exit, and by dtrun"
 
-# A rank of survive that is killed between two units, and one when its gradients are complete.
+# A rank of survive that is killed between two units, and one when gradients are complete on every rank.
 for death in backward barrier; do
     timeout 120 build/dtrun -n 4 --no-prefix --grace-ms 60000 "$dir/survive" $death >"$dir/out" 2>"$dir/log"
     [ $? -eq 137 ] && [ "$(grep -c 'dtrun: rank [012] (pid [0-9]*) exited with status 0' "$dir/log")" -eq 3 ]

@@ -1,6 +1,8 @@
 /* ---- >>test_train ----
  * The training floor: the table, the sampler, schedules, optimizers against float64 references, aggregators over
  * threads. */
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"
 #include <math.h>

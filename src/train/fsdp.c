@@ -85,6 +85,7 @@ struct dtrain_fsdp {
     int round;                               /* reductions of every unit that have begun and ended */
     int joined;                              /* of those that are over, without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */
+    int begins;                              /* begin was called once */
     int most;                                /* that one of the ranks has announced */
     double announcement[2], *announcements, total_weight;
     dtrain_work *announcing;

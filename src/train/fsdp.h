@@ -19,9 +19,12 @@
  * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
  * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
- * Every rank makes the same gather calls in the same order: gathering is collective. Reductions may come in any order
- * of units, and a rank may leave some out. A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can
- * then only be asked for its slices and destroyed.
+ * Every rank makes the same gather calls in the same order: gathering is collective, and between two of them each rank
+ * lets go of the same units, by dtrain_fsdp_release or dtrain_fsdp_reduce. Reductions may come in any order of units,
+ * and a rank may leave some out: a unit that was gathered on the way down and released adds nothing. (Over a transport
+ * of the caller's own, which has one group for all, reductions too come in the same order on every rank, and none is
+ * left out on some ranks alone.) A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can then only be
+ * asked for its slices and destroyed.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
@@ -181,8 +184,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
 /* Takes a unit's gradients over when backward has finished with the unit, starts to reduce them, and releases the
  * unit's parameters. Gradients are zero, and their memory free, as soon as they are on their way.
  *
- * Units are reduced from the last to the first; one that comes before a later one waits for it in full. Units without
- * gradients are only released. When all were reduced and one is again, the next micro-batch has begun.
+ * Units are reduced from the last to the first; one that comes before a later one waits for it in full, unless that one
+ * was gathered on the way down and released, which leaves it out. Units without gradients are only released. When all
+ * were reduced and one is again, the next micro-batch has begun.
  *
  *   errors   DTRAIN_ERR_INVALID  no such unit; it is not gathered, so that its gradients cannot have been computed;
  *                                reduced twice while others are missing (see dtrain_fsdp_next); more micro-batches
@@ -194,11 +198,15 @@ DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
 /* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
  *
+ *   errors   DTRAIN_ERR_INVALID  more micro-batches than announced; gradients of a step are not used yet
+ *
  * one thread per object; blocks up to timeout_ms for a unit that is on its way */
 DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
 
 /* Stands in for a micro-batch for which this rank has no examples: gathers and releases every unit from the first to
- * the last and back, as the others do, and adds nothing.
+ * the last and back, as the others do, and adds nothing. Not counted among those that this rank has announced.
+ *
+ *   errors   DTRAIN_ERR_INVALID  units of a micro-batch were reduced; gradients of a step are not used yet
  *
  * collective: every rank, same order; blocks up to timeout_ms an operation */
 DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
@@ -237,7 +245,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
 /* Updates the weights from the gradients, which are gone then, and gathers them where full parameters are kept.
  *
  * With a loss scale, a step in which any rank's gradient is not finite changes no weight and halves the scale; see
- * dtrain_fsdp_skipped. Without one it is applied as it is.
+ * skipped of dtrain_fsdp_get_stats. Without one it is applied as it is.
  *
  *   errors   as dtrain_fsdp_finish; DTRAIN_ERR_INVALID lr negative or not finite, or no optimizer
  *
@@ -312,7 +320,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root);
 
 /* Gathers every parameter and keeps all until the next step: for an evaluation by foreign code, or before destroy,
- * which leaves them in memory of the caller's.
+ * which leaves them in memory of the caller's. Rounded to gather_dtype, as all that is gathered; dtrain_fsdp_get has
+ * the masters.
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);

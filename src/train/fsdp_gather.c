@@ -143,14 +143,15 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
-/* The direction in which a pass goes, by the unit before this one. The first unit again after it was reduced is the
- * next micro-batch's. */
+/* The direction in which a pass goes, by the unit before this one. The same again is the turn at the top, unless it was
+ * on its way down already; the first one after one that was on its way up begins another pass. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
-    int again = fsdp->last == 0 && !fsdp->units[0].fresh;
-    if (fsdp->last < 0 || unit > fsdp->last || (unit == 0 && (fsdp->last > 1 || again)))
+    int last = fsdp->last;
+    if (last < 0 || unit > last)
         return 1;
-    return -1;
+    int rising = fsdp->units[last].fresh && !fsdp->units[last].backward;
+    return unit == last ? (rising ? -1 : 1) : (unit == 0 && rising ? 1 : -1);
 }
 
 /* Notes that a unit is used, and where the pass is: on its way down gradients are computed. Returns the direction; 0: a
@@ -165,8 +166,8 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
     unit->used = ++fsdp->clock;
     fsdp->last = beside ? fsdp->last : number;
     fsdp->prefetched = 0;
-    if (direction < 0)
-        unit->backward = 1;
+    if (direction != 0)
+        unit->backward = direction < 0;
     /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
     if (direction < 0 || fsdp->layout.units[number].tied)
         dtrain__fsdp_page_grads(fsdp, number, 1);
@@ -178,7 +179,8 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_unit *unit = &fsdp->units[number];
     int room;
     dtrain_status status = dtrain__fsdp_advance(fsdp, number);
-    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || fsdp->announced > fsdp->ended))
+    /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
+    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended))
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number);
     if (status != DTRAIN_OK || fsdp->layout.resident)
@@ -225,7 +227,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_prefetch", 0);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->layout.resident)
+    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    if (strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_prefetch: this strategy keeps full parameters on rank %d and gathers nothing: "
                             "leave the call out",
@@ -236,7 +239,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
                             "once before each",
                             dtrain__fsdp_rank(fsdp));
     fsdp->prefetched = 1;
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_gather_ahead(fsdp, 0));
+    return dtrain__fsdp_leave(fsdp, fsdp->layout.resident ? DTRAIN_OK : dtrain__fsdp_gather_ahead(fsdp, 0));
 }
 
 DTRAIN_API int dtrain_fsdp_prefetch_pending(const dtrain_fsdp *fsdp)

@@ -20,6 +20,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
                             micro_batches, weight, rank);
+    fsdp->begins = 1;
     fsdp->announced = micro_batches;
     fsdp->announcement[0] = (double)micro_batches;
     fsdp->announcement[1] = weight;

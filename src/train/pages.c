@@ -253,7 +253,8 @@ static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes)
 
 static void dtrain__pages_destroy(dtrain__pages *pages)
 {
-    dtrain__pages_hold(pages, (size_t)0 - pages->held);
+    if (pages->held > 0)
+        dtrain__pages_hold(pages, (size_t)0 - pages->held);
     if (pages->base != NULL)
         dtrain__os_unreserve(pages->base, pages->reserved);
     if (pages->users != NULL)

@@ -90,7 +90,8 @@ typedef struct dtrain__bytes {
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
 static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block, size_t more)
 {
-    size_t capacity = block->capacity > 0 ? block->capacity : 256;
+    /* a heartbeat with all that it may tell of others fits, so that a warm loop's never allocates */
+    size_t capacity = block->capacity > 0 ? block->capacity : 1024;
     unsigned char *data;
     if (more <= block->capacity - block->bytes)
         return 1;
