@@ -49,7 +49,7 @@ $(test_dir)/libdtrain.a: dtrain.h | $(test_dir)
 $(test_dir)/%: tests/%.c $(wildcard tests/*.h) $(test_dir)/libdtrain.a $(wildcard examples/*) | $(test_dir)
 	$(CC) $(test_flags) -I. $< -o $@ $(test_dir)/libdtrain.a $(LIBS)
 
-test: all $(test_programs)
+test: $(if $(SAN),,all) $(test_programs)
 	@sh tests/run.sh $(test_dir)
 
 demo: all

@@ -149,6 +149,14 @@ TEST(pages_that_go_come_again_elsewhere_without_new_ones)
     }
 }
 
+TEST(what_was_never_made_is_destroyed)
+{
+    dtrain__pages none;
+    memset(&none, 0, sizeof none);
+    dtrain__pages_destroy(&none);
+    CHECK(none.base == NULL);
+}
+
 TEST(more_than_allowed_in_use_is_not_parked)
 {
     field f;

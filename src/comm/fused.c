@@ -83,19 +83,20 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 /* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
 static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__call mine = dtrain__op_call(comm, op, 0), first, other;
-    memcpy(&first, dtrain__fused_post_of(comm, op, 0)->call, sizeof first);
-    for (int peer = 1; peer < comm->size; peer++) {
-        memcpy(&other, dtrain__fused_post_of(comm, op, peer)->call, sizeof other);
-        if (memcmp(&other, &first, sizeof other) == 0)
-            continue;
-        if (memcmp(&mine, &first, sizeof mine) == 0)
-            dtrain__op_mismatch(comm, op, peer, &other);
-        else
-            dtrain__op_mismatch(comm, op, 0, &first);
-        return 0;
-    }
-    return 1;
+    const dtrain__post *first = dtrain__fused_post_of(comm, op, 0);
+    dtrain__call other, mine;
+    int differs = 1;
+    while (differs < comm->size &&
+           memcmp(dtrain__fused_post_of(comm, op, differs)->call, first->call, sizeof first->call) == 0)
+        differs++;
+    if (differs >= comm->size)
+        return 1;
+    mine = dtrain__op_call(comm, op, 0);
+    if (memcmp(&mine, first->call, sizeof mine) != 0)
+        differs = 0;
+    memcpy(&other, dtrain__fused_post_of(comm, op, differs)->call, sizeof other);
+    dtrain__op_mismatch(comm, op, differs, &other);
+    return 0;
 }
 
 /* Where in `rank`'s input the elements for this rank begin, and how many it gives. */
