@@ -752,10 +752,11 @@ int main(int argc, char **argv)
 }
 #endif
 
-/* The end of what train_gpt --ranks 4 --steps 200 --batch 4 prints on two busy cores, less its sample of text:
+/* The end of what train_gpt --ranks 4 --steps 200 --batch 4 prints on two cores, less its sample of text:
  *
- * step 190/200 loss 2.0479 lr 1.08e-04 norm 0.751 12727 tokens/s comm 7.2% left 3 s
- * step 200/200 loss 2.0548 lr 1.00e-04 norm 0.772 12620 tokens/s comm 7.0% left 0 s
- * result weights_sha256=4ecc593d6d9900fcf6c32e07705b982029f42247bdff26fea87ec9c00896a72f loss=2.054758
- * val_loss=2.256497 tokens_per_s=12620 comm_share=0.0696 peak_bytes=165938104
+ * step 190/200 loss 2.2172 lr 1.08e-04 norm 0.835 21247 tokens/s comm 11.9% left 2 s
+ * step 200/200 loss 2.2646 lr 1.00e-04 norm 1.096 21318 tokens/s comm 11.8% left 0 s
+ * memory of none: 18.28 MiB planned, 17.50 MiB used at most
+ * result weights_sha256=ab749012417be71e85199cf3a384604d8f23de10a47ffc03ec433476b38e5d7f loss=2.264570
+ * val_loss=2.183122 tokens_per_s=21318 comm_share=0.1185 peak_bytes=115405370 fsdp_bytes=18352754 hidden=0.9673
  */

@@ -17,6 +17,7 @@
  *     >>order        the order in which a reduction adds
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
+ *     >>module       a model as a list of layers that the library gathers, calls and reduces
  *
  * DATA-PARALLEL IN AN EXISTING TRAINER
  *
