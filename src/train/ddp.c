@@ -142,7 +142,6 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
     full.keep_full_grads = 1;
     full.no_broadcast = desc->no_broadcast;
-    full.bucket_bytes = desc->bucket_bytes;
     full.no_overlap = desc->no_overlap;
     dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, status);
     dtrain__free(ddp->allocator, copy, count * sizeof *copy);

@@ -62,7 +62,6 @@ typedef struct dtrain_fsdp_desc {
     int no_reshard_after_forward; /* 1: what was gathered stays until the step */
     int no_prefetch;              /* 1: a unit is gathered when it is asked for */
     int no_overlap;               /* 1: nothing is reduced before all units of a micro-batch are */
-    size_t bucket_bytes;          /* between copies, units are reduced together until they have as many; 0: 1 MiB */
     int keep_full_grads;          /* 1: micro-batches are folded on each rank in full, and communicated once a step */
     int micro_batches;            /* of a rank in a step, the most, for the plan; 0: 1 */
     float loss_scale;             /* the first, by which the caller multiplies its loss; 0: none is used */

@@ -28,8 +28,7 @@ static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const d
                        (double)desc->loss_scale,
                        (double)desc->loss_scale_steps,
                        (double)desc->no_broadcast,
-                       (double)desc->no_overlap,
-                       (double)desc->bucket_bytes};
+                       (double)desc->no_overlap};
     struct {
         unsigned char before[32];
         char name[128];

@@ -231,11 +231,11 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  * any thread; allocates nothing */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
 
-/* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
+/* DDP: every rank holds all parameters; gradients are summed unit by unit while backward still runs. */
 typedef struct dtrain_ddp dtrain_ddp;
 
 typedef struct dtrain_ddp_desc {
-    size_t bucket_bytes; /* a bucket is closed when it has as many; 0: 1 MiB */
+    size_t bucket_bytes; /* not read: a unit's gradients are one operation */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
     int no_overlap;      /* 1: nothing is reduced before all units are */
 } dtrain_ddp_desc;
@@ -271,8 +271,8 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
 /* Takes a unit's gradients over: called when a micro-batch's backward pass has finished with the unit.
  *
  * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
- * the tree and set to zero for the next; after the last, the unit's bucket is on its way as soon as its other units
- * are, and the gradients are the DDP's until dtrain_ddp_finish. Any order of units; the next micro-batch begins
+ * the tree and set to zero for the next; after the last, the unit is on its way as soon as those after it are, and the
+ * gradients are the DDP's until dtrain_ddp_finish. Any order of units; the next micro-batch begins
  * when every unit was reduced and one is again, or with dtrain_ddp_next.
  *
  *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others
@@ -290,7 +290,7 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
  * one thread per object; never blocks */
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
 
-/* Closes the step: waits for all buckets, then divides once. Every gradient is now the weighted mean over all ranks,
+/* Closes the step: waits for all units, then divides once. Every gradient is now the weighted mean over all ranks,
  * the same bits on each of them.
  *
  * Units that this rank has not reduced in the last micro-batch count as unused in it: they add nothing.
@@ -307,7 +307,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
  * one thread per object */
 DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp);
 
-/* Frees a DDP; NULL is legal. In an open step it first waits for the buckets on their way, up to timeout_ms.
+/* Frees a DDP; NULL is legal. In an open step it first waits for the units on their way, up to timeout_ms.
  *
  * one thread per object */
 DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp);
