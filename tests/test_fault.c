@@ -100,7 +100,7 @@ typedef struct rank_of_run {
     int rank, ranks, calls, broke;
     int *formed;
     uint64_t seed;
-    char root[80];
+    char root[80], why[1000]; /* why: it broke */
     int64_t reconnect_ms;
 } rank_of_run;
 
@@ -203,6 +203,7 @@ static void *faulty_rank(void *pointer)
                       r->rank);
     }
     r->broke = status != DTRAIN_OK;
+    snprintf(r->why, sizeof r->why, "%s", r->broke ? dtrain_last_error() : "");
     if (status != DTRAIN_OK && dtrain_barrier(world) == DTRAIN_OK)
         TEST_FAIL("seed %llu: rank %d goes on after a failure", (unsigned long long)r->seed, r->rank);
     dtrain_comm_destroy(world);
@@ -211,8 +212,8 @@ static void *faulty_rank(void *pointer)
     return NULL;
 }
 
-/* Returns how many ranks ended with an error. */
-static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int sockets)
+/* Returns how many ranks ended with an error; told: none should, so that each is a failure. */
+static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int sockets, int told)
 {
     dtrain__board *board = NULL;
     static int turn;
@@ -246,6 +247,8 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int soc
     for (int rank = 0; rank < n; rank++) {
         pthread_join(threads[rank], NULL);
         broke += ranks[rank].broke;
+        if (told && ranks[rank].broke)
+            TEST_FAIL("seed %llu: rank %d of %d: %s", (unsigned long long)seed, rank, n, ranks[rank].why);
     }
     __atomic_store_n(&fault.kinds, 0, __ATOMIC_SEQ_CST);
     return broke;
@@ -269,9 +272,7 @@ TEST(short_calls_storms_and_delays_change_nothing)
     dtrain_set_log(quiet, NULL);
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + (uint64_t)i;
-        int broke = run_with(kinds[seed % 5], seed, 0, 1);
-        if (broke > 0)
-            TEST_FAIL("seed %llu: %d ranks failed", (unsigned long long)seed, broke);
+        run_with(kinds[seed % 5], seed, 0, 1, 1);
     }
     dtrain_set_log(NULL, NULL);
 }
@@ -281,7 +282,7 @@ TEST(a_reset_ends_every_rank_or_none)
     dtrain_set_log(quiet, NULL);
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + 1000000 + (uint64_t)i;
-        run_with(i % 2 ? RESET : RESET | SHORT | STORM, seed, 0, 1);
+        run_with(i % 2 ? RESET : RESET | SHORT | STORM, seed, 0, 1, 0);
     }
     dtrain_set_log(NULL, NULL);
 }
@@ -293,7 +294,7 @@ TEST(links_that_may_come_back_survive_resets)
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + 2000000 + (uint64_t)i;
         fault.resets = 0;
-        int broke = run_with(RESET | (i % 3 ? SHORT : 0), seed, 5000, 1);
+        int broke = run_with(RESET | (i % 3 ? SHORT : 0), seed, 5000, 1, 0);
         survived += broke == 0 && fault.resets > 0;
         resets += (int)fault.resets;
     }
@@ -310,7 +311,7 @@ TEST(bytes_that_are_dropped_cut_off_or_changed_are_noticed)
     for (int i = 0; i < runs(20); i++) {
         uint64_t seed = first_seed() + 3000000 + (uint64_t)i;
         fault.resets = 0;
-        broke += run_with(kinds[i % 5], seed, 0, 0) > 0;
+        broke += run_with(kinds[i % 5], seed, 0, 0, 0) > 0;
         damaged += fault.resets > 0;
     }
     printf("%d runs were damaged, %d ended with errors\n", damaged, broke);

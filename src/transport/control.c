@@ -441,17 +441,15 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
     }
 }
 
+/* A connection that takes no more may still hold its peer's last words, which say whether it left or died: whoever reads
+ * them finds its end, too, now or when poll() tells of it. */
 static void dtrain__hub_flush(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0 && (member->out.bytes > 0 || member->control.again > 0)) {
         ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
-        if (n < 0) {
-            int error = errno;
-            dtrain__hub_listen_to(hub, rank); /* its last words may say why */
-            if (member->control.fd >= 0)
-                dtrain__hub_control_down(hub, rank, error);
-        }
+        if (n < 0)
+            dtrain__hub_listen_to(hub, rank);
         if (n <= 0)
             return;
         dtrain__bytes_drop(&member->out, (size_t)n);
