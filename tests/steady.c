@@ -1,5 +1,6 @@
 /* Eight ranks on few cores, mixed collectives for MINUTES, half on threads and half over unix sockets: no operation
- * takes 100 ms longer than its ranks computed or waited for a processor, and memory stays what it was when warm.
+ * takes 100 ms longer than its ranks computed or waited for a processor, or the machine itself stood still, and memory
+ * stays what it was when warm.
  *
  *   steady [MINUTES]   0: a few thousand operations */
 #define DTRAIN_IMPLEMENTATION
@@ -23,8 +24,8 @@ typedef struct run {
 
 static spent spents[RANKS];
 static long operations, stalls;
-static int64_t longest_ns, worst_ns;
-static int failures;
+static int64_t longest_ns, worst_ns, still_ns; /* still: the machine stood still, as the witness saw it */
+static int failures, witnessed;
 
 static int64_t busy_ns(void)
 {
@@ -36,6 +37,20 @@ static int64_t busy_ns(void)
         ran = waited = 0;
     fclose(file);
     return (int64_t)(ran + waited);
+}
+
+/* Sleeps for a millisecond again and again. What it oversleeps without having waited for a processor, no library has
+ * caused: a virtual machine was stopped. */
+static void *witness(void *unused)
+{
+    while (__atomic_load_n(&witnessed, __ATOMIC_SEQ_CST)) {
+        int64_t begin = dtrain__os_now_ns(), busy = busy_ns();
+        usleep(1000);
+        int64_t gap = dtrain__os_now_ns() - begin - (busy_ns() - busy);
+        if (gap > 20000000)
+            __atomic_add_fetch(&still_ns, gap, __ATOMIC_SEQ_CST);
+    }
+    return unused;
 }
 
 static dtrain_status operate(dtrain_comm *world, int k, float *x, float *y)
@@ -63,12 +78,19 @@ static dtrain_status operate(dtrain_comm *world, int k, float *x, float *y)
 /* Rank 0, between two barriers: what the last operation took beyond what its ranks were busy with. */
 static void judge(int k)
 {
-    int64_t begin = INT64_MAX, end = 0, busy = 0;
+    static int64_t still_before;
+    int64_t begin = INT64_MAX, end = 0, busy = 0, still = __atomic_load_n(&still_ns, __ATOMIC_SEQ_CST);
     for (int rank = 0; rank < RANKS; rank++) {
         begin = spents[rank].begin_ns < begin ? spents[rank].begin_ns : begin;
         end = spents[rank].end_ns > end ? spents[rank].end_ns : end;
         busy = spents[rank].busy_ns > busy ? spents[rank].busy_ns : busy;
     }
+    if (end - begin - busy > STALL_NS) { /* the witness has waked as well, but may not have said so */
+        usleep(50000);
+        still = __atomic_load_n(&still_ns, __ATOMIC_SEQ_CST);
+    }
+    busy += still - still_before;
+    still_before = still;
     operations++;
     longest_ns = end - begin > longest_ns ? end - begin : longest_ns;
     worst_ns = end - begin - busy > worst_ns ? end - begin - busy : worst_ns;
@@ -77,6 +99,10 @@ static void judge(int k)
     stalls++;
     printf("operation %d took %.1f ms, of which its busiest rank was busy for %.1f ms\n", k,
            (double)(end - begin) * 1e-6, (double)busy * 1e-6);
+    for (int rank = 0; rank < RANKS; rank++)
+        printf("    rank %d from %.1f to %.1f ms, busy for %.1f\n", rank,
+               (double)(spents[rank].begin_ns - begin) * 1e-6, (double)(spents[rank].end_ns - begin) * 1e-6,
+               (double)spents[rank].busy_ns * 1e-6);
 }
 
 static dtrain_status body(dtrain_comm *world, void *user)
@@ -101,7 +127,7 @@ static dtrain_status body(dtrain_comm *world, void *user)
             status = dtrain_broadcast(world, &go, 1, DTRAIN_I32, 0);
         if (k == WARM)
             warm = dtrain_comm_allocator(world)->bytes;
-        if (k >= WARM && dtrain_comm_allocator(world)->bytes > warm) {
+        if (k >= WARM && go && dtrain_comm_allocator(world)->bytes > warm) {
             __atomic_add_fetch(&failures, 1, __ATOMIC_SEQ_CST);
             printf("rank %d: %zu bytes in use, %zu when warm\n", rank, dtrain_comm_allocator(world)->bytes, warm);
             go = 0;
@@ -149,16 +175,26 @@ static void part(int sockets, double minutes)
     }
     for (int rank = 0; sockets && rank < RANKS; rank++)
         pthread_join(threads[rank], NULL);
-    printf("%s: %ld operations, the longest %.1f ms, at most %.1f ms of one unexplained\n",
-           sockets ? "unix sockets" : "threads", operations, (double)longest_ns * 1e-6, (double)worst_ns * 1e-6);
+    printf("%s: %ld operations, the longest %.1f ms, at most %.1f ms of one unexplained; the machine stood still for "
+           "%.1f ms\n",
+           sockets ? "unix sockets" : "threads", operations, (double)longest_ns * 1e-6, (double)worst_ns * 1e-6,
+           (double)still_ns * 1e-6);
 }
 
 int main(int argc, char **argv)
 {
     double minutes = argc > 1 ? atof(argv[1]) : 0;
+    pthread_t thread;
     setvbuf(stdout, NULL, _IOLBF, 0);
+    witnessed = 1;
+    if (pthread_create(&thread, NULL, witness, NULL) != 0)
+        witnessed = 0;
     part(0, minutes / 2);
     part(1, minutes / 2);
+    if (witnessed) {
+        __atomic_store_n(&witnessed, 0, __ATOMIC_SEQ_CST);
+        pthread_join(thread, NULL);
+    }
     printf("%d passed, %ld failed\n", failures == 0 && stalls == 0, failures + stalls);
     return failures != 0 || stalls != 0;
 }

@@ -470,7 +470,8 @@ TEST(a_rank_that_leaves_is_an_error_on_all_others_and_no_leak)
                 d.desc.gather_dtype = step ? DTRAIN_BF16 : DTRAIN_F32;
                 d.when = when;
                 d.step = step;
-                CHECK_EQ(on_threads(4, dies_or_mourns, &d), DTRAIN_ERR_IO);
+                dtrain_status status = on_threads(4, dies_or_mourns, &d); /* of whichever rank returned first */
+                CHECK(status == DTRAIN_ERR_IO || status == DTRAIN_ERR_PEER_LOST);
                 if (test_failures != before)
                     TEST_FAIL("strategy %d, death %d in step %d", (int)strategies[i], when, step);
             }
