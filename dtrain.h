@@ -1711,10 +1711,10 @@ typedef struct dtrain_fsdp_desc {
 
 /* What one rank will need and send, in bytes. Peak is what is in use at most at once, in whole pages. */
 typedef struct dtrain_fsdp_plan_result {
-    size_t weights;       /* this rank's slices; 0 where they lie in the full parameters */
+    size_t weights;       /* this rank's slices; 0 for those that lie in the full parameters */
     size_t gradients;     /* slices of sums, with those of earlier micro-batches */
     size_t optimizer;     /* state */
-    size_t full_weights;  /* pages of parameters that are gathered at once, at most */
+    size_t full_weights;  /* pages of parameters that are gathered at once, at most, and of slices that lie there */
     size_t full_grads;    /* pages of gradients that are in full at once, at most */
     size_t bookkeeping;   /* tables and page counts */
     size_t peak;          /* the sum of all these */
@@ -12214,8 +12214,12 @@ static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
     case DTRAIN__ALL_TO_ALL: from = begin, to = comm->others[comm->rank].begin, wanted = 1; break;
     default: return;
     }
-    if (wanted && count > 0)
-        memmove((unsigned char *)op->out + to * width, (const unsigned char *)op->in + from * width, count * width);
+    if (!wanted || count == 0)
+        return;
+    unsigned char *target = (unsigned char *)op->out + to * width;
+    const unsigned char *source = (const unsigned char *)op->in + from * width;
+    if (target != source)
+        memmove(target, source, count * width);
 }
 
 static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
@@ -16750,8 +16754,14 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 #ifndef DTRAIN__LAYOUT
 #define DTRAIN__LAYOUT
 
+#ifndef DTRAIN__LAYOUT_SMALL
 #define DTRAIN__LAYOUT_SMALL ((size_t)16 << 10) /* elements of a range that travels with others */
+#endif
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_LITTLE 32                /* part of two units that all small ranges of a table may be */
+#ifndef DTRAIN__LAYOUT_HOME
+#define DTRAIN__LAYOUT_HOME ((size_t)64 << 10) /* elements of a part that is worth whole pages of its own */
+#endif
 
 typedef struct dtrain__cut {
     size_t param; /* of the table */
@@ -16762,7 +16772,9 @@ typedef struct dtrain__cut {
     size_t element, count;    /* of the parameter */
     size_t begin;             /* in the unit's concatenation */
     size_t own, own_count;    /* this rank's part of the range */
-    size_t weight;            /* where that part is in this rank's weights */
+    int home;                 /* that part stays at its addresses in full; others are kept apart */
+    size_t weight;            /* where it is among this rank's weights that are kept apart */
+    int stays;                /* small: its pages, and its gradient's, are never dropped */
     size_t grad;              /* and in its gradients and optimizer state; trained ranges alone are there */
     size_t full_grad;         /* where the range is among all that are trained */
 } dtrain__cut;
@@ -16788,7 +16800,7 @@ typedef struct dtrain__layout {
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
     size_t stage;                          /* the most elements that one unit's small ranges have */
-    size_t weights, grads, trained; /* elements: of this rank's parts, of those trained; of all that is trained */
+    size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
     size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
 } dtrain__layout;
@@ -16946,6 +16958,29 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cu
     return low < high ? high - low : 0;
 }
 
+/* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
+ * as all of them are little beside the units that come and go. */
+static void dtrain__layout_stay(dtrain__layout *layout)
+{
+    size_t small = 0, two[2] = {0, 0};
+    for (size_t i = 0; i < layout->cut_count; i++)
+        small += layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL ? layout->cuts[i].count : 0;
+    for (int i = 0; i < layout->unit_count; i++) {
+        size_t count = layout->units[i].count;
+        two[1] = count > two[0] ? two[0] : count > two[1] ? count : two[1];
+        two[0] = count > two[0] ? count : two[0];
+    }
+    for (size_t i = 0; i < layout->cut_count && small <= (two[0] + two[1]) / DTRAIN__LAYOUT_LITTLE; i++)
+        layout->cuts[i].stays = layout->cuts[i].count > 0 && layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL;
+}
+
+/* The part of a range that is in memory for good, or of its gradient: *at is where it begins. */
+static size_t dtrain__layout_staying(const dtrain__cut *cut, int grads, size_t *at)
+{
+    *at = cut->stays || grads ? 0 : cut->own;
+    return cut->stays ? cut->count : cut->home && !grads ? cut->own_count : 0;
+}
+
 /* Cuts a table for rank `rank` of `world`. The table and desc are checked first. */
 static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                            const dtrain_fsdp_desc *desc, int world, int rank,
@@ -16976,15 +17011,18 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
+            cut->home = !layout->resident && !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
+                        cut->own_count >= DTRAIN__LAYOUT_HOME;
             cut->weight = layout->weights;
             cut->grad = layout->grads;
             cut->full_grad = layout->trained;
-            layout->weights += cut->own_count;
+            layout->weights += cut->home ? 0 : cut->own_count;
             layout->grads += cut->trained ? cut->own_count : 0;
             layout->trained += cut->trained ? cut->count : 0;
         }
         unit->grad_count = layout->grads - unit->grad;
     }
+    dtrain__layout_stay(layout);
     return DTRAIN_OK;
 }
 
@@ -17003,12 +17041,13 @@ static int dtrain__layout_levels(int micro_batches)
  * A reserved range of addresses whose pages come when they are taken and go when nobody uses them. Users take and drop
  * stretches of bytes; stretches may share a page, which stays while any of them is in use.
  *
- * To bring a page costs the system more than to copy what it will hold. So pages that go are parked, and moved under
- * the next stretch that is taken; parked pages and those in use are never more than `most`. They park where they are;
- * where stretches are to be zeros, at the same place in a second range of as many addresses. One move takes only pages
- * that came by one, so seams between moves are marked, and few pages are not worth a move. Nothing is lost by moving
- * under a stretch: the contents of one that has no user are nobody's, and where users may write before they take, the
- * system is asked whether anything is there. */
+ * To bring a page costs the system more than to copy what it will hold. So pages that go are parked where they are, and
+ * moved under the next stretch that is taken; parked pages and those in use are never more than `most`. Where stretches
+ * are to be zeros, parked pages are, and their owner says from when on a user may write to a stretch before it takes
+ * it: then they are put away, at the same place in a second range of as many addresses. One move takes only pages that
+ * came by one, so seams between moves are marked, and few pages are not worth a move. Nothing is lost by moving under a
+ * stretch: the contents of one that has no user are nobody's, and where users may write before they take, the system is
+ * asked whether anything is there. */
 #ifndef DTRAIN__PAGES
 #define DTRAIN__PAGES
 
@@ -17018,11 +17057,11 @@ static int dtrain__layout_levels(int micro_batches)
 
 typedef struct dtrain__parked {
     size_t first, count;
+    int away; /* in the second range */
 } dtrain__parked;
 
 typedef struct dtrain__pages {
     unsigned char *base; /* NULL: nothing was reserved */
-    unsigned char *park; /* where parked pages are: base, or as many addresses after it */
     size_t bytes, reserved, page;
     size_t most, held; /* pages */
     int zeros;         /* a stretch is zeros when it is taken, but for what users have written */
@@ -17052,7 +17091,6 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     if (pages->users == NULL || pages->base == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "the system does not reserve %zu bytes of addresses: %s",
                             pages->reserved, strerror(errno));
-    pages->park = zeros ? pages->base + pages->bytes : pages->base;
     return DTRAIN_OK;
 }
 
@@ -17063,10 +17101,15 @@ static void dtrain__pages_hold(dtrain__pages *pages, size_t more)
     dtrain__memory_count(pages->allocator, more * pages->page);
 }
 
-/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
-static void dtrain__pages_discard(const dtrain__pages *pages, unsigned char *range, size_t first, size_t count)
+static unsigned char *dtrain__pages_at(const dtrain__pages *pages, size_t first, int away)
 {
-    unsigned char *begin = range + first * pages->page;
+    return pages->base + (away ? pages->bytes : 0) + first * pages->page;
+}
+
+/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
+static void dtrain__pages_discard(const dtrain__pages *pages, size_t first, size_t count, int away)
+{
+    unsigned char *begin = dtrain__pages_at(pages, first, away);
     if (count > 0 && dtrain__os_discard(begin, count * pages->page) != 0)
         memset(begin, 0, count * pages->page);
 }
@@ -17075,14 +17118,14 @@ static void dtrain__pages_discard(const dtrain__pages *pages, unsigned char *ran
 static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, size_t count)
 {
     dtrain__parked whole = pages->parked[index];
-    dtrain__parked left[2] = {{whole.first, first - whole.first},
-                              {first + count, whole.first + whole.count - first - count}};
+    dtrain__parked left[2] = {{whole.first, first - whole.first, whole.away},
+                              {first + count, whole.first + whole.count - first - count, whole.away}};
     pages->parked[index] = pages->parked[--pages->parked_count];
     for (int i = 0; i < 2; i++) {
         if (left[i].count >= pages->few && pages->parked_count < DTRAIN__PAGES_PARKED) {
             pages->parked[pages->parked_count++] = left[i];
         } else {
-            dtrain__pages_discard(pages, pages->park, left[i].first, left[i].count);
+            dtrain__pages_discard(pages, left[i].first, left[i].count, whole.away);
             dtrain__pages_hold(pages, (size_t)0 - left[i].count);
         }
     }
@@ -17093,7 +17136,7 @@ static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
 {
     dtrain__parked whole = pages->parked[index];
     dtrain__pages_unpark(pages, index, whole.first, whole.count);
-    dtrain__pages_discard(pages, pages->park, whole.first, whole.count);
+    dtrain__pages_discard(pages, whole.first, whole.count, whole.away);
     dtrain__pages_hold(pages, (size_t)0 - whole.count);
 }
 
@@ -17110,18 +17153,15 @@ static void dtrain__pages_seams(dtrain__pages *pages, size_t first, size_t count
 /* Moves parked pages, from `from` on, under a stretch; 0: they have not moved. */
 static int dtrain__pages_move(dtrain__pages *pages, int index, size_t from, size_t to, size_t count)
 {
-    size_t page = pages->page;
-    unsigned char *target = pages->base + to * page;
-    if (pages->zeros && !dtrain__os_untouched(target, count * page))
-        return 0;
-    if (pages->park + from * page != target) {
-        if (dtrain__os_move(pages->park + from * page, target, count * page) != 0)
+    size_t bytes = count * pages->page;
+    unsigned char *source = dtrain__pages_at(pages, from, pages->parked[index].away);
+    unsigned char *target = dtrain__pages_at(pages, to, 0);
+    if (source != target) {
+        if ((pages->zeros && !dtrain__os_untouched(target, bytes)) || dtrain__os_move(source, target, bytes) != 0)
             return 0;
         dtrain__pages_seams(pages, to, count);
     }
     dtrain__pages_unpark(pages, index, from, count);
-    if (pages->zeros)
-        memset(target, 0, count * page);
     return 1;
 }
 
@@ -17201,25 +17241,39 @@ static void dtrain__pages_take(dtrain__pages *pages, size_t begin, size_t bytes)
     dtrain__pages_fill(pages, fresh, end);
 }
 
-/* Pages [first, end) have lost their last user: parks them, seam by seam, or lets them go. */
+/* Pages [first, end) have lost their last user: parks them, seam by seam, or lets them go. What is to be zeros is set
+ * to zero now, while the caches still have it. */
 static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
 {
-    size_t page = pages->page;
     while (first < end) {
         size_t to = first + 1, n;
         while (to < end && !(pages->users[to] & DTRAIN__PAGES_SEAM))
             to++;
         n = to - first;
-        if (n >= pages->few && pages->held <= pages->most && pages->parked_count < DTRAIN__PAGES_PARKED &&
-            (pages->park == pages->base ||
-             dtrain__os_move(pages->base + first * page, pages->park + first * page, n * page) == 0)) {
-            pages->parked[pages->parked_count].first = first;
-            pages->parked[pages->parked_count++].count = n;
+        if (n >= pages->few && pages->held <= pages->most && pages->parked_count < DTRAIN__PAGES_PARKED) {
+            dtrain__parked parked = {first, n, 0};
+            pages->parked[pages->parked_count++] = parked;
+            if (pages->zeros)
+                memset(dtrain__pages_at(pages, first, 0), 0, n * pages->page);
         } else {
-            dtrain__pages_discard(pages, pages->base, first, n);
+            dtrain__pages_discard(pages, first, n, 0);
             dtrain__pages_hold(pages, (size_t)0 - n);
         }
         first = to;
+    }
+}
+
+/* From now on users may write to stretches that they have not taken: puts what is parked there away. */
+static void dtrain__pages_put_away(dtrain__pages *pages)
+{
+    for (int i = pages->parked_count - 1; i >= 0; i--) {
+        dtrain__parked *parked = &pages->parked[i];
+        unsigned char *here = dtrain__pages_at(pages, parked->first, 0);
+        if (parked->away)
+            continue;
+        parked->away = dtrain__os_move(here, here + pages->bytes, parked->count * pages->page) == 0;
+        if (!parked->away)
+            dtrain__pages_unpark_all(pages, i);
     }
 }
 
@@ -17484,7 +17538,7 @@ static float *dtrain__fsdp_full_grad(const dtrain_fsdp *fsdp, const dtrain__cut 
 /* This rank's part of a range. */
 static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
 {
-    return fsdp->layout.apart ? fsdp->masters + cut->weight : dtrain__fsdp_full(fsdp, cut) + cut->own;
+    return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : dtrain__fsdp_full(fsdp, cut) + cut->own;
 }
 
 /* Narrows count floats to 16 bits, from the first on, so that `to` may be where they are. */
@@ -17923,6 +17977,13 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
+/* Between micro-batches a gradient may be added to before its unit is gathered for it. */
+static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
+{
+    if (fsdp->reduced_units == 0)
+        dtrain__pages_put_away(&fsdp->grad_pages);
+}
+
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
@@ -17933,6 +17994,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return status;
     dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
+    dtrain__fsdp_between(fsdp);
     if (fsdp->copies == NULL || cuts->grad_count == 0) {
         dtrain__fsdp_fold(fsdp, number);
         return DTRAIN_OK;
@@ -18141,6 +18203,7 @@ static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         fsdp->units[i].reduced = 0;
     fsdp->reduced_units = 0;
+    dtrain__fsdp_between(fsdp);
     fsdp->ended++;
     fsdp->just_ended = 1;
     if (fsdp->turn < 0) {
@@ -18371,6 +18434,7 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     fsdp->announced = fsdp->last = -1;
     fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
+    dtrain__fsdp_between(fsdp);
 }
 
 /* Forgets them before a step is complete: also what was computed and never handed over. */
@@ -18738,7 +18802,7 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
-        if (cut->own_count > 0)
+        if (cut->own_count > 0 && !cut->home)
             memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
                    cut->own_count * sizeof(float));
     }
@@ -18787,7 +18851,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
         low = low > at ? low : at;
         high = high < at + count ? high : at + count;
         if (low < high)
-            memcpy(fsdp->masters + cut->weight + (low - cut->element - cut->own), values + (low - at),
+            memcpy(dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
                    (high - low) * sizeof(float));
     }
     if (fsdp->layout.resident && count > 0) {
@@ -18983,18 +19047,20 @@ static int dtrain__page_span_compare(const void *left, const void *right)
     return a->begin < b->begin ? -1 : a->begin > b->begin;
 }
 
-/* Adds the pages of a unit's reserved ranges; grads: those of its gradients. */
-static size_t dtrain__plan_add(const dtrain__layout *layout, int unit, int grads, dtrain__page_span *spans, size_t used)
+/* Adds the pages of a unit's reserved ranges; staying: of those parts alone that are never dropped. */
+static size_t dtrain__plan_add(const dtrain__layout *layout, int unit, int grads, int staying, dtrain__page_span *spans,
+                               size_t used)
 {
     size_t page = dtrain__os_page_bytes();
     for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         const dtrain_param *param = &layout->table[cut->param];
-        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
-        if (cut->count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
+        size_t at = 0, count = staying ? dtrain__layout_staying(cut, grads, &at) : cut->count;
+        size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
+        if (count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
             continue;
         spans[used].begin = begin / page;
-        spans[used++].end = (begin + cut->count * sizeof(float) - 1) / page + 1;
+        spans[used++].end = (begin + count * sizeof(float) - 1) / page + 1;
     }
     return used;
 }
@@ -19012,24 +19078,46 @@ static size_t dtrain__plan_cover(dtrain__page_span *spans, size_t used)
     return pages * dtrain__os_page_bytes();
 }
 
-/* The most bytes in pages at once: of all units, or of those that are tied and the two largest others. Any two may
- * meet, as the last and the first where a pass ends and the next begins. */
+/* Bytes of the pages of some units: from `first` to `end`, tied ones only where `tied`. */
+static size_t dtrain__plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads, int staying,
+                                 dtrain__page_span *spans)
+{
+    size_t used = 0;
+    for (int unit = first; unit < end; unit++)
+        if (!tied || layout->units[unit].tied)
+            used = dtrain__plan_add(layout, unit, grads, staying, spans, used);
+    return dtrain__plan_cover(spans, used);
+}
+
+/* Of them what is not always there. */
+static size_t dtrain__plan_come(const dtrain__layout *layout, int first, int end, int tied, int grads,
+                                dtrain__page_span *spans)
+{
+    return dtrain__plan_units(layout, first, end, tied, grads, 0, spans) -
+           dtrain__plan_units(layout, first, end, tied, grads, 1, spans);
+}
+
+/* The most bytes in pages at once: those that are always there, and of others those of all units, or of those that are
+ * tied and the two largest others. Any two may meet, as the last and the first where a pass ends and the next begins.
+ */
 static size_t dtrain__plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__page_span *spans)
 {
-    size_t used = 0, two[2] = {0, 0};
-    for (int unit = 0; unit < layout->unit_count; unit++) {
-        size_t alone, bytes;
-        if (all || layout->units[unit].tied)
-            continue;
-        alone = dtrain__plan_add(layout, unit, grads, spans, 0);
-        bytes = dtrain__plan_cover(spans, alone);
+    int units = layout->unit_count;
+    size_t stay = dtrain__plan_units(layout, 0, units, 0, grads, 1, spans), two[2] = {0, 0};
+    if (all)
+        return stay + dtrain__plan_come(layout, 0, units, 0, grads, spans);
+    for (int unit = 0; unit < units; unit++) {
+        size_t bytes = layout->units[unit].tied ? 0 : dtrain__plan_come(layout, unit, unit + 1, 0, grads, spans);
         two[1] = bytes > two[0] ? two[0] : bytes > two[1] ? bytes : two[1];
         two[0] = bytes > two[0] ? bytes : two[0];
     }
-    for (int unit = 0; unit < layout->unit_count; unit++)
-        if (all || layout->units[unit].tied)
-            used = dtrain__plan_add(layout, unit, grads, spans, used);
-    return dtrain__plan_cover(spans, used) + two[0] + two[1];
+    return stay + dtrain__plan_come(layout, 0, units, 1, grads, spans) + two[0] + two[1];
+}
+
+/* Bytes of this rank's weights that are kept apart. */
+static size_t dtrain__plan_apart(const dtrain__layout *layout)
+{
+    return layout->apart ? layout->weights * sizeof(float) : 0;
 }
 
 static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)
@@ -19084,7 +19172,7 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
     dtrain__page_span *spans = (dtrain__page_span *)dtrain__alloc(allocator, bytes);
     if (spans == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
-    plan->weights = layout->apart ? layout->weights * sizeof(float) : 0;
+    plan->weights = dtrain__plan_apart(layout);
     plan->gradients = layout->grads * sizeof(float);
     if (desc->keep_full_grads)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
@@ -19295,6 +19383,17 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     }
 }
 
+/* Takes the pages of a range that are never dropped. */
+static void dtrain__fsdp_settle_in(dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    for (int grads = 0; grads <= cut->trained; grads++) {
+        size_t at, count = dtrain__layout_staying(cut, grads, &at);
+        size_t begin = fsdp->layout.offsets[cut->param] + (cut->element + at) * sizeof(float);
+        if (fsdp->reserved[cut->param] & (1 << grads))
+            dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
+    }
+}
+
 /* Gives parameters without memory their addresses. */
 static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
 {
@@ -19323,6 +19422,8 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         if (layout->table[i].frozen)
             layout->table[i].grad = NULL;
     }
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++)
+        dtrain__fsdp_settle_in(fsdp, &layout->cuts[i]);
     return status;
 }
 
@@ -19347,7 +19448,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
     fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__alloc(memory, layout->apart ? layout->weights * sizeof(float) : 0);
+    fsdp->masters = (float *)dtrain__alloc(memory, dtrain__plan_apart(layout));
     fsdp->levels[0] = (float *)dtrain__alloc(memory, layout->grads * sizeof(float));
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
@@ -19373,7 +19474,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
         const dtrain__cut *cut = &layout->cuts[i];
         if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
             continue;
-        if (layout->apart && cut->own_count > 0)
+        if (layout->apart && cut->own_count > 0 && !cut->home)
             memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
                    cut->own_count * sizeof(float));
         dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
@@ -19493,7 +19594,7 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
     dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
     dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
-    dtrain__free(memory, fsdp->masters, layout->apart ? layout->weights * sizeof(float) : 0);
+    dtrain__free(memory, fsdp->masters, dtrain__plan_apart(layout));
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
         dtrain__free(memory, fsdp->levels[i], layout->grads * sizeof(float));
         dtrain__free(memory, fsdp->full_levels[i], layout->trained * sizeof(float));

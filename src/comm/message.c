@@ -38,8 +38,12 @@ static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
     case DTRAIN__ALL_TO_ALL: from = begin, to = comm->others[comm->rank].begin, wanted = 1; break;
     default: return;
     }
-    if (wanted && count > 0)
-        memmove((unsigned char *)op->out + to * width, (const unsigned char *)op->in + from * width, count * width);
+    if (!wanted || count == 0)
+        return;
+    unsigned char *target = (unsigned char *)op->out + to * width;
+    const unsigned char *source = (const unsigned char *)op->in + from * width;
+    if (target != source)
+        memmove(target, source, count * width);
 }
 
 static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)

@@ -224,7 +224,7 @@ static float *dtrain__fsdp_full_grad(const dtrain_fsdp *fsdp, const dtrain__cut 
 /* This rank's part of a range. */
 static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
 {
-    return fsdp->layout.apart ? fsdp->masters + cut->weight : dtrain__fsdp_full(fsdp, cut) + cut->own;
+    return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : dtrain__fsdp_full(fsdp, cut) + cut->own;
 }
 
 /* Narrows count floats to 16 bits, from the first on, so that `to` may be where they are. */

@@ -72,10 +72,10 @@ typedef struct dtrain_fsdp_desc {
 
 /* What one rank will need and send, in bytes. Peak is what is in use at most at once, in whole pages. */
 typedef struct dtrain_fsdp_plan_result {
-    size_t weights;       /* this rank's slices; 0 where they lie in the full parameters */
+    size_t weights;       /* this rank's slices; 0 for those that lie in the full parameters */
     size_t gradients;     /* slices of sums, with those of earlier micro-batches */
     size_t optimizer;     /* state */
-    size_t full_weights;  /* pages of parameters that are gathered at once, at most */
+    size_t full_weights;  /* pages of parameters that are gathered at once, at most, and of slices that lie there */
     size_t full_grads;    /* pages of gradients that are in full at once, at most */
     size_t bookkeeping;   /* tables and page counts */
     size_t peak;          /* the sum of all these */

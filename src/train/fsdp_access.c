@@ -32,7 +32,7 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
-        if (cut->own_count > 0)
+        if (cut->own_count > 0 && !cut->home)
             memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
                    cut->own_count * sizeof(float));
     }
@@ -81,7 +81,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
         low = low > at ? low : at;
         high = high < at + count ? high : at + count;
         if (low < high)
-            memcpy(fsdp->masters + cut->weight + (low - cut->element - cut->own), values + (low - at),
+            memcpy(dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
                    (high - low) * sizeof(float));
     }
     if (fsdp->layout.resident && count > 0) {

@@ -169,6 +169,17 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     }
 }
 
+/* Takes the pages of a range that are never dropped. */
+static void dtrain__fsdp_settle_in(dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    for (int grads = 0; grads <= cut->trained; grads++) {
+        size_t at, count = dtrain__layout_staying(cut, grads, &at);
+        size_t begin = fsdp->layout.offsets[cut->param] + (cut->element + at) * sizeof(float);
+        if (fsdp->reserved[cut->param] & (1 << grads))
+            dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
+    }
+}
+
 /* Gives parameters without memory their addresses. */
 static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
 {
@@ -197,6 +208,8 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         if (layout->table[i].frozen)
             layout->table[i].grad = NULL;
     }
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++)
+        dtrain__fsdp_settle_in(fsdp, &layout->cuts[i]);
     return status;
 }
 
@@ -221,7 +234,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
     fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__alloc(memory, layout->apart ? layout->weights * sizeof(float) : 0);
+    fsdp->masters = (float *)dtrain__alloc(memory, dtrain__plan_apart(layout));
     fsdp->levels[0] = (float *)dtrain__alloc(memory, layout->grads * sizeof(float));
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
@@ -247,7 +260,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
         const dtrain__cut *cut = &layout->cuts[i];
         if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
             continue;
-        if (layout->apart && cut->own_count > 0)
+        if (layout->apart && cut->own_count > 0 && !cut->home)
             memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
                    cut->own_count * sizeof(float));
         dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
@@ -367,7 +380,7 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
     dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
     dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
-    dtrain__free(memory, fsdp->masters, layout->apart ? layout->weights * sizeof(float) : 0);
+    dtrain__free(memory, fsdp->masters, dtrain__plan_apart(layout));
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
         dtrain__free(memory, fsdp->levels[i], layout->grads * sizeof(float));
         dtrain__free(memory, fsdp->full_levels[i], layout->trained * sizeof(float));

@@ -14,18 +14,20 @@ static int dtrain__page_span_compare(const void *left, const void *right)
     return a->begin < b->begin ? -1 : a->begin > b->begin;
 }
 
-/* Adds the pages of a unit's reserved ranges; grads: those of its gradients. */
-static size_t dtrain__plan_add(const dtrain__layout *layout, int unit, int grads, dtrain__page_span *spans, size_t used)
+/* Adds the pages of a unit's reserved ranges; staying: of those parts alone that are never dropped. */
+static size_t dtrain__plan_add(const dtrain__layout *layout, int unit, int grads, int staying, dtrain__page_span *spans,
+                               size_t used)
 {
     size_t page = dtrain__os_page_bytes();
     for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         const dtrain_param *param = &layout->table[cut->param];
-        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
-        if (cut->count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
+        size_t at = 0, count = staying ? dtrain__layout_staying(cut, grads, &at) : cut->count;
+        size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
+        if (count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
             continue;
         spans[used].begin = begin / page;
-        spans[used++].end = (begin + cut->count * sizeof(float) - 1) / page + 1;
+        spans[used++].end = (begin + count * sizeof(float) - 1) / page + 1;
     }
     return used;
 }
@@ -43,24 +45,46 @@ static size_t dtrain__plan_cover(dtrain__page_span *spans, size_t used)
     return pages * dtrain__os_page_bytes();
 }
 
-/* The most bytes in pages at once: of all units, or of those that are tied and the two largest others. Any two may
- * meet, as the last and the first where a pass ends and the next begins. */
+/* Bytes of the pages of some units: from `first` to `end`, tied ones only where `tied`. */
+static size_t dtrain__plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads, int staying,
+                                 dtrain__page_span *spans)
+{
+    size_t used = 0;
+    for (int unit = first; unit < end; unit++)
+        if (!tied || layout->units[unit].tied)
+            used = dtrain__plan_add(layout, unit, grads, staying, spans, used);
+    return dtrain__plan_cover(spans, used);
+}
+
+/* Of them what is not always there. */
+static size_t dtrain__plan_come(const dtrain__layout *layout, int first, int end, int tied, int grads,
+                                dtrain__page_span *spans)
+{
+    return dtrain__plan_units(layout, first, end, tied, grads, 0, spans) -
+           dtrain__plan_units(layout, first, end, tied, grads, 1, spans);
+}
+
+/* The most bytes in pages at once: those that are always there, and of others those of all units, or of those that are
+ * tied and the two largest others. Any two may meet, as the last and the first where a pass ends and the next begins.
+ */
 static size_t dtrain__plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__page_span *spans)
 {
-    size_t used = 0, two[2] = {0, 0};
-    for (int unit = 0; unit < layout->unit_count; unit++) {
-        size_t alone, bytes;
-        if (all || layout->units[unit].tied)
-            continue;
-        alone = dtrain__plan_add(layout, unit, grads, spans, 0);
-        bytes = dtrain__plan_cover(spans, alone);
+    int units = layout->unit_count;
+    size_t stay = dtrain__plan_units(layout, 0, units, 0, grads, 1, spans), two[2] = {0, 0};
+    if (all)
+        return stay + dtrain__plan_come(layout, 0, units, 0, grads, spans);
+    for (int unit = 0; unit < units; unit++) {
+        size_t bytes = layout->units[unit].tied ? 0 : dtrain__plan_come(layout, unit, unit + 1, 0, grads, spans);
         two[1] = bytes > two[0] ? two[0] : bytes > two[1] ? bytes : two[1];
         two[0] = bytes > two[0] ? bytes : two[0];
     }
-    for (int unit = 0; unit < layout->unit_count; unit++)
-        if (all || layout->units[unit].tied)
-            used = dtrain__plan_add(layout, unit, grads, spans, used);
-    return dtrain__plan_cover(spans, used) + two[0] + two[1];
+    return stay + dtrain__plan_come(layout, 0, units, 1, grads, spans) + two[0] + two[1];
+}
+
+/* Bytes of this rank's weights that are kept apart. */
+static size_t dtrain__plan_apart(const dtrain__layout *layout)
+{
+    return layout->apart ? layout->weights * sizeof(float) : 0;
 }
 
 static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)
@@ -115,7 +139,7 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
     dtrain__page_span *spans = (dtrain__page_span *)dtrain__alloc(allocator, bytes);
     if (spans == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
-    plan->weights = layout->apart ? layout->weights * sizeof(float) : 0;
+    plan->weights = dtrain__plan_apart(layout);
     plan->gradients = layout->grads * sizeof(float);
     if (desc->keep_full_grads)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;

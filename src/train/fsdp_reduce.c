@@ -97,6 +97,13 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
+/* Between micro-batches a gradient may be added to before its unit is gathered for it. */
+static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
+{
+    if (fsdp->reduced_units == 0)
+        dtrain__pages_put_away(&fsdp->grad_pages);
+}
+
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
@@ -107,6 +114,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return status;
     dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
+    dtrain__fsdp_between(fsdp);
     if (fsdp->copies == NULL || cuts->grad_count == 0) {
         dtrain__fsdp_fold(fsdp, number);
         return DTRAIN_OK;
@@ -315,6 +323,7 @@ static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         fsdp->units[i].reduced = 0;
     fsdp->reduced_units = 0;
+    dtrain__fsdp_between(fsdp);
     fsdp->ended++;
     fsdp->just_ended = 1;
     if (fsdp->turn < 0) {

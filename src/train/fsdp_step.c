@@ -67,6 +67,7 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     fsdp->announced = fsdp->last = -1;
     fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
+    dtrain__fsdp_between(fsdp);
 }
 
 /* Forgets them before a step is complete: also what was computed and never handed over. */

@@ -9,8 +9,14 @@
 #include "params.c"
 #include "kernels.c"
 
+#ifndef DTRAIN__LAYOUT_SMALL
 #define DTRAIN__LAYOUT_SMALL ((size_t)16 << 10) /* elements of a range that travels with others */
+#endif
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_LITTLE 32                /* part of two units that all small ranges of a table may be */
+#ifndef DTRAIN__LAYOUT_HOME
+#define DTRAIN__LAYOUT_HOME ((size_t)64 << 10) /* elements of a part that is worth whole pages of its own */
+#endif
 
 typedef struct dtrain__cut {
     size_t param; /* of the table */
@@ -21,7 +27,9 @@ typedef struct dtrain__cut {
     size_t element, count;    /* of the parameter */
     size_t begin;             /* in the unit's concatenation */
     size_t own, own_count;    /* this rank's part of the range */
-    size_t weight;            /* where that part is in this rank's weights */
+    int home;                 /* that part stays at its addresses in full; others are kept apart */
+    size_t weight;            /* where it is among this rank's weights that are kept apart */
+    int stays;                /* small: its pages, and its gradient's, are never dropped */
     size_t grad;              /* and in its gradients and optimizer state; trained ranges alone are there */
     size_t full_grad;         /* where the range is among all that are trained */
 } dtrain__cut;
@@ -47,7 +55,7 @@ typedef struct dtrain__layout {
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
     size_t stage;                          /* the most elements that one unit's small ranges have */
-    size_t weights, grads, trained; /* elements: of this rank's parts, of those trained; of all that is trained */
+    size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
     size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
 } dtrain__layout;
@@ -205,6 +213,29 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cu
     return low < high ? high - low : 0;
 }
 
+/* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
+ * as all of them are little beside the units that come and go. */
+static void dtrain__layout_stay(dtrain__layout *layout)
+{
+    size_t small = 0, two[2] = {0, 0};
+    for (size_t i = 0; i < layout->cut_count; i++)
+        small += layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL ? layout->cuts[i].count : 0;
+    for (int i = 0; i < layout->unit_count; i++) {
+        size_t count = layout->units[i].count;
+        two[1] = count > two[0] ? two[0] : count > two[1] ? count : two[1];
+        two[0] = count > two[0] ? count : two[0];
+    }
+    for (size_t i = 0; i < layout->cut_count && small <= (two[0] + two[1]) / DTRAIN__LAYOUT_LITTLE; i++)
+        layout->cuts[i].stays = layout->cuts[i].count > 0 && layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL;
+}
+
+/* The part of a range that is in memory for good, or of its gradient: *at is where it begins. */
+static size_t dtrain__layout_staying(const dtrain__cut *cut, int grads, size_t *at)
+{
+    *at = cut->stays || grads ? 0 : cut->own;
+    return cut->stays ? cut->count : cut->home && !grads ? cut->own_count : 0;
+}
+
 /* Cuts a table for rank `rank` of `world`. The table and desc are checked first. */
 static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                            const dtrain_fsdp_desc *desc, int world, int rank,
@@ -235,15 +266,18 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
+            cut->home = !layout->resident && !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
+                        cut->own_count >= DTRAIN__LAYOUT_HOME;
             cut->weight = layout->weights;
             cut->grad = layout->grads;
             cut->full_grad = layout->trained;
-            layout->weights += cut->own_count;
+            layout->weights += cut->home ? 0 : cut->own_count;
             layout->grads += cut->trained ? cut->own_count : 0;
             layout->trained += cut->trained ? cut->count : 0;
         }
         unit->grad_count = layout->grads - unit->grad;
     }
+    dtrain__layout_stay(layout);
     return DTRAIN_OK;
 }
 

@@ -2,12 +2,13 @@
  * A reserved range of addresses whose pages come when they are taken and go when nobody uses them. Users take and drop
  * stretches of bytes; stretches may share a page, which stays while any of them is in use.
  *
- * To bring a page costs the system more than to copy what it will hold. So pages that go are parked, and moved under
- * the next stretch that is taken; parked pages and those in use are never more than `most`. They park where they are;
- * where stretches are to be zeros, at the same place in a second range of as many addresses. One move takes only pages
- * that came by one, so seams between moves are marked, and few pages are not worth a move. Nothing is lost by moving
- * under a stretch: the contents of one that has no user are nobody's, and where users may write before they take, the
- * system is asked whether anything is there. */
+ * To bring a page costs the system more than to copy what it will hold. So pages that go are parked where they are, and
+ * moved under the next stretch that is taken; parked pages and those in use are never more than `most`. Where stretches
+ * are to be zeros, parked pages are, and their owner says from when on a user may write to a stretch before it takes
+ * it: then they are put away, at the same place in a second range of as many addresses. One move takes only pages that
+ * came by one, so seams between moves are marked, and few pages are not worth a move. Nothing is lost by moving under a
+ * stretch: the contents of one that has no user are nobody's, and where users may write before they take, the system is
+ * asked whether anything is there. */
 #ifndef DTRAIN__PAGES
 #define DTRAIN__PAGES
 #include "../base/memory.c"
@@ -18,11 +19,11 @@
 
 typedef struct dtrain__parked {
     size_t first, count;
+    int away; /* in the second range */
 } dtrain__parked;
 
 typedef struct dtrain__pages {
     unsigned char *base; /* NULL: nothing was reserved */
-    unsigned char *park; /* where parked pages are: base, or as many addresses after it */
     size_t bytes, reserved, page;
     size_t most, held; /* pages */
     int zeros;         /* a stretch is zeros when it is taken, but for what users have written */
@@ -52,7 +53,6 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     if (pages->users == NULL || pages->base == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "the system does not reserve %zu bytes of addresses: %s",
                             pages->reserved, strerror(errno));
-    pages->park = zeros ? pages->base + pages->bytes : pages->base;
     return DTRAIN_OK;
 }
 
@@ -63,10 +63,15 @@ static void dtrain__pages_hold(dtrain__pages *pages, size_t more)
     dtrain__memory_count(pages->allocator, more * pages->page);
 }
 
-/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
-static void dtrain__pages_discard(const dtrain__pages *pages, unsigned char *range, size_t first, size_t count)
+static unsigned char *dtrain__pages_at(const dtrain__pages *pages, size_t first, int away)
 {
-    unsigned char *begin = range + first * pages->page;
+    return pages->base + (away ? pages->bytes : 0) + first * pages->page;
+}
+
+/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
+static void dtrain__pages_discard(const dtrain__pages *pages, size_t first, size_t count, int away)
+{
+    unsigned char *begin = dtrain__pages_at(pages, first, away);
     if (count > 0 && dtrain__os_discard(begin, count * pages->page) != 0)
         memset(begin, 0, count * pages->page);
 }
@@ -75,14 +80,14 @@ static void dtrain__pages_discard(const dtrain__pages *pages, unsigned char *ran
 static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, size_t count)
 {
     dtrain__parked whole = pages->parked[index];
-    dtrain__parked left[2] = {{whole.first, first - whole.first},
-                              {first + count, whole.first + whole.count - first - count}};
+    dtrain__parked left[2] = {{whole.first, first - whole.first, whole.away},
+                              {first + count, whole.first + whole.count - first - count, whole.away}};
     pages->parked[index] = pages->parked[--pages->parked_count];
     for (int i = 0; i < 2; i++) {
         if (left[i].count >= pages->few && pages->parked_count < DTRAIN__PAGES_PARKED) {
             pages->parked[pages->parked_count++] = left[i];
         } else {
-            dtrain__pages_discard(pages, pages->park, left[i].first, left[i].count);
+            dtrain__pages_discard(pages, left[i].first, left[i].count, whole.away);
             dtrain__pages_hold(pages, (size_t)0 - left[i].count);
         }
     }
@@ -93,7 +98,7 @@ static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
 {
     dtrain__parked whole = pages->parked[index];
     dtrain__pages_unpark(pages, index, whole.first, whole.count);
-    dtrain__pages_discard(pages, pages->park, whole.first, whole.count);
+    dtrain__pages_discard(pages, whole.first, whole.count, whole.away);
     dtrain__pages_hold(pages, (size_t)0 - whole.count);
 }
 
@@ -110,18 +115,15 @@ static void dtrain__pages_seams(dtrain__pages *pages, size_t first, size_t count
 /* Moves parked pages, from `from` on, under a stretch; 0: they have not moved. */
 static int dtrain__pages_move(dtrain__pages *pages, int index, size_t from, size_t to, size_t count)
 {
-    size_t page = pages->page;
-    unsigned char *target = pages->base + to * page;
-    if (pages->zeros && !dtrain__os_untouched(target, count * page))
-        return 0;
-    if (pages->park + from * page != target) {
-        if (dtrain__os_move(pages->park + from * page, target, count * page) != 0)
+    size_t bytes = count * pages->page;
+    unsigned char *source = dtrain__pages_at(pages, from, pages->parked[index].away);
+    unsigned char *target = dtrain__pages_at(pages, to, 0);
+    if (source != target) {
+        if ((pages->zeros && !dtrain__os_untouched(target, bytes)) || dtrain__os_move(source, target, bytes) != 0)
             return 0;
         dtrain__pages_seams(pages, to, count);
     }
     dtrain__pages_unpark(pages, index, from, count);
-    if (pages->zeros)
-        memset(target, 0, count * page);
     return 1;
 }
 
@@ -201,25 +203,39 @@ static void dtrain__pages_take(dtrain__pages *pages, size_t begin, size_t bytes)
     dtrain__pages_fill(pages, fresh, end);
 }
 
-/* Pages [first, end) have lost their last user: parks them, seam by seam, or lets them go. */
+/* Pages [first, end) have lost their last user: parks them, seam by seam, or lets them go. What is to be zeros is set
+ * to zero now, while the caches still have it. */
 static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
 {
-    size_t page = pages->page;
     while (first < end) {
         size_t to = first + 1, n;
         while (to < end && !(pages->users[to] & DTRAIN__PAGES_SEAM))
             to++;
         n = to - first;
-        if (n >= pages->few && pages->held <= pages->most && pages->parked_count < DTRAIN__PAGES_PARKED &&
-            (pages->park == pages->base ||
-             dtrain__os_move(pages->base + first * page, pages->park + first * page, n * page) == 0)) {
-            pages->parked[pages->parked_count].first = first;
-            pages->parked[pages->parked_count++].count = n;
+        if (n >= pages->few && pages->held <= pages->most && pages->parked_count < DTRAIN__PAGES_PARKED) {
+            dtrain__parked parked = {first, n, 0};
+            pages->parked[pages->parked_count++] = parked;
+            if (pages->zeros)
+                memset(dtrain__pages_at(pages, first, 0), 0, n * pages->page);
         } else {
-            dtrain__pages_discard(pages, pages->base, first, n);
+            dtrain__pages_discard(pages, first, n, 0);
             dtrain__pages_hold(pages, (size_t)0 - n);
         }
         first = to;
+    }
+}
+
+/* From now on users may write to stretches that they have not taken: puts what is parked there away. */
+static void dtrain__pages_put_away(dtrain__pages *pages)
+{
+    for (int i = pages->parked_count - 1; i >= 0; i--) {
+        dtrain__parked *parked = &pages->parked[i];
+        unsigned char *here = dtrain__pages_at(pages, parked->first, 0);
+        if (parked->away)
+            continue;
+        parked->away = dtrain__os_move(here, here + pages->bytes, parked->count * pages->page) == 0;
+        if (!parked->away)
+            dtrain__pages_unpark_all(pages, i);
     }
 }
 
