@@ -1496,11 +1496,11 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  * any thread; allocates nothing */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
 
-/* DDP: every rank holds all parameters; gradients are summed unit by unit while backward still runs. */
+/* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
 typedef struct dtrain_ddp dtrain_ddp;
 
 typedef struct dtrain_ddp_desc {
-    size_t bucket_bytes; /* not read: a unit's gradients are one operation */
+    size_t bucket_bytes; /* units travel together once they are so large; 0: 1 MiB; 1: each by itself */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
     int no_overlap;      /* 1: nothing is reduced before all units are */
 } dtrain_ddp_desc;
@@ -1705,6 +1705,8 @@ typedef struct dtrain_fsdp_desc {
     int micro_batches;            /* of a rank in a step, the most, for the plan; 0: 1 */
     float loss_scale;             /* the first, by which the caller multiplies its loss; 0: none is used */
     int loss_scale_steps;         /* good steps after which it doubles; 0: 2,000 */
+    size_t bucket_bytes;          /* units are added up between copies (no shard, hybrid) once so much of them waits,
+                                     each by itself where gradients travel in 16 bits; 0: 1 MiB; 1: each by itself */
     int no_broadcast;             /* 1: data in the table is the same on all ranks already */
     size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
 } dtrain_fsdp_desc;
@@ -1756,7 +1758,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *com
                                             size_t count, const dtrain_fsdp_desc *desc);
 
 /* Frees it; NULL is legal. Memory of the caller's is left as it is: after dtrain_fsdp_unshard, full parameters.
- * Operations on their way are waited for, up to timeout_ms, or cut short where the group is broken.
+ * Operations on their way are given a second to end, then cut short: ranks that go on with theirs get
+ * DTRAIN_ERR_ABORTED. (Over a transport of the caller's own, whose one group they share, they are waited for.)
  *
  * one thread per object */
 DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);
@@ -17332,7 +17335,9 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
-#define DTRAIN__FSDP_STAGES 3   /* of small ranges: of units with even numbers, with odd ones, of gradients */
+#define DTRAIN__FSDP_BUCKET ((size_t)1 << 20)
+#define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
+#define DTRAIN__FSDP_STAGES 3            /* of small ranges: of units with even numbers, with odd ones, of gradients */
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__READY };                 /* a unit's parameters */
 enum { DTRAIN__IDLE, DTRAIN__WAITS, DTRAIN__SCATTERS, DTRAIN__COPIES }; /* its gradients */
@@ -17348,6 +17353,7 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
+    int carrier; /* the unit by which the operation goes that adds it over the copies */
 } dtrain__fsdp_unit;
 
 typedef struct dtrain__fsdp_event {
@@ -17396,6 +17402,7 @@ struct dtrain_fsdp {
     int just_ended;                          /* no unit has been reduced since the last one was over */
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
+    int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
     int round;                               /* reductions of every unit that have begun and ended */
     int joined;                              /* of those that are over, without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */
@@ -17977,6 +17984,39 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
+/* Starts to add the bucket's parts, which lie side by side, over the copies. */
+static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
+{
+    const dtrain__cut_unit *units = fsdp->layout.units;
+    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[lowest].grad;
+    float *sum = dtrain__fsdp_target(fsdp, lowest);
+    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
+    for (int i = lowest; i <= fsdp->bucket; i++)
+        fsdp->units[i].carrier = lowest;
+    fsdp->bucket = -1;
+    dtrain_status status = dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
+                                                   &fsdp->copying[lowest]);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->copying[lowest] = NULL;
+    return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
+}
+
+/* Adds a unit to the bucket, which goes when it is large enough or nothing comes after. Numbers of 16 bits wait each
+ * unit's in a place of its own, and go alone. */
+static dtrain_status dtrain__fsdp_join_bucket(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *units = fsdp->layout.units;
+    int last = number;
+    while (last > 0 && units[last - 1].trained == 0)
+        last--;
+    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
+    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[number].grad;
+    if (last > 0 && !dtrain__fsdp_narrows_grads(fsdp) && count * sizeof(float) < fsdp->desc.bucket_bytes)
+        return DTRAIN_OK;
+    return dtrain__fsdp_send_bucket(fsdp, number);
+}
+
 /* Between micro-batches a gradient may be added to before its unit is gathered for it. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
@@ -17987,7 +18027,6 @@ static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
@@ -17995,19 +18034,12 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
-    if (fsdp->copies == NULL || cuts->grad_count == 0) {
+    if (fsdp->copies == NULL) {
         dtrain__fsdp_fold(fsdp, number);
         return DTRAIN_OK;
     }
-    float *sum = dtrain__fsdp_target(fsdp, number);
-    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, cuts->grad_count) : (void *)sum;
     fsdp->units[number].stage = DTRAIN__COPIES;
-    status = dtrain_all_reduce_async(fsdp->copies, data, data, cuts->grad_count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
-                                     &fsdp->copying[number]);
-    if (status == DTRAIN_OK)
-        return DTRAIN_OK;
-    fsdp->copying[number] = NULL;
-    return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
+    return dtrain__fsdp_join_bucket(fsdp, number);
 }
 
 /* Ends what is under way of a unit's reduction. */
@@ -18016,8 +18048,11 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     dtrain_status status = DTRAIN_OK;
     if (fsdp->units[number].stage == DTRAIN__SCATTERS)
         status = dtrain__fsdp_scattered(fsdp, number);
+    /* in the next micro-batch: the last unit of this one takes the bucket along */
+    if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
+        status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
     if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__COPIES) {
-        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[number], DTRAIN__LANE_REDUCE, number);
+        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[fsdp->units[number].carrier], DTRAIN__LANE_REDUCE, number);
         if (status == DTRAIN_OK)
             dtrain__fsdp_fold(fsdp, number);
     }
@@ -19242,7 +19277,8 @@ static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const d
                        (double)desc->loss_scale,
                        (double)desc->loss_scale_steps,
                        (double)desc->no_broadcast,
-                       (double)desc->no_overlap};
+                       (double)desc->no_overlap,
+                       (double)desc->bucket_bytes};
     struct {
         unsigned char before[32];
         char name[128];
@@ -19519,7 +19555,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
         dtrain__fsdp_describe(fsdp, i);
     fsdp->desc.groups = NULL;
-    fsdp->scattering = -1;
+    fsdp->scattering = fsdp->bucket = -1;
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp);
     return dtrain__fsdp_first_values(fsdp);
@@ -19544,6 +19580,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
         made->desc = *desc;
     made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
     made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
+    made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     dtrain_status status = dtrain__fsdp_init(made, table, count, checked);
@@ -19562,16 +19599,32 @@ DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *com
     return dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN_OK);
 }
 
-/* Waits for whatever is under way; where the group is broken it has ended. */
+/* Gives what is under way until then to end; after that, where groups are the object's own, breaks them off. */
+static void dtrain__fsdp_let_go(dtrain_fsdp *fsdp, dtrain_work **work, int64_t until_ns)
+{
+    dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
+    int ended;
+    if (*work == NULL)
+        return;
+    dtrain__work_end(*work, fsdp->shares_comm ? INT64_MAX : until_ns, &ended);
+    for (size_t i = 0; !ended && i < sizeof groups / sizeof groups[0]; i++)
+        if (groups[i] != NULL)
+            dtrain_comm_abort(groups[i], "it has destroyed its dtrain_fsdp while this was under way");
+    if (!ended)
+        dtrain_work_wait(*work);
+    *work = NULL;
+}
+
 static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 {
-    dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
-    for (int i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.unit_count; i++) {
-        dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, i);
-        dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, i);
-        if (fsdp->copying != NULL)
-            dtrain__fsdp_wait(fsdp, &fsdp->copying[i], DTRAIN__LANE_REDUCE, i);
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__FSDP_GRACE_NS;
+    dtrain__fsdp_let_go(fsdp, &fsdp->announcing, until_ns);
+    for (size_t i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.cut_count; i++) {
+        dtrain__fsdp_let_go(fsdp, &fsdp->gathering[i], until_ns);
+        dtrain__fsdp_let_go(fsdp, &fsdp->reducing[i], until_ns);
     }
+    for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_let_go(fsdp, &fsdp->copying[i], until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
@@ -20376,6 +20429,7 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.keep_full_grads = 1;
     full.no_broadcast = desc->no_broadcast;
     full.no_overlap = desc->no_overlap;
+    full.bucket_bytes = desc->bucket_bytes;
     dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, status);
     dtrain__free(ddp->allocator, copy, count * sizeof *copy);
     return made;

@@ -583,3 +583,40 @@ TEST(objects_come_and_go_on_one_group_and_do_not_mix)
 {
     on_ranks(4, several_objects, NULL);
 }
+
+static dtrain_status count_operations(dtrain_comm *world, void *user)
+{
+    const dtrain_fsdp_desc *desc = (const dtrain_fsdp_desc *)user;
+    dtrain_param table[1] = {{"w", DTRAIN_F32, {6, 10}, 0, 1, 0, 0, 0, 0, NULL, NULL}};
+    dtrain_fsdp *fsdp;
+    /* a unit has 40 bytes: three fill a bucket of 100 */
+    uint64_t expected = desc->bucket_bytes == 0 ? 1 : desc->bucket_bytes == 1 ? 6 : 2;
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, 1, desc), DTRAIN_OK);
+    for (int step = 1; step <= 2; step++) {
+        uint64_t before = fsdp->copies->number;
+        for (int unit = 5; unit >= 0; unit--) {
+            CHECK_EQ(dtrain_fsdp_gather(fsdp, unit), DTRAIN_OK);
+            dtrain_fsdp_grad(fsdp, "w")[10 * unit + 9] += (float)(unit + dtrain_comm_rank(world));
+            CHECK_EQ(dtrain_fsdp_reduce(fsdp, unit), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_fsdp_step(fsdp, 1.0f), DTRAIN_OK);
+        CHECK_EQ(fsdp->copies->number - before, expected);
+        for (int unit = 0; unit < 6; unit++) /* ranks 0 and 1 give unit and unit + 1 */
+            CHECK(dtrain_fsdp_param(fsdp, "w")[10 * unit + 9] == -(float)step * ((float)unit + 0.5f));
+    }
+    dtrain_fsdp_destroy(fsdp);
+    return DTRAIN_OK;
+}
+
+TEST(small_units_are_added_over_copies_together)
+{
+    static const size_t buckets[] = {0, 1, 100};
+    for (int i = 0; i < 3; i++) {
+        dtrain_fsdp_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.strategy = DTRAIN_NO_SHARD;
+        desc.optimizer.kind = DTRAIN_SGD;
+        desc.bucket_bytes = buckets[i];
+        CHECK_EQ(dtrain_run_threads(2, count_operations, &desc, NULL), DTRAIN_OK);
+    }
+}

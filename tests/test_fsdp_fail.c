@@ -476,3 +476,29 @@ TEST(a_rank_that_leaves_is_an_error_on_all_others_and_no_leak)
                     TEST_FAIL("strategy %d, death %d in step %d", (int)strategies[i], when, step);
             }
 }
+
+static dtrain_status destroys_early(dtrain_comm *world, void *user)
+{
+    dtrain_param table[1] = {{"w", DTRAIN_F32, {6, 1000}, 0, 1, 0, 0, 0, 0, NULL, NULL}};
+    dtrain_fsdp *fsdp;
+    (void)user;
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, 1, NULL), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 0) {
+        CHECK_EQ(dtrain_fsdp_prefetch(fsdp), DTRAIN_OK);
+        int64_t begin = dtrain__os_now_ns();
+        dtrain_fsdp_destroy(fsdp);
+        CHECK(dtrain__os_now_ns() - begin < 10000000000); /* the deadline is a minute */
+        return dtrain_barrier(world);                     /* the caller's own group is as good as before */
+    }
+    usleep(2500000);
+    CHECK_EQ(dtrain_fsdp_gather(fsdp, 0), DTRAIN_ERR_ABORTED);
+    CHECK_CONTAINS(dtrain_fsdp_error(fsdp), "rank 0");
+    CHECK_CONTAINS(dtrain_fsdp_error(fsdp), "destroyed its dtrain_fsdp");
+    dtrain_fsdp_destroy(fsdp);
+    return dtrain_barrier(world);
+}
+
+TEST(destroy_waits_for_no_peer_that_does_not_come)
+{
+    CHECK_EQ(on_threads(2, destroys_early, NULL), DTRAIN_OK);
+}

@@ -143,6 +143,7 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.keep_full_grads = 1;
     full.no_broadcast = desc->no_broadcast;
     full.no_overlap = desc->no_overlap;
+    full.bucket_bytes = desc->bucket_bytes;
     dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, status);
     dtrain__free(ddp->allocator, copy, count * sizeof *copy);
     return made;

@@ -18,7 +18,9 @@
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
-#define DTRAIN__FSDP_STAGES 3   /* of small ranges: of units with even numbers, with odd ones, of gradients */
+#define DTRAIN__FSDP_BUCKET ((size_t)1 << 20)
+#define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
+#define DTRAIN__FSDP_STAGES 3            /* of small ranges: of units with even numbers, with odd ones, of gradients */
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__READY };                 /* a unit's parameters */
 enum { DTRAIN__IDLE, DTRAIN__WAITS, DTRAIN__SCATTERS, DTRAIN__COPIES }; /* its gradients */
@@ -34,6 +36,7 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
+    int carrier; /* the unit by which the operation goes that adds it over the copies */
 } dtrain__fsdp_unit;
 
 typedef struct dtrain__fsdp_event {
@@ -82,6 +85,7 @@ struct dtrain_fsdp {
     int just_ended;                          /* no unit has been reduced since the last one was over */
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
+    int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
     int round;                               /* reductions of every unit that have begun and ended */
     int joined;                              /* of those that are over, without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */

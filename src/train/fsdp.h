@@ -66,6 +66,8 @@ typedef struct dtrain_fsdp_desc {
     int micro_batches;            /* of a rank in a step, the most, for the plan; 0: 1 */
     float loss_scale;             /* the first, by which the caller multiplies its loss; 0: none is used */
     int loss_scale_steps;         /* good steps after which it doubles; 0: 2,000 */
+    size_t bucket_bytes;          /* units are added up between copies (no shard, hybrid) once so much of them waits,
+                                     each by itself where gradients travel in 16 bits; 0: 1 MiB; 1: each by itself */
     int no_broadcast;             /* 1: data in the table is the same on all ranks already */
     size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
 } dtrain_fsdp_desc;
@@ -117,7 +119,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *com
                                             size_t count, const dtrain_fsdp_desc *desc);
 
 /* Frees it; NULL is legal. Memory of the caller's is left as it is: after dtrain_fsdp_unshard, full parameters.
- * Operations on their way are waited for, up to timeout_ms, or cut short where the group is broken.
+ * Operations on their way are given a second to end, then cut short: ranks that go on with theirs get
+ * DTRAIN_ERR_ABORTED. (Over a transport of the caller's own, whose one group they share, they are waited for.)
  *
  * one thread per object */
 DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);

@@ -28,7 +28,8 @@ static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const d
                        (double)desc->loss_scale,
                        (double)desc->loss_scale_steps,
                        (double)desc->no_broadcast,
-                       (double)desc->no_overlap};
+                       (double)desc->no_overlap,
+                       (double)desc->bucket_bytes};
     struct {
         unsigned char before[32];
         char name[128];
@@ -305,7 +306,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
         dtrain__fsdp_describe(fsdp, i);
     fsdp->desc.groups = NULL;
-    fsdp->scattering = -1;
+    fsdp->scattering = fsdp->bucket = -1;
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp);
     return dtrain__fsdp_first_values(fsdp);
@@ -330,6 +331,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
         made->desc = *desc;
     made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
     made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
+    made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     dtrain_status status = dtrain__fsdp_init(made, table, count, checked);
@@ -348,16 +350,32 @@ DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *com
     return dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN_OK);
 }
 
-/* Waits for whatever is under way; where the group is broken it has ended. */
+/* Gives what is under way until then to end; after that, where groups are the object's own, breaks them off. */
+static void dtrain__fsdp_let_go(dtrain_fsdp *fsdp, dtrain_work **work, int64_t until_ns)
+{
+    dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
+    int ended;
+    if (*work == NULL)
+        return;
+    dtrain__work_end(*work, fsdp->shares_comm ? INT64_MAX : until_ns, &ended);
+    for (size_t i = 0; !ended && i < sizeof groups / sizeof groups[0]; i++)
+        if (groups[i] != NULL)
+            dtrain_comm_abort(groups[i], "it has destroyed its dtrain_fsdp while this was under way");
+    if (!ended)
+        dtrain_work_wait(*work);
+    *work = NULL;
+}
+
 static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 {
-    dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__LANE_REDUCE, 0);
-    for (int i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.unit_count; i++) {
-        dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, i);
-        dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, i);
-        if (fsdp->copying != NULL)
-            dtrain__fsdp_wait(fsdp, &fsdp->copying[i], DTRAIN__LANE_REDUCE, i);
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__FSDP_GRACE_NS;
+    dtrain__fsdp_let_go(fsdp, &fsdp->announcing, until_ns);
+    for (size_t i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.cut_count; i++) {
+        dtrain__fsdp_let_go(fsdp, &fsdp->gathering[i], until_ns);
+        dtrain__fsdp_let_go(fsdp, &fsdp->reducing[i], until_ns);
     }
+    for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_let_go(fsdp, &fsdp->copying[i], until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)

@@ -97,6 +97,39 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
+/* Starts to add the bucket's parts, which lie side by side, over the copies. */
+static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
+{
+    const dtrain__cut_unit *units = fsdp->layout.units;
+    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[lowest].grad;
+    float *sum = dtrain__fsdp_target(fsdp, lowest);
+    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
+    for (int i = lowest; i <= fsdp->bucket; i++)
+        fsdp->units[i].carrier = lowest;
+    fsdp->bucket = -1;
+    dtrain_status status = dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
+                                                   &fsdp->copying[lowest]);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->copying[lowest] = NULL;
+    return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
+}
+
+/* Adds a unit to the bucket, which goes when it is large enough or nothing comes after. Numbers of 16 bits wait each
+ * unit's in a place of its own, and go alone. */
+static dtrain_status dtrain__fsdp_join_bucket(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *units = fsdp->layout.units;
+    int last = number;
+    while (last > 0 && units[last - 1].trained == 0)
+        last--;
+    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
+    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[number].grad;
+    if (last > 0 && !dtrain__fsdp_narrows_grads(fsdp) && count * sizeof(float) < fsdp->desc.bucket_bytes)
+        return DTRAIN_OK;
+    return dtrain__fsdp_send_bucket(fsdp, number);
+}
+
 /* Between micro-batches a gradient may be added to before its unit is gathered for it. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
@@ -107,7 +140,6 @@ static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
@@ -115,19 +147,12 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
-    if (fsdp->copies == NULL || cuts->grad_count == 0) {
+    if (fsdp->copies == NULL) {
         dtrain__fsdp_fold(fsdp, number);
         return DTRAIN_OK;
     }
-    float *sum = dtrain__fsdp_target(fsdp, number);
-    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, cuts->grad_count) : (void *)sum;
     fsdp->units[number].stage = DTRAIN__COPIES;
-    status = dtrain_all_reduce_async(fsdp->copies, data, data, cuts->grad_count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
-                                     &fsdp->copying[number]);
-    if (status == DTRAIN_OK)
-        return DTRAIN_OK;
-    fsdp->copying[number] = NULL;
-    return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
+    return dtrain__fsdp_join_bucket(fsdp, number);
 }
 
 /* Ends what is under way of a unit's reduction. */
@@ -136,8 +161,11 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     dtrain_status status = DTRAIN_OK;
     if (fsdp->units[number].stage == DTRAIN__SCATTERS)
         status = dtrain__fsdp_scattered(fsdp, number);
+    /* in the next micro-batch: the last unit of this one takes the bucket along */
+    if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
+        status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
     if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__COPIES) {
-        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[number], DTRAIN__LANE_REDUCE, number);
+        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[fsdp->units[number].carrier], DTRAIN__LANE_REDUCE, number);
         if (status == DTRAIN_OK)
             dtrain__fsdp_fold(fsdp, number);
     }

@@ -231,11 +231,11 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  * any thread; allocates nothing */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
 
-/* DDP: every rank holds all parameters; gradients are summed unit by unit while backward still runs. */
+/* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
 typedef struct dtrain_ddp dtrain_ddp;
 
 typedef struct dtrain_ddp_desc {
-    size_t bucket_bytes; /* not read: a unit's gradients are one operation */
+    size_t bucket_bytes; /* units travel together once they are so large; 0: 1 MiB; 1: each by itself */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
     int no_overlap;      /* 1: nothing is reduced before all units are */
 } dtrain_ddp_desc;
