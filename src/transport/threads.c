@@ -28,7 +28,8 @@ typedef struct dtrain__post {
     const void *in;
     void *out;
     const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
-    unsigned char data[DTRAIN__POST_INLINE_BYTES] __attribute__((aligned(DTRAIN__CACHE_LINE))); /* small inputs */
+    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call: where it fits, peers read no other line */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
 } dtrain__post;
 
 typedef struct dtrain__slot {
