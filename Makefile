@@ -40,14 +40,15 @@ build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
 # For tests that use the public calls alone. A test that reaches what is private, or defines a DTRAIN__ macro, has an
-# implementation of its own, with DTRAIN_API static: what such a test does not call costs no time to compile.
+# implementation of its own, with DTRAIN_API static, so that what it does not call costs no time to compile, and -O1,
+# which takes half as long as -O2.
 $(test_dir)/libdtrain.a: dtrain.h | $(test_dir)
 	printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >$(test_dir)/dtrain.c
 	$(CC) $(test_flags) -I. -c $(test_dir)/dtrain.c -o $(test_dir)/dtrain.o
 	ar rcs $@ $(test_dir)/dtrain.o
 
 $(test_dir)/%: tests/%.c $(wildcard tests/*.h) $(test_dir)/libdtrain.a $(wildcard examples/*) | $(test_dir)
-	$(CC) $(test_flags) -I. $< -o $@ $(test_dir)/libdtrain.a $(LIBS)
+	$(CC) $(subst -O2,-O1,$(test_flags)) -I. $< -o $@ $(test_dir)/libdtrain.a $(LIBS)
 
 test: $(if $(SAN),,all) $(test_programs)
 	@sh tests/run.sh $(test_dir)

@@ -15015,7 +15015,7 @@ static int dtrain__draft_node_ranks(const dtrain__draft *draft, const dtrain_com
 static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain__hub *hub = draft->parent->socket->hub;
-    dtrain__channel *channel;
+    dtrain__channel *channel = NULL;
     pthread_mutex_lock(&hub->mutex);
     dtrain_status status = dtrain__channel_create(&channel, hub, draft->id, draft->origins, draft->size, draft->rank);
     pthread_mutex_unlock(&hub->mutex);
@@ -18566,7 +18566,7 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 /* idle: that no rank has a micro-batch is no error, and leaves no sums. */
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
-    int most;
+    int most = 0;
     if (fsdp->grads != NULL)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
@@ -18731,7 +18731,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
 
 DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 {
-    int most;
+    int most = 0;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
     if (status == DTRAIN_OK && fsdp->grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);
@@ -18753,7 +18753,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
 
 DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
 {
-    int most;
+    int most = 0;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
     if (status == DTRAIN_OK && fsdp->grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);

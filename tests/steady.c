@@ -3,6 +3,7 @@
  * stays what it was when warm.
  *
  *   steady [MINUTES]   0: a few thousand operations */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 

@@ -1,6 +1,7 @@
 /* FSDP against a reference that is computed by one rank with plain loops: gradients summed by the tree of the manual,
  * the norm in twice the precision of a double, AdamW from its formula's own function on whole arrays. Then what each
  * call promises, with values written by hand. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"

@@ -1,5 +1,6 @@
 /* FSDP over every transport: processes on TCP and unix sockets, ranks that poll, a transport of the user's own that
  * counts what it sends; and processes that are killed in the middle of a step. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"

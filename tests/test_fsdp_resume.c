@@ -1,5 +1,6 @@
 /* FSDP beyond one object: a state that is written to new slices goes on as if it had never stopped, and a rank that is
  * lost is noticed by those that share no sharded group with it. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"

@@ -1,6 +1,7 @@
 /* ---- >>test_norm ----
  * The exact sum of squares: values that a hand can write down, a second implementation that adds one square at a time
  * to a row of bits, any order and partition, ranks, what is not finite; and the clipping that stands on it. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"

@@ -1,6 +1,7 @@
 /* Reserved pages against a plain array: whatever is taken and dropped in whatever order, what users wrote stays until
  * they drop it, gradients are zeros until they are written, and never more is held than was allowed. PAGES_SEED=n
  * repeats a run. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"

@@ -137,7 +137,7 @@ static int dtrain__draft_node_ranks(const dtrain__draft *draft, const dtrain_com
 static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain__hub *hub = draft->parent->socket->hub;
-    dtrain__channel *channel;
+    dtrain__channel *channel = NULL;
     pthread_mutex_lock(&hub->mutex);
     dtrain_status status = dtrain__channel_create(&channel, hub, draft->id, draft->origins, draft->size, draft->rank);
     pthread_mutex_unlock(&hub->mutex);

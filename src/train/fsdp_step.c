@@ -151,7 +151,7 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 /* idle: that no rank has a micro-batch is no error, and leaves no sums. */
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
-    int most;
+    int most = 0;
     if (fsdp->grads != NULL)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
@@ -316,7 +316,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
 
 DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 {
-    int most;
+    int most = 0;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
     if (status == DTRAIN_OK && fsdp->grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);
@@ -338,7 +338,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
 
 DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
 {
-    int most;
+    int most = 0;
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
     if (status == DTRAIN_OK && fsdp->grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);
