@@ -517,7 +517,8 @@ static int beyond_select(scene *s, int rank)
     if (world == NULL)
         return 1;
     CHECK_EQ(as_on_threads(world, s), 0);
-    CHECK(sockets_from(1024) >= 2); /* for control and for data */
+    CHECK(sockets_from(1024) >= 2);             /* for control and for data */
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK); /* until both have counted, neither leaves */
     dtrain_comm_destroy(world);
     return test_failures != before;
 }
