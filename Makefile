@@ -3,7 +3,7 @@
 # make demo-fsdp trains it sharded: memory, weights and hidden communication of every strategy
 # make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
 # make soak      the long random runs, MINUTES=n (default 10) of each kind, and 200 rounds of killed ranks
-# make fuzz      libFuzzer on what comes over a connection, MINUTES=n; installs clang where it must
+# make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
 # make bench     the benchmark table into build/bench.csv
 CC ?= cc
 CFLAGS ?= -O2
@@ -34,7 +34,7 @@ build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
 build/bench: CFLAGS += -fno-math-errno
-build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h
+build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h tools/bench_files.h
 
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)

@@ -2142,6 +2142,365 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *
 
 #endif
 
+/* ---- >>safetensors ----
+ * Files of named tensors that the Python ecosystem reads and writes: one file, or a Hugging Face model of several.
+ *
+ *     dtrain_safetensors *file;
+ *     DTRAIN_CHECK(dtrain_safetensors_open(&file, "model.safetensors", NULL));
+ *     DTRAIN_CHECK(dtrain_safetensors_load(file, "wte", wte, V * C, DTRAIN_F32));      converts from what is stored
+ *     dtrain_safetensors_close(file);
+ *
+ *     dtrain_safetensors_source arrays[2] = {{"wte", 0, DTRAIN_F32, 2, wte_shape, wte, NULL, NULL},
+ *                                            {"wpe", 0, DTRAIN_F32, 2, wpe_shape, wpe, NULL, NULL}};
+ *     DTRAIN_CHECK(dtrain_safetensors_save("model.safetensors", arrays, 2, NULL));
+ *
+ * A header is read into private memory and checked whole before anything of it is given out; texts of errors name the
+ * rule that is broken, the tensor and the byte of the file. Data is not looked at: a BOOL may have other bytes than 0
+ * and 1, a float may be NaN. Rows are stored one after the other (the last index runs fastest), little-endian on every
+ * machine.
+ *
+ *   source   the format's README, and the reference implementation (huggingface/safetensors 0.8), whose bytes are
+ *            written here: widest dtype first, then by name */
+#ifndef DTRAIN__SAFETENSORS_H
+#define DTRAIN__SAFETENSORS_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* An open file. */
+typedef struct dtrain_safetensors dtrain_safetensors;
+
+typedef struct dtrain_safetensors_desc {
+    int map;                     /* 1: also map the file, for dtrain_safetensors_view. Only for files that nobody cuts
+                                    while they are open: touching a mapping past the end kills the process */
+    dtrain_allocator *allocator; /* of the header and its tables, a few times the header; must outlive the file; NULL:
+                                    the C library */
+} dtrain_safetensors_desc;
+
+/* One tensor of an open file; all that it points to is the file's and goes with it. */
+typedef struct dtrain_safetensors_tensor {
+    const char *name;   /* UTF-8; may be empty, and may hold U+0000: the length counts. A zero byte follows it */
+    size_t name_length; /* bytes */
+    dtrain_dtype dtype;
+    int ndim;            /* 0: a scalar, of one element */
+    const size_t *shape; /* ndim sizes; may be zero */
+    size_t count;        /* elements */
+    uint64_t begin, end; /* its bytes, counted from the beginning of the file */
+} dtrain_safetensors_tensor;
+
+/* A text and its value, as a file's metadata holds them. */
+typedef struct dtrain_safetensors_pair {
+    const char *key;
+    size_t key_length; /* bytes; for writing, 0: up to the zero byte */
+    const char *value;
+    size_t value_length; /* the same */
+} dtrain_safetensors_pair;
+
+/* Opens a file and checks all of its header.
+ *
+ *   desc     NULL: all defaults
+ *   errors   DTRAIN_ERR_IO           there is no such file, or it cannot be read
+ *            DTRAIN_ERR_CORRUPT      it breaks a rule of the format
+ *            DTRAIN_ERR_UNSUPPORTED  no regular file; a size of an empty tensor that this machine's size_t has not; no
+ *                                    mapping
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, const char *path,
+                                                 const dtrain_safetensors_desc *desc);
+
+/* The same of a descriptor, which is duplicated and whose offset is neither used nor moved. The file begins at its
+ * first byte.
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_open_fd(dtrain_safetensors **file, int fd,
+                                                    const dtrain_safetensors_desc *desc);
+
+/* The same of a file's bytes in memory, which stay where they are and unchanged until close; the header is copied.
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **file, const void *data, size_t bytes,
+                                                        const dtrain_safetensors_desc *desc);
+
+/* Closes a file, and with it its mapping; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file);
+
+/* Returns the number of tensors.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_safetensors_count(const dtrain_safetensors *file);
+
+/* Returns tensor i, in the order of their data in the file; NULL beyond the last.
+ *
+ * any thread */
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_tensor_at(const dtrain_safetensors *file, size_t i);
+
+/* Returns the tensor of a name, or NULL; a hash finds it.
+ *
+ *   length   bytes of name
+ *
+ * any thread */
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_find(const dtrain_safetensors *file, const char *name,
+                                                                    size_t length);
+
+/* Returns the number of pairs of metadata.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_safetensors_metadata_count(const dtrain_safetensors *file);
+
+/* Returns pair i of the metadata, in the order of the header; NULL beyond the last. Key and value are UTF-8, and a zero
+ * byte follows each.
+ *
+ * any thread */
+DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_metadata(const dtrain_safetensors *file, size_t i);
+
+/* Returns the pair of a key of length bytes, or NULL.
+ *
+ * any thread */
+DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_metadata_find(const dtrain_safetensors *file,
+                                                                           const char *key, size_t length);
+
+/* Returns the bytes before the data: 8 and the header with its padding.
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *file);
+
+/* Returns how many bytes of data the reading calls have read of this file so far; the header is not counted.
+ *
+ * any thread */
+DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file);
+
+/* Reads a whole tensor.
+ *
+ *   tensor   of this file
+ *   out      room for tensor->count elements of dtype, any alignment. A count comes from the file: compare it with the
+ *            room first, or let dtrain_safetensors_load do it
+ *   dtype    what out gets: the tensor's own, or, where both are among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2, any
+ *            other (see dtrain_convert); (dtrain_dtype)0: the tensor's own, whatever it is
+ *   errors   DTRAIN_ERR_INVALID      no file, tensor or out
+ *            DTRAIN_ERR_UNSUPPORTED  a conversion that is none of those
+ *            DTRAIN_ERR_IO, DTRAIN_ERR_CORRUPT  the system refused; the file was cut after it was opened
+ *            on any error the contents of out are undefined
+ *
+ * any thread, any number at once on one file; allocates nothing */
+DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                 void *out, dtrain_dtype dtype);
+
+/* Reads elements begin to begin + count of a tensor, counted row by row; otherwise as dtrain_safetensors_read.
+ *
+ *   errors   DTRAIN_ERR_INVALID  also: beyond the tensor; of a dtype narrower than a byte, a range that begins or ends
+ *                                inside one
+ *
+ * any thread, any number at once on one file; allocates nothing */
+DTRAIN_API dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
+                                                       const dtrain_safetensors_tensor *tensor, size_t begin,
+                                                       size_t count, void *out, dtrain_dtype dtype);
+
+/* Reads a box of a tensor: along each dimension d, size[d] indices from begin[d] on; out gets them row by row, without
+ * gaps; otherwise as dtrain_safetensors_read_range. Rows that meet in the file are read as one, and so, through a
+ * buffer, are those with gaps of up to 4 KiB between them.
+ *
+ * any thread, any number at once on one file; allocates nothing */
+DTRAIN_API dtrain_status dtrain_safetensors_read_box(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                     const size_t *begin, const size_t *size, void *out,
+                                                     dtrain_dtype dtype);
+
+/* Finds a tensor by name and reads it, if it has exactly count elements; otherwise as dtrain_safetensors_read.
+ *
+ *   name     ends with a zero byte; a tensor whose name holds U+0000 is not found by it
+ *   errors   DTRAIN_ERR_MISMATCH  there is no such tensor, or it has another count
+ *
+ * any thread, any number at once on one file; allocates nothing */
+DTRAIN_API dtrain_status dtrain_safetensors_load(dtrain_safetensors *file, const char *name, void *out, size_t count,
+                                                 dtrain_dtype dtype);
+
+/* Gives the address of a tensor's bytes in the mapping, or in the memory that was opened; nothing is read.
+ *
+ *   data     out: good until close; NULL for an empty tensor
+ *   errors   DTRAIN_ERR_UNSUPPORTED  neither mapping nor memory; a tensor that is not aligned for its dtype, as the
+ *                                    format promises no alignment; a machine of the other byte order. Read it instead
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                 const void **data);
+
+/* Supplies `bytes` bytes of a tensor from `offset` on, in this machine's byte order. Calls come in order and without
+ * gaps, whole elements each; any status but DTRAIN_OK ends the writing and is returned. */
+typedef dtrain_status (*dtrain_safetensors_fill)(void *user, uint64_t offset, void *out, size_t bytes);
+
+/* One tensor to be written. */
+typedef struct dtrain_safetensors_source {
+    const char *name;
+    size_t name_length; /* bytes; 0: up to the zero byte */
+    dtrain_dtype dtype;
+    int ndim;            /* 0: a scalar */
+    const size_t *shape; /* ndim sizes */
+    const void *data;    /* packed row by row; NULL: fill is asked for it */
+    dtrain_safetensors_fill fill;
+    void *user; /* handed to fill */
+} dtrain_safetensors_source;
+
+typedef struct dtrain_safetensors_write_desc {
+    const dtrain_safetensors_pair *metadata; /* in any order; written sorted by key */
+    size_t metadata_count;                   /* 0: none is written */
+    int no_sync;                             /* 1: leaves it to the system when the file reaches the disk */
+    dtrain_allocator *allocator;             /* NULL: the C library */
+} dtrain_safetensors_write_desc;
+
+/* Takes the next bytes of a file. Any status but DTRAIN_OK ends the writing and is returned. */
+typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, size_t bytes);
+
+/* Writes a file beside path, brings it to the disk, and puts it in the place of what was there, all at once: whoever
+ * opens path meanwhile, or after the machine has stopped, finds the old file or the new one whole. A symbolic link is
+ * replaced, not followed. The same tensors give the same bytes, in whatever order they come.
+ *
+ *   sources  count tensors, in any order
+ *   desc     NULL: all defaults
+ *   errors   DTRAIN_ERR_INVALID  a name that comes twice, is "__metadata__" or no UTF-8; a bad dtype or shape; sizes
+ *                                that overflow or end inside a byte; neither data nor fill; a header of more than
+ *                                100,000,000 bytes. Nothing was written
+ *            DTRAIN_ERR_IO       the system refused; what stood at path is untouched, and nothing is left beside it
+ *            DTRAIN_ERR_MEMORY
+ *            those of fill
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_save(const char *path, const dtrain_safetensors_source *sources,
+                                                 size_t count, const dtrain_safetensors_write_desc *desc);
+
+/* Writes the same bytes from fd's offset on, which may be a pipe; then, if it is a file, brings it to the disk.
+ *
+ * any thread; blocks as fd does */
+DTRAIN_API dtrain_status dtrain_safetensors_write_fd(int fd, const dtrain_safetensors_source *sources, size_t count,
+                                                     const dtrain_safetensors_write_desc *desc);
+
+/* Writes the same bytes to memory.
+ *
+ *   bytes    out: those of the whole file, also where they do not fit
+ *   errors   DTRAIN_ERR_INVALID  also: capacity is too small; out is not touched
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_write_memory(void *out, size_t capacity, size_t *bytes,
+                                                         const dtrain_safetensors_source *sources, size_t count,
+                                                         const dtrain_safetensors_write_desc *desc);
+
+/* Hands the same bytes to a callback, in order, at most 8 MiB a call.
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_write(dtrain_safetensors_sink sink, void *user,
+                                                  const dtrain_safetensors_source *sources, size_t count,
+                                                  const dtrain_safetensors_write_desc *desc);
+
+/* Says how many bytes such a file has.
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_safetensors_source *sources,
+                                                 size_t count, const dtrain_safetensors_write_desc *desc);
+
+/* A model in one file or several, read as one. */
+typedef struct dtrain_safetensors_model dtrain_safetensors_model;
+
+/* Opens a Hugging Face model and checks that the index and the files agree: every name of the index is in exactly the
+ * file that it gives, and no file holds another.
+ *
+ *   path     a .safetensors file; a model.safetensors.index.json; or a directory with model.safetensors or, in its
+ *            absence, model.safetensors.index.json. Files that an index names are plain names beside it; links are
+ *            followed
+ *   desc     of every file; NULL: all defaults
+ *   errors   as dtrain_safetensors_open; DTRAIN_ERR_CORRUPT also: a bad index, or one that does not agree
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model **model, const char *path,
+                                                       const dtrain_safetensors_desc *desc);
+
+/* Closes a model; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model);
+
+/* Returns the number of files, and file i in the order of their names, which remains the model's; NULL beyond the last.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_safetensors_model_files(const dtrain_safetensors_model *model);
+DTRAIN_API dtrain_safetensors *dtrain_safetensors_model_file(const dtrain_safetensors_model *model, size_t i);
+
+/* Returns the number of tensors of all files together.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_safetensors_model_count(const dtrain_safetensors_model *model);
+
+/* Returns tensor i, file by file; NULL beyond the last.
+ *
+ *   file   out: that which holds it, for the reading calls above; may be NULL
+ *
+ * any thread */
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_tensor(const dtrain_safetensors_model *model,
+                                                                            size_t i, dtrain_safetensors **file);
+
+/* Returns the tensor of a name, or NULL. Where no tensor has the name and the metadata maps it to one that is there, as
+ * Python's save_model does for tied weights, that is the one.
+ *
+ *   file   as above
+ *
+ * any thread */
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_find(const dtrain_safetensors_model *model,
+                                                                          const char *name, size_t length,
+                                                                          dtrain_safetensors **file);
+
+/* Returns the number of the metadata's pairs: those of the index that are texts, or those of the only file.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_safetensors_model_metadata_count(const dtrain_safetensors_model *model);
+
+/* Returns pair i of the metadata; NULL beyond the last.
+ *
+ * any thread */
+DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_model_metadata(const dtrain_safetensors_model *model,
+                                                                            size_t i);
+
+/* Writes a model that Hugging Face loaders read: model.safetensors, or, where that would hold more than
+ * max_file_bytes of tensors, model-00001-of-0000N.safetensors and so on, in the order of sources, with an index. The
+ * directory is made beside its place and renamed when all is on the disk.
+ *
+ *   directory       is not there yet, or empty
+ *   sources         tensors with the same dtype, shape and data are stored once, under the name that sorts first; the
+ *                   metadata then maps the others to it
+ *   max_file_bytes  of tensors; 0: 5,000,000,000. No tensor is cut: a larger one has a file to itself
+ *   desc            metadata stands in the index, or in the only file; format is "pt" unless it says otherwise, as
+ *                   loaders demand one of "pt" and "mlx"
+ *   errors          as dtrain_safetensors_save; DTRAIN_ERR_INVALID also: the directory is there and not empty
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, const dtrain_safetensors_source *sources,
+                                                       size_t count, uint64_t max_file_bytes,
+                                                       const dtrain_safetensors_write_desc *desc);
+
+/* Saves the data of a whole table of parameters as one file, under its names and shapes.
+ *
+ *   errors   as dtrain_params_check and dtrain_safetensors_save
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t count, const char *path);
+
+/* Fills the data of a whole table of parameters from a file or model (see dtrain_safetensors_model_open), converting
+ * floats to the table's dtypes.
+ *
+ *   strict   1: names and shapes must be those of the file, nothing more and nothing less; otherwise nothing is read,
+ *            and the text lists what is missing, extra and of another shape. 0: what fits is read, the rest is logged
+ *   errors   as dtrain_params_check, dtrain_safetensors_model_open and dtrain_safetensors_read
+ *            DTRAIN_ERR_MISMATCH  strict, and the two differ
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
 #ifdef DTRAIN_IMPLEMENTATION
 
 /* ---- >>begin ----
@@ -2965,11 +3324,19 @@ typedef enum dtrain__json_expect {
     DTRAIN__JSON_WANT_COMMA_OR_END
 } dtrain__json_expect;
 
+typedef enum dtrain__json_fault {
+    DTRAIN__JSON_FAULT_SYNTAX,
+    DTRAIN__JSON_FAULT_STRING, /* a control character, escape or surrogate */
+    DTRAIN__JSON_FAULT_UTF8,
+    DTRAIN__JSON_FAULT_DEPTH
+} dtrain__json_fault;
+
 typedef struct dtrain__json_reader {
     const unsigned char *text;
     size_t length;
-    size_t offset;     /* of the next byte; after an error, of the byte that is wrong */
-    const char *error; /* what is wrong, a phrase; NULL while nothing is */
+    size_t offset;            /* of the next byte; after an error, of the byte that is wrong */
+    const char *error;        /* what is wrong, a phrase; NULL while nothing is */
+    dtrain__json_fault fault; /* its kind */
     int depth;
     uint32_t objects; /* bit i: the level i + 1 is an object */
     dtrain__json_expect expect;
@@ -2988,11 +3355,18 @@ static void dtrain__json_open(dtrain__json_reader *reader, const void *text, siz
     reader->expect = DTRAIN__JSON_WANT_VALUE;
 }
 
-static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
+static dtrain__json_kind dtrain__json_bad_as(dtrain__json_reader *reader, dtrain__json_fault fault, size_t offset,
+                                             const char *error)
 {
     reader->offset = offset;
     reader->error = error;
+    reader->fault = fault;
     return DTRAIN__JSON_ERROR;
+}
+
+static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
+{
+    return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_SYNTAX, offset, error);
 }
 
 /* The byte at offset, or -1 at the end. */
@@ -3074,12 +3448,23 @@ static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offs
     return 12;
 }
 
+/* The next byte of a string from offset on that is not one plain ASCII character. */
+static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
+{
+    const unsigned char *text = reader->text;
+    while (offset < reader->length && text[offset] >= 0x20 && text[offset] < 0x80 && text[offset] != '"' &&
+           text[offset] != '\\')
+        offset++;
+    return offset;
+}
+
 /* Reads the string whose opening quote is at the reader's offset. */
 static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     size_t at = reader->offset + 1;
     token->begin = at;
     for (;;) {
+        at = dtrain__json_plain(reader, at);
         int byte = dtrain__json_peek(reader, at);
         size_t step = 0;
         uint32_t code;
@@ -3088,11 +3473,15 @@ static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, d
         if (byte == '"')
             break;
         if (byte < 0x20)
-            return dtrain__json_bad(reader, at, "a control character inside a string");
-        step = byte == '\\' ? dtrain__json_escape(reader, at, &code)
-                            : dtrain__json_utf8(reader->text + at, reader->length - at);
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "a control character inside a string");
+        if (byte == '\\')
+            step = dtrain__json_escape(reader, at, &code);
+        else
+            step = dtrain__json_utf8(reader->text + at, reader->length - at);
+        if (step == 0 && byte == '\\')
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "an escape that JSON does not have");
         if (step == 0)
-            return dtrain__json_bad(reader, at, byte == '\\' ? "an escape that JSON does not have" : "not UTF-8");
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_UTF8, at, "not UTF-8");
         at += step;
     }
     token->end = at;
@@ -3149,7 +3538,7 @@ static dtrain__json_kind dtrain__json_read_word(dtrain__json_reader *reader, dtr
 static dtrain__json_kind dtrain__json_enter(dtrain__json_reader *reader, int is_object)
 {
     if (reader->depth == DTRAIN__JSON_DEPTH)
-        return dtrain__json_bad(reader, reader->offset, "nested deeper than 32 levels");
+        return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_DEPTH, reader->offset, "nested deeper than 32 levels");
     uint32_t bit = (uint32_t)1 << reader->depth++;
     reader->objects = is_object ? reader->objects | bit : reader->objects & ~bit;
     reader->expect = is_object ? DTRAIN__JSON_WANT_KEY_OR_END : DTRAIN__JSON_WANT_VALUE_OR_END;
@@ -3294,7 +3683,9 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
 static int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
 {
     unsigned char have[64];
-    size_t bytes = strlen(text);
+    size_t bytes = strlen(text), length = token->end - token->begin;
+    if (memchr(reader->text + token->begin, '\\', length) == NULL)
+        return length == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
     return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
            memcmp(have, text, bytes) == 0;
 }
@@ -3325,6 +3716,7 @@ typedef struct dtrain__json_writer {
     int depth;
     uint32_t objects, filled; /* bit i: the level i + 1 is an object; holds something already */
     int after_key, complete;
+    int indent; /* spaces a level, each item on a line of its own; 0: compact */
 } dtrain__json_writer;
 
 static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, size_t capacity)
@@ -3350,6 +3742,15 @@ static void dtrain__json_put(dtrain__json_writer *writer, const void *text, size
     writer->bytes = bytes <= SIZE_MAX - writer->bytes ? writer->bytes + bytes : SIZE_MAX;
 }
 
+/* Begins a line, where the text is not compact. */
+static void dtrain__json_line(dtrain__json_writer *writer)
+{
+    if (writer->indent > 0)
+        dtrain__json_put(writer, "\n", 1);
+    for (int i = 0; i < writer->indent * writer->depth; i++)
+        dtrain__json_put(writer, " ", 1);
+}
+
 /* Puts the comma that a key, a value or nothing needs here, and checks that it may stand here. */
 static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
 {
@@ -3361,6 +3762,8 @@ static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
         return 0;
     if ((writer->filled & bit) != 0 && !writer->after_key)
         dtrain__json_put(writer, ",", 1);
+    if (writer->depth > 0 && !writer->after_key)
+        dtrain__json_line(writer);
     writer->filled |= bit;
     writer->after_key = is_key;
     writer->complete = writer->depth == 0;
@@ -3388,6 +3791,8 @@ static void dtrain__json_end(dtrain__json_writer *writer)
     if (writer->broken)
         return;
     int in_object = (writer->objects >> --writer->depth & 1) != 0;
+    if ((writer->filled >> writer->depth & 1) != 0)
+        dtrain__json_line(writer);
     dtrain__json_put(writer, in_object ? "}" : "]", 1);
     writer->complete = writer->depth == 0;
 }
@@ -3425,7 +3830,7 @@ static void dtrain__json_write_key(dtrain__json_writer *writer, const void *text
     if (!dtrain__json_place(writer, 1))
         return;
     dtrain__json_put_quoted(writer, text, length);
-    dtrain__json_put(writer, ":", 1);
+    dtrain__json_put(writer, ": ", writer->indent > 0 ? 2 : 1);
 }
 
 static void dtrain__json_write_string(dtrain__json_writer *writer, const void *text, size_t length)
@@ -20623,6 +21028,3184 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
         status = dtrain_optimizer_step(desc->optimizer, desc->lr);
     if (result != NULL)
         *result = own;
+    return status;
+}
+
+#endif
+
+/* ---- >>file ----
+ * Files and directories as checkpoints need them: whole reads and writes, names relative to an open directory, what is
+ * written brought to the disk, and a file or directory put in the place of another at once. Every system call that can
+ * fail goes through the few functions at the top, where a test may make it fail: DTRAIN__FILE_FAULT(call) gives an
+ * errno, or 0 to go on; DTRAIN__FILE_LIMIT(call, bytes) the most that one read or write moves.
+ * DTRAIN__FILE_SWAP says that the machine stores numbers the other way round than files do.
+ *
+ * Functions return DTRAIN_OK or a reported error that names the path; `what` in their texts is the caller's prefix. */
+#ifndef DTRAIN__FILE
+#define DTRAIN__FILE
+
+#include <dirent.h>
+#include <sys/stat.h>
+
+#ifndef DTRAIN__FILE_FAULT
+#define DTRAIN__FILE_FAULT(call) 0
+#endif
+#ifndef DTRAIN__FILE_LIMIT
+#define DTRAIN__FILE_LIMIT(call, bytes) (bytes)
+#endif
+#ifndef DTRAIN__FILE_SWAP
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+#define DTRAIN__FILE_SWAP 1
+#else
+#define DTRAIN__FILE_SWAP 0
+#endif
+#endif
+
+#define DTRAIN__FILE_MOST                                                                                              \
+    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error                         \
+                       */
+#define DTRAIN__FILE_HERE AT_FDCWD
+
+/* ---- the system's calls ---- */
+
+#define DTRAIN__FILE_TRY(call)                                                                                         \
+    do {                                                                                                               \
+        int dtrain__fault_ = DTRAIN__FILE_FAULT(call);                                                                 \
+        if (dtrain__fault_ != 0) {                                                                                     \
+            errno = dtrain__fault_;                                                                                    \
+            return -1;                                                                                                 \
+        }                                                                                                              \
+    } while (0)
+
+static int dtrain__file_sys_open(int directory, const char *name, int flags)
+{
+    DTRAIN__FILE_TRY("open");
+    return openat(directory, name, flags | O_CLOEXEC, 0666);
+}
+
+static int dtrain__file_sys_dup(int fd)
+{
+    DTRAIN__FILE_TRY("dup");
+    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+}
+
+static int dtrain__file_sys_stat(int fd, struct stat *status)
+{
+    DTRAIN__FILE_TRY("stat");
+    return fstat(fd, status);
+}
+
+static ssize_t dtrain__file_sys_pread(int fd, void *out, size_t bytes, uint64_t offset)
+{
+    DTRAIN__FILE_TRY("read");
+    if (offset > (uint64_t)INT64_MAX || (uint64_t)(off_t)offset != offset) {
+        errno = EOVERFLOW;
+        return -1;
+    }
+    return pread(fd, out, DTRAIN__FILE_LIMIT("read", bytes), (off_t)offset);
+}
+
+static ssize_t dtrain__file_sys_write(int fd, const void *data, size_t bytes)
+{
+    DTRAIN__FILE_TRY("write");
+    return write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
+}
+
+/* Brings what was written to the disk itself: fsync leaves it in the drive's cache on macOS. */
+static int dtrain__file_sys_sync(int fd)
+{
+    DTRAIN__FILE_TRY("sync");
+#ifdef F_FULLFSYNC
+    if (fcntl(fd, F_FULLFSYNC) == 0)
+        return 0;
+#endif
+    return fsync(fd);
+}
+
+static int dtrain__file_sys_rename(int from_directory, const char *from, int to_directory, const char *to)
+{
+    DTRAIN__FILE_TRY("rename");
+    return renameat(from_directory, from, to_directory, to);
+}
+
+static int dtrain__file_sys_unlink(int directory, const char *name, int flags)
+{
+    DTRAIN__FILE_TRY("unlink");
+    return unlinkat(directory, name, flags);
+}
+
+static int dtrain__file_sys_mkdir(int directory, const char *name)
+{
+    DTRAIN__FILE_TRY("mkdir");
+    return mkdirat(directory, name, 0777);
+}
+
+/* A descriptor is gone whatever close says; what it says, on NFS, is that earlier writes were lost. */
+static int dtrain__file_sys_close(int fd)
+{
+    int result = close(fd);
+    DTRAIN__FILE_TRY("close");
+    return result == 0 || errno == EINTR ? 0 : -1;
+}
+
+static DIR *dtrain__file_sys_list(int fd)
+{
+    int fault = DTRAIN__FILE_FAULT("list");
+    errno = fault;
+    return fault == 0 ? fdopendir(fd) : NULL;
+}
+
+static void *dtrain__file_sys_map(int fd, size_t bytes)
+{
+    int fault = DTRAIN__FILE_FAULT("map");
+    errno = fault;
+    return fault == 0 ? mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
+}
+
+/* ---- reading ---- */
+
+static void dtrain__file_close(int fd)
+{
+    if (fd >= 0)
+        dtrain__file_sys_close(fd);
+}
+
+/* Opens a directory, "." for that of the descriptor itself. */
+static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
+{
+    do
+        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
+    while (*fd < 0 && errno == EINTR);
+    if (*fd >= 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\": %s", what, name, strerror(errno));
+}
+
+/* Gives the size of an open file, if it is a regular one. */
+static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name, const char *what)
+{
+    struct stat status;
+    if (dtrain__file_sys_stat(fd, &status) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+    if (!S_ISREG(status.st_mode))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s: \"%s\" is no regular file, which is what can be read at any place: copy it to one",
+                            what, name);
+    *bytes = (uint64_t)status.st_size;
+    return DTRAIN_OK;
+}
+
+/* Opens a regular file for reading and gives its size. */
+static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
+{
+    do /* a pipe without a writer would block: it is opened, looked at, and refused */
+        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    while (*fd < 0 && errno == EINTR);
+    if (*fd < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+    dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
+    if (status != DTRAIN_OK) {
+        dtrain__file_close(*fd);
+        *fd = -1;
+    }
+    return status;
+}
+
+/* Reads exactly bytes bytes from offset on. */
+static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uint64_t offset, const char *name,
+                                          const char *what)
+{
+    unsigned char *to = (unsigned char *)out;
+    while (bytes > 0) {
+        ssize_t n =
+            dtrain__file_sys_pread(fd, to, bytes < DTRAIN__FILE_MOST ? (size_t)bytes : DTRAIN__FILE_MOST, offset);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" at byte %llu: %s", what, name,
+                                (unsigned long long)offset, strerror(errno));
+        if (n == 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                "%s: \"%s\" ends at byte %llu, %llu bytes short: it was cut after it was opened", what,
+                                name, (unsigned long long)offset, (unsigned long long)bytes);
+        to += n;
+        offset += (uint64_t)n;
+        bytes -= (uint64_t)n;
+    }
+    return DTRAIN_OK;
+}
+
+/* Reads a whole file of at most `most` bytes into memory of the allocator; dtrain__free(allocator, *data, *bytes). */
+static dtrain_status dtrain__file_read_all(int directory, const char *name, uint64_t most, dtrain_allocator *allocator,
+                                           void **data, size_t *bytes, const char *what)
+{
+    uint64_t size = 0;
+    int fd;
+    *data = NULL;
+    *bytes = 0;
+    dtrain_status status = dtrain__file_open(&fd, &size, directory, name, what);
+    if (status != DTRAIN_OK)
+        return status;
+    if (size > most || size > SIZE_MAX)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s: \"%s\" has %llu bytes, expected at most %llu", what, name,
+                              (unsigned long long)size, (unsigned long long)most);
+    if (status == DTRAIN_OK && (*data = dtrain__alloc(allocator, (size_t)size)) == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for the %llu bytes of \"%s\"", what,
+                              (unsigned long long)size, name);
+    if (status == DTRAIN_OK)
+        status = dtrain__file_read_at(fd, *data, size, 0, name, what);
+    dtrain__file_close(fd);
+    if (status != DTRAIN_OK && *data != NULL) {
+        dtrain__free(allocator, *data, (size_t)size);
+        *data = NULL;
+    }
+    *bytes = status == DTRAIN_OK ? (size_t)size : 0;
+    return status;
+}
+
+/* ---- writing ---- */
+
+/* A write to a pipe that nobody reads, and one beyond the file-size limit, also raise a signal in the thread; the
+ * library raises none. Both are held back around the write, and taken away if the write brought them. */
+typedef struct dtrain__file_signals {
+    sigset_t before, held, pending;
+} dtrain__file_signals;
+
+static void dtrain__file_hold_signals(dtrain__file_signals *signals)
+{
+    sigemptyset(&signals->held);
+    sigaddset(&signals->held, SIGPIPE);
+    sigaddset(&signals->held, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &signals->held, &signals->before);
+    sigpending(&signals->pending);
+}
+
+static void dtrain__file_release_signals(dtrain__file_signals *signals, int error)
+{
+    int number = error == EPIPE ? SIGPIPE : error == EFBIG ? SIGXFSZ : 0, taken;
+    sigset_t now, one;
+    if (number != 0 && !sigismember(&signals->pending, number) && sigpending(&now) == 0 && sigismember(&now, number)) {
+        sigemptyset(&one);
+        sigaddset(&one, number);
+        sigwait(&one, &taken);
+    }
+    pthread_sigmask(SIG_SETMASK, &signals->before, NULL);
+}
+
+/* Writes all bytes at the descriptor's offset; returns 0 or an errno. */
+static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
+{
+    const unsigned char *from = (const unsigned char *)data;
+    dtrain__file_signals signals;
+    int error = 0;
+    dtrain__file_hold_signals(&signals);
+    while (bytes > 0 && error == 0) {
+        ssize_t n = dtrain__file_sys_write(fd, from, bytes < DTRAIN__FILE_MOST ? bytes : DTRAIN__FILE_MOST);
+        if (n < 0 && errno != EINTR)
+            error = errno;
+        else if (n == 0)
+            error = EIO; /* no system does it for bytes > 0; to try again for ever is worse */
+        from += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+    dtrain__file_release_signals(&signals, error);
+    return error;
+}
+
+static int dtrain__file_sync(int fd)
+{
+    int result;
+    do
+        result = dtrain__file_sys_sync(fd);
+    while (result != 0 && errno == EINTR);
+    return result == 0 ? 0 : errno;
+}
+
+/* The same of a directory, whose entries some file systems keep safe by themselves and say EINVAL. */
+static int dtrain__file_sync_directory(int fd)
+{
+    int error = dtrain__file_sync(fd);
+    return error == EINVAL || error == ENOTSUP ? 0 : error;
+}
+
+/* ---- names ---- */
+
+/* Whether a name from outside is that of a file in the directory itself, and nothing else on any system: no separator,
+ * no drive, no "." or "..", no control character, at most 255 bytes. */
+static int dtrain__file_plain_name(const char *name, size_t length)
+{
+    if (length == 0 || length > 255 || (length <= 2 && name[0] == '.' && name[length - 1] == '.'))
+        return 0;
+    for (size_t i = 0; i < length; i++)
+        if ((unsigned char)name[i] < 0x20 || name[i] == 0x7f || name[i] == '/' || name[i] == '\\' || name[i] == ':')
+            return 0;
+    return 1;
+}
+
+/* Opens the directory that a path's last part is in; `last` points into path. A path that ends in a slash has none. */
+static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const char *path, const char *what)
+{
+    const char *slash = strrchr(path, '/');
+    char parent[4096];
+    size_t length = slash == NULL ? 0 : slash == path ? 1 : (size_t)(slash - path);
+    *last = slash == NULL ? path : slash + 1;
+    if (length >= sizeof parent || **last == '\0')
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" %s", what, path,
+                            **last == '\0' ? "ends without a name" : "is too long a path");
+    memcpy(parent, path, length);
+    parent[length] = '\0';
+    return dtrain__file_open_directory(fd, DTRAIN__FILE_HERE, length > 0 ? parent : ".", what);
+}
+
+/* A name beside `name` that nobody else uses: hidden, and ending in .tmp. */
+static void dtrain__file_temporary(char out[256], const char *name)
+{
+    uint64_t number = 0;
+    size_t keep = strlen(name);
+    if (dtrain__os_random(&number, sizeof number) != 0)
+        number = (uint64_t)dtrain__os_now_ns() * 1000003u + (uint64_t)getpid();
+    for (keep = keep < 200 ? keep : 200; keep > 0 && ((unsigned char)name[keep] & 0xc0) == 0x80; keep--)
+        continue; /* not inside a character: some file systems refuse what is no UTF-8 */
+    snprintf(out, 256, ".%.*s.%016llx.tmp", (int)keep, name, (unsigned long long)number);
+}
+
+/* ---- replacing ---- */
+
+/* A file that is being written beside its place. */
+typedef struct dtrain__file_draft {
+    int directory; /* not owned */
+    int fd;        /* -1: none */
+    const char *what;
+    const char *name; /* the place; not owned */
+    char temporary[256];
+} dtrain__file_draft;
+
+static dtrain_status dtrain__file_draft_fail(dtrain__file_draft *draft, const char *step, int error)
+{
+    return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
+                        "%s: %s \"%s\": %s; what was there "
+                        "before is untouched",
+                        draft->what, step, draft->name, strerror(error));
+}
+
+/* Makes an empty file beside `name` in a directory; both must last until commit or abandon. */
+static dtrain_status dtrain__file_draft_begin(dtrain__file_draft *draft, int directory, const char *name,
+                                              const char *what)
+{
+    draft->directory = directory;
+    draft->name = name;
+    draft->what = what;
+    for (int attempt = 0; attempt < 100; attempt++) {
+        dtrain__file_temporary(draft->temporary, name);
+        draft->fd = dtrain__file_sys_open(directory, draft->temporary, O_WRONLY | O_CREAT | O_EXCL);
+        if (draft->fd >= 0)
+            return DTRAIN_OK;
+        if (errno != EEXIST && errno != EINTR)
+            break;
+    }
+    return dtrain__file_draft_fail(draft, "making a file beside", errno);
+}
+
+static dtrain_status dtrain__file_draft_write(dtrain__file_draft *draft, const void *data, size_t bytes)
+{
+    int error = dtrain__file_write_all(draft->fd, data, bytes);
+    return error == 0 ? DTRAIN_OK : dtrain__file_draft_fail(draft, "writing", error);
+}
+
+/* Removes the draft; keeps the thread's last error. */
+static void dtrain__file_draft_abandon(dtrain__file_draft *draft)
+{
+    if (draft->fd < 0)
+        return;
+    dtrain__file_close(draft->fd);
+    draft->fd = -1;
+    dtrain__file_sys_unlink(draft->directory, draft->temporary, 0);
+}
+
+/* Brings the draft to the disk (unless no_sync) and puts it in its place; on an error it is removed. An error of the
+ * last sync is that of the directory: the new file is then in place, and may be gone after a power failure. */
+static dtrain_status dtrain__file_draft_commit(dtrain__file_draft *draft, int no_sync)
+{
+    int error = no_sync ? 0 : dtrain__file_sync(draft->fd), fd = draft->fd;
+    if (error != 0) {
+        dtrain_status status = dtrain__file_draft_fail(draft, "bringing to the disk", error);
+        dtrain__file_draft_abandon(draft);
+        return status;
+    }
+    draft->fd = -1;
+    if (dtrain__file_sys_close(fd) != 0 ||
+        dtrain__file_sys_rename(draft->directory, draft->temporary, draft->directory, draft->name) != 0) {
+        error = errno;
+        dtrain__file_sys_unlink(draft->directory, draft->temporary, 0);
+        return dtrain__file_draft_fail(draft, "putting in place", error);
+    }
+    error = no_sync ? 0 : dtrain__file_sync_directory(draft->directory);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" is in place, but its directory did not reach the disk: %s",
+                            draft->what, draft->name, strerror(error));
+    return DTRAIN_OK;
+}
+
+/* Writes a small file whole: begin, write and commit. */
+static dtrain_status dtrain__file_put(int directory, const char *name, const void *data, size_t bytes, int no_sync,
+                                      const char *what)
+{
+    dtrain__file_draft draft;
+    dtrain_status status = dtrain__file_draft_begin(&draft, directory, name, what);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_draft_write(&draft, data, bytes);
+    if (status == DTRAIN_OK)
+        return dtrain__file_draft_commit(&draft, no_sync);
+    dtrain__file_draft_abandon(&draft);
+    return status;
+}
+
+/* Calls visit with every name of a directory but . and .., until it returns nonzero; nothing is sorted. Returns 0 or an
+ * errno. */
+static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
+{
+    int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
+    DIR *list = fd >= 0 ? dtrain__file_sys_list(fd) : NULL;
+    struct dirent *entry;
+    if (list == NULL) {
+        error = errno;
+        dtrain__file_close(fd);
+        return error;
+    }
+    for (;;) {
+        errno = 0;
+        entry = readdir(list);
+        error = errno;
+        if (entry == NULL)
+            break;
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && visit(user, entry->d_name) != 0)
+            break;
+    }
+    error = entry == NULL ? error : 0;
+    closedir(list);
+    return error;
+}
+
+static int dtrain__file_remove_one(void *user, const char *name)
+{
+    /* of several errors the last one is seen, by the directory that is then not empty */
+    dtrain__file_sys_unlink(*(const int *)user, name, 0);
+    return 0;
+}
+
+/* Removes a directory that holds files alone. Returns 0 or an errno; ENOENT: there was none. */
+static int dtrain__file_remove_directory(int directory, const char *name)
+{
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), error = 0;
+    if (fd < 0)
+        return errno;
+    for (int round = 0; round < 4; round++) { /* some systems skip entries when others go while they list */
+        error = dtrain__file_list(fd, dtrain__file_remove_one, &fd);
+        if (error == 0 && dtrain__file_sys_unlink(directory, name, AT_REMOVEDIR) != 0)
+            error = errno;
+        if (error != ENOTEMPTY && error != EEXIST)
+            break;
+    }
+    dtrain__file_close(fd);
+    return error;
+}
+
+#endif
+
+/* ---- >>names ----
+ * A hash table over texts that lie in an array of structs, each of which begins with the text's address and length. It
+ * is built once, over all of them, and finds duplicates on the way. Texts come from files, so the hash is keyed by
+ * bytes that nobody can guess: whoever chooses the texts does not choose what collides.
+ * Source of the hash: SipHash-1-3, Aumasson and Bernstein, INDOCRYPT 2012. */
+#ifndef DTRAIN__NAMES
+#define DTRAIN__NAMES
+
+typedef struct dtrain__name {
+    const char *text;
+    size_t length;
+} dtrain__name;
+
+typedef struct dtrain__name_slot {
+    uint32_t hash;
+    uint32_t index; /* in the array, and one more; 0: free */
+} dtrain__name_slot;
+
+typedef struct dtrain__names {
+    uint64_t key[2];
+    const void *array;
+    size_t stride; /* bytes from one struct to the next */
+    dtrain__name_slot *slots;
+    size_t mask; /* slots are a power of two, and this is one less */
+} dtrain__names;
+
+static uint64_t dtrain__names_rotate(uint64_t x, int by)
+{
+    return x << by | x >> (64 - by);
+}
+
+static void dtrain__names_round(uint64_t v[4])
+{
+    v[0] += v[1];
+    v[1] = dtrain__names_rotate(v[1], 13) ^ v[0];
+    v[0] = dtrain__names_rotate(v[0], 32);
+    v[2] += v[3];
+    v[3] = dtrain__names_rotate(v[3], 16) ^ v[2];
+    v[0] += v[3];
+    v[3] = dtrain__names_rotate(v[3], 21) ^ v[0];
+    v[2] += v[1];
+    v[1] = dtrain__names_rotate(v[1], 17) ^ v[2];
+    v[2] = dtrain__names_rotate(v[2], 32);
+}
+
+static uint64_t dtrain__names_hash(const uint64_t key[2], const char *text, size_t length)
+{
+    uint64_t v[4] = {key[0] ^ 0x736f6d6570736575u, key[1] ^ 0x646f72616e646f6du, key[0] ^ 0x6c7967656e657261u,
+                     key[1] ^ 0x7465646279746573u};
+    uint64_t word, left = length;
+    for (; left >= 8; text += 8, left -= 8) {
+        memcpy(&word, text, 8);
+        v[3] ^= word;
+        dtrain__names_round(v);
+        v[0] ^= word;
+    }
+    word = 0;
+    if (left > 0)
+        memcpy(&word, text, (size_t)left);
+    word ^= (uint64_t)length << 56;
+    v[3] ^= word;
+    dtrain__names_round(v);
+    v[0] ^= word;
+    v[2] ^= 0xff;
+    for (int i = 0; i < 3; i++)
+        dtrain__names_round(v);
+    return v[0] ^ v[1] ^ v[2] ^ v[3];
+}
+
+static dtrain__name dtrain__names_at(const dtrain__names *names, size_t index)
+{
+    dtrain__name name; /* copied: the struct there is of another type */
+    memcpy(&name, (const char *)names->array + index * names->stride, sizeof name);
+    return name;
+}
+
+/* The slot of a text: its own, or the free one where it belongs. */
+static dtrain__name_slot *dtrain__names_slot(const dtrain__names *names, uint32_t hash, const char *text, size_t length)
+{
+    for (size_t at = hash & names->mask;; at = (at + 1) & names->mask) {
+        dtrain__name_slot *slot = &names->slots[at];
+        if (slot->index == 0)
+            return slot;
+        if (slot->hash != hash)
+            continue;
+        dtrain__name have = dtrain__names_at(names, slot->index - 1);
+        if (have.length == length && (length == 0 || memcmp(have.text, text, length) == 0))
+            return slot;
+    }
+}
+
+/* Enters all texts; gives the first that comes twice, or count. */
+static size_t dtrain__names_enter(dtrain__names *names, size_t count)
+{
+    enum { AHEAD = 16 }; /* slots on their way from memory at once: a large table's are nowhere near */
+    uint32_t hashes[AHEAD];
+    for (size_t base = 0; base < count; base += AHEAD) {
+        size_t n = count - base < AHEAD ? count - base : (size_t)AHEAD;
+        for (size_t i = 0; i < n; i++) {
+            dtrain__name name = dtrain__names_at(names, base + i);
+            hashes[i] = (uint32_t)dtrain__names_hash(names->key, name.text, name.length);
+            __builtin_prefetch(&names->slots[hashes[i] & names->mask], 1);
+        }
+        for (size_t i = 0; i < n; i++) {
+            dtrain__name name = dtrain__names_at(names, base + i);
+            dtrain__name_slot *slot = dtrain__names_slot(names, hashes[i], name.text, name.length);
+            if (slot->index != 0)
+                return base + i;
+            slot->hash = hashes[i];
+            slot->index = (uint32_t)(base + i + 1);
+        }
+    }
+    return count;
+}
+
+static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator)
+{
+    if (names->slots != NULL)
+        dtrain__free(allocator, names->slots, (names->mask + 1) * sizeof *names->slots);
+    names->slots = NULL;
+}
+
+/* Builds the table over an array that stays where it is. Returns 0 when there is no memory.
+ *
+ *   count   below 2^31
+ *   twice   out: the first element whose text came before; count: none */
+static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator, const void *array, size_t stride,
+                               size_t count, size_t *twice)
+{
+    size_t slots = 8;
+    memset(names, 0, sizeof *names);
+    if (dtrain__os_random(names->key, sizeof names->key) != 0)
+        names->key[0] = (uint64_t)dtrain__os_now_ns() ^ (uint64_t)(uintptr_t)names;
+    while (slots / 3 * 2 < count)
+        slots *= 2;
+    names->array = array;
+    names->stride = stride;
+    names->mask = slots - 1;
+    names->slots = (dtrain__name_slot *)dtrain__alloc(allocator, slots * sizeof *names->slots);
+    if (names->slots == NULL)
+        return 0;
+    *twice = dtrain__names_enter(names, count);
+    return 1;
+}
+
+/* Gives the index of a text; 0 when the table has it not, or was not built. */
+static int dtrain__names_find(const dtrain__names *names, const char *text, size_t length, size_t *index)
+{
+    if (names->slots == NULL || (text == NULL && length > 0))
+        return 0;
+    uint32_t hash = (uint32_t)dtrain__names_hash(names->key, text, length);
+    const dtrain__name_slot *slot = dtrain__names_slot(names, hash, text, length);
+    *index = slot->index - 1u;
+    return slot->index != 0;
+}
+
+#endif
+
+/* ---- >>safetensors header ----
+ * A file's header: read into memory of our own, parsed in one pass, sorted by place, and checked by every
+ * rule of the format before the file is given out. The rules are numbered R1 to R20 as in the error texts below:
+ * R1-R3 frame the header, R4-R15 are its JSON, R16-R20 the layout of the data. Stricter than the reference in what it
+ * leaves to chance: a name, key or field that comes twice is refused (R12), as are entries that are not objects.
+ *
+ * Nothing is allocated from a number in the file before it was compared with the file's size; what is allocated grows
+ * with entries that were parsed. Texts are unescaped where they lie, behind the reader, and get a zero byte in place
+ * of their closing quote. */
+#ifndef DTRAIN__SAFETENSORS
+#define DTRAIN__SAFETENSORS
+
+#define DTRAIN__SAFETENSORS_HEADER_MOST 100000000u /* R2 */
+#define DTRAIN__SAFETENSORS_METADATA "__metadata__"
+
+/* A tensor and what only its checks need. The name comes first, as the table of names wants it. */
+typedef struct dtrain__safetensors_entry {
+    dtrain_safetensors_tensor tensor;
+    uint32_t at;       /* of its key in the header */
+    uint32_t shape_at; /* of the bracket that begins its shape */
+    int overflow;      /* its sizes multiply to more than 64 bits */
+} dtrain__safetensors_entry;
+
+struct dtrain_safetensors {
+    dtrain_allocator *allocator, own;
+    char label[256];             /* for texts */
+    int fd;                      /* -1: memory alone */
+    const unsigned char *memory; /* the whole file: the mapping, or the caller's; NULL: neither */
+    void *mapping;
+    uint64_t file_bytes, header_bytes, read_bytes;
+    unsigned char *header; /* header_bytes - 8 of them, texts unescaped */
+    dtrain__safetensors_entry *entries;
+    size_t count, room;
+    dtrain_safetensors_pair *pairs;
+    size_t pair_count, pair_room;
+    size_t *shapes;
+    size_t shape_count;
+    dtrain__names names, keys;
+};
+
+typedef struct dtrain__safetensors_parser {
+    dtrain_safetensors *file;
+    dtrain__json_reader json;
+    const dtrain__safetensors_entry *entry; /* under way; NULL: none */
+    dtrain__name *fields;                   /* keys of the objects under way that are ignored, and of the entry's own */
+    size_t field_count, field_room;
+    int has_metadata;
+} dtrain__safetensors_parser;
+
+/* ---- errors ---- */
+
+/* Makes a name from a file fit for a line of text: at most 60 bytes, nothing that is no character. */
+static const char *dtrain__safetensors_quote(char out[64], const char *text, size_t length)
+{
+    size_t at = 0;
+    while (at < length && at < 60) {
+        size_t step = dtrain__json_utf8((const unsigned char *)text + at, length - at);
+        if (at + step > 60)
+            break;
+        int plain = step > 0 && (unsigned char)text[at] >= 0x20 && text[at] != 0x7f;
+        memcpy(out + at, text + at, step > 0 ? step : 1);
+        if (!plain)
+            out[at] = '?';
+        at += step > 0 ? step : 1;
+    }
+    memcpy(out + at, "...", at < length ? 4 : 0);
+    if (at == length)
+        out[at] = '\0';
+    return out;
+}
+
+/* Reports a broken rule: where (a byte of the file), of which tensor (NULL: none), and what is wrong. */
+__attribute__((format(printf, 5, 6))) static dtrain_status
+dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
+                           const dtrain_safetensors_tensor *tensor, const char *format, ...)
+{
+    char text[256], name[64];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    if (tensor == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s breaks R%d at byte %llu: %s", file->label, rule,
+                            (unsigned long long)at, text);
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s breaks R%d at byte %llu: tensor \"%s\": %s", file->label, rule,
+                        (unsigned long long)at, dtrain__safetensors_quote(name, tensor->name, tensor->name_length),
+                        text);
+}
+
+static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for its header of %llu bytes", file->label,
+                        (unsigned long long)file->header_bytes);
+}
+
+/* Reports a rule of the JSON, at an offset of the header. */
+static dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule, size_t offset,
+                                             const char *text)
+{
+    return dtrain__safetensors_broken(parser->file, rule, offset + 8,
+                                      parser->entry != NULL ? &parser->entry->tensor : NULL, "%s", text);
+}
+
+/* Reports what the JSON reader found. */
+static dtrain_status dtrain__safetensors_json(const dtrain__safetensors_parser *parser)
+{
+    static const int rules[] = {5, 6, 4, 8};
+    return dtrain__safetensors_bad(parser, rules[parser->json.fault], parser->json.offset, parser->json.error);
+}
+
+/* ---- JSON ---- */
+
+/* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
+ * how much of the header has made how many. */
+static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__json_reader *json, void **array,
+                                    size_t count, size_t *room, size_t bytes)
+{
+    if (count < *room)
+        return 1;
+    size_t more = count + count / 4 + 16;
+    size_t told = count > 0 ? (size_t)((double)count * (double)json->length / (double)(json->offset + 1)) + 1 : 0;
+    more = told > more ? told : more;
+    void *grown = dtrain__resize(allocator, *array, *room * bytes, more * bytes);
+    if (grown == NULL)
+        return 0;
+    *array = grown;
+    *room = more;
+    return 1;
+}
+
+/* Unescapes a STRING or KEY where it lies, in the text that the reader reads, and ends it with a zero byte, in the
+ * place of its quote or before. */
+static dtrain__name dtrain__safetensors_text(const dtrain__json_reader *json, unsigned char *all,
+                                             const dtrain__json_token *token)
+{
+    dtrain__name name;
+    unsigned char *text = all + token->begin;
+    name.text = (const char *)text;
+    name.length = token->end - token->begin;
+    if (memchr(text, '\\', name.length) != NULL)
+        name.length = dtrain__json_string(json, token, text, name.length);
+    text[name.length] = '\0';
+    return name;
+}
+
+/* Remembers a key of an object, to find duplicates by. */
+static dtrain_status dtrain__safetensors_field(dtrain__safetensors_parser *parser, const dtrain__json_token *token)
+{
+    void *fields = parser->fields;
+    int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &fields, parser->field_count,
+                                         &parser->field_room, sizeof(dtrain__name));
+    parser->fields = (dtrain__name *)fields;
+    if (!grown)
+        return dtrain__safetensors_memory(parser->file);
+    parser->fields[parser->field_count++] = dtrain__safetensors_text(&parser->json, parser->file->header, token);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_twice(const dtrain__safetensors_parser *parser, dtrain__name name)
+{
+    char quoted[64];
+    size_t offset = (size_t)((const unsigned char *)name.text - parser->file->header);
+    return dtrain__safetensors_broken(
+        parser->file, 12, offset + 7, parser->entry != NULL ? &parser->entry->tensor : NULL,
+        "the key \"%s\" comes twice", dtrain__safetensors_quote(quoted, name.text, name.length));
+}
+
+/* Ends an object whose keys are those from `base` on: refuses duplicates, and forgets the keys. Objects are small, but
+ * for those that mean harm. */
+static dtrain_status dtrain__safetensors_fields_end(dtrain__safetensors_parser *parser, size_t base)
+{
+    size_t count = parser->field_count - base, twice = count;
+    parser->field_count = base;
+    if (count < 2)
+        return DTRAIN_OK;
+    const dtrain__name *fields = parser->fields + base;
+    if (count > 8) {
+        dtrain__names names;
+        int built = dtrain__names_build(&names, parser->file->allocator, fields, sizeof *fields, count, &twice);
+        dtrain__names_free(&names, parser->file->allocator);
+        if (!built)
+            return dtrain__safetensors_memory(parser->file);
+    }
+    for (size_t i = 1; i < count && count <= 8; i++)
+        for (size_t k = 0; k < i && twice == count; k++)
+            if (fields[i].length == fields[k].length && memcmp(fields[i].text, fields[k].text, fields[i].length) == 0)
+                twice = i;
+    return twice < count ? dtrain__safetensors_twice(parser, fields[twice]) : DTRAIN_OK;
+}
+
+/* Reads to the end of a value that nobody wants; its syntax and its keys are checked all the same. */
+static dtrain_status dtrain__safetensors_ignore(dtrain__safetensors_parser *parser, const dtrain__json_token *value)
+{
+    size_t base[DTRAIN__JSON_DEPTH + 1];
+    int outside = parser->json.depth - 1;
+    dtrain_status status = DTRAIN_OK;
+    if (value->kind != DTRAIN__JSON_OBJECT && value->kind != DTRAIN__JSON_ARRAY)
+        return DTRAIN_OK;
+    base[parser->json.depth] = parser->field_count;
+    while (parser->json.depth > outside && status == DTRAIN_OK) {
+        dtrain__json_token token;
+        switch (dtrain__json_next(&parser->json, &token)) {
+        case DTRAIN__JSON_ERROR: return dtrain__safetensors_json(parser);
+        case DTRAIN__JSON_OBJECT: base[parser->json.depth] = parser->field_count; break;
+        case DTRAIN__JSON_KEY: status = dtrain__safetensors_field(parser, &token); break;
+        case DTRAIN__JSON_OBJECT_END:
+            status = dtrain__safetensors_fields_end(parser, base[parser->json.depth + 1]);
+            break;
+        default: break;
+        }
+    }
+    return status;
+}
+
+static dtrain_status dtrain__safetensors_dtype(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
+                                               dtrain_dtype *dtype)
+{
+    char name[16] = {0}, quoted[64], text[128];
+    if (value->kind != DTRAIN__JSON_STRING)
+        return dtrain__safetensors_bad(parser, 11, value->begin, "its dtype is no string");
+    size_t length = dtrain__json_string(&parser->json, value, name, sizeof name);
+    for (int i = 1; i <= (int)DTRAIN_U64; i++) {
+        const char *known = dtrain_dtype_name((dtrain_dtype)i);
+        if (strlen(known) == length && memcmp(known, name, length) == 0) {
+            *dtype = (dtrain_dtype)i;
+            return DTRAIN_OK;
+        }
+    }
+    snprintf(text, sizeof text, "the format has no dtype \"%s\"",
+             dtrain__safetensors_quote(quoted, name, length < sizeof name ? length : sizeof name));
+    return dtrain__safetensors_bad(parser, 13, value->begin, text);
+}
+
+/* Counts the sizes and multiplies them from left to right (R17); they are stored later, when their number is known. */
+static dtrain_status dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
+                                               dtrain__safetensors_entry *entry)
+{
+    uint64_t count = 1, size;
+    dtrain__json_token token;
+    if (value->kind != DTRAIN__JSON_ARRAY)
+        return dtrain__safetensors_bad(parser, 14, value->begin, "its shape is no list of sizes");
+    entry->shape_at = (uint32_t)value->begin;
+    while (dtrain__json_next(&parser->json, &token) != DTRAIN__JSON_ARRAY_END) {
+        if (token.kind == DTRAIN__JSON_ERROR)
+            return dtrain__safetensors_json(parser);
+        if (!dtrain__json_u64(&parser->json, &token, &size))
+            return dtrain__safetensors_bad(parser, token.kind == DTRAIN__JSON_NUMBER ? 7 : 14, token.begin,
+                                           "a size is no whole number from 0 to 2^64 - 1");
+        if (size > SIZE_MAX)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "%s: at byte %zu: a size of %llu, and this machine counts "
+                                "to %zu",
+                                parser->file->label, token.begin + 8, (unsigned long long)size, SIZE_MAX);
+        entry->overflow |= size != 0 && count > UINT64_MAX / size;
+        count *= size;
+        entry->tensor.ndim++;
+    }
+    entry->tensor.count = (size_t)count;
+    entry->overflow |= count > SIZE_MAX;
+    parser->file->shape_count += (size_t)entry->tensor.ndim;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_offsets(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
+                                                 uint64_t offsets[2])
+{
+    dtrain__json_token token;
+    int count = 0;
+    if (value->kind != DTRAIN__JSON_ARRAY)
+        return dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are no list of two numbers");
+    while (dtrain__json_next(&parser->json, &token) != DTRAIN__JSON_ARRAY_END) {
+        if (token.kind == DTRAIN__JSON_ERROR)
+            return dtrain__safetensors_json(parser);
+        if (count == 2)
+            return dtrain__safetensors_bad(parser, 15, token.begin, "its data_offsets are more than two");
+        if (!dtrain__json_u64(&parser->json, &token, &offsets[count++]))
+            return dtrain__safetensors_bad(parser, token.kind == DTRAIN__JSON_NUMBER ? 7 : 15, token.begin,
+                                           "an offset is no whole number from 0 to 2^64 - 1");
+    }
+    return count == 2 ? DTRAIN_OK
+                      : dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are fewer than two");
+}
+
+/* Reads one field of an entry, whose key was read last; `has` gets its bit. */
+static dtrain_status dtrain__safetensors_entry_field(dtrain__safetensors_parser *parser, const dtrain__json_token *key,
+                                                     dtrain__safetensors_entry *entry, int *has)
+{
+    dtrain__json_token value;
+    uint64_t offsets[2] = {0, 0};
+    int field = dtrain__json_is(&parser->json, key, "dtype")          ? 1
+                : dtrain__json_is(&parser->json, key, "shape")        ? 2
+                : dtrain__json_is(&parser->json, key, "data_offsets") ? 4
+                                                                      : 0;
+    if ((*has & field) != 0)
+        return dtrain__safetensors_bad(parser, 12, key->begin - 1, "one of its fields comes twice");
+    dtrain_status status = field == 0 ? dtrain__safetensors_field(parser, key) : DTRAIN_OK;
+    *has |= field;
+    if (status != DTRAIN_OK)
+        return status;
+    if (dtrain__json_next(&parser->json, &value) == DTRAIN__JSON_ERROR)
+        return dtrain__safetensors_json(parser);
+    if (field == 1)
+        return dtrain__safetensors_dtype(parser, &value, &entry->tensor.dtype);
+    if (field == 2)
+        return dtrain__safetensors_shape(parser, &value, entry);
+    if (field == 0)
+        return dtrain__safetensors_ignore(parser, &value);
+    status = dtrain__safetensors_offsets(parser, &value, offsets);
+    entry->tensor.begin = offsets[0];
+    entry->tensor.end = offsets[1];
+    return status;
+}
+
+/* Reads a tensor's entry, whose key is given. */
+static dtrain_status dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, const dtrain__name *name,
+                                                    size_t at)
+{
+    dtrain_safetensors *file = parser->file;
+    dtrain__json_token token;
+    dtrain_status status = DTRAIN_OK;
+    void *entries = file->entries;
+    int has = 0, grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &entries, file->count,
+                                                  &file->room, sizeof *file->entries);
+    file->entries = (dtrain__safetensors_entry *)entries;
+    if (!grown)
+        return dtrain__safetensors_memory(file);
+    dtrain__safetensors_entry *entry = &file->entries[file->count++];
+    memset(entry, 0, sizeof *entry);
+    entry->tensor.name = name->text;
+    entry->tensor.name_length = name->length;
+    entry->at = (uint32_t)at;
+    parser->entry = entry;
+    if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
+        return dtrain__safetensors_json(parser);
+    if (token.kind != DTRAIN__JSON_OBJECT)
+        return dtrain__safetensors_bad(parser, 11, token.begin, "its entry is no object");
+    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY)
+        status = dtrain__safetensors_entry_field(parser, &token, entry, &has);
+    if (status != DTRAIN_OK)
+        return status;
+    if (token.kind == DTRAIN__JSON_ERROR)
+        return dtrain__safetensors_json(parser);
+    if (has != 7)
+        return dtrain__safetensors_bad(parser, 11, at,
+                                       (has & 1) == 0   ? "its dtype is missing"
+                                       : (has & 2) == 0 ? "its shape is missing"
+                                                        : "its data_offsets are missing");
+    status = dtrain__safetensors_fields_end(parser, 0);
+    parser->entry = NULL;
+    return status;
+}
+
+/* Reads the map of metadata, whose key was read last. */
+static dtrain_status dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser, size_t at)
+{
+    dtrain_safetensors *file = parser->file;
+    dtrain__json_token token;
+    if (parser->has_metadata)
+        return dtrain__safetensors_bad(parser, 12, at, "\"" DTRAIN__SAFETENSORS_METADATA "\" comes twice");
+    parser->has_metadata = 1;
+    if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_NULL) /* as MLX writes it where there is none */
+        return DTRAIN_OK;
+    if (token.kind != DTRAIN__JSON_OBJECT && token.kind != DTRAIN__JSON_ERROR)
+        return dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is no object");
+    while (token.kind != DTRAIN__JSON_ERROR && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+        void *pairs = file->pairs;
+        int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &pairs, file->pair_count,
+                                             &file->pair_room, sizeof *file->pairs);
+        file->pairs = (dtrain_safetensors_pair *)pairs;
+        if (!grown)
+            return dtrain__safetensors_memory(file);
+        dtrain_safetensors_pair *pair = &file->pairs[file->pair_count++];
+        dtrain__name text = dtrain__safetensors_text(&parser->json, file->header, &token);
+        pair->key = text.text;
+        pair->key_length = text.length;
+        if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
+            break;
+        if (token.kind != DTRAIN__JSON_STRING)
+            return dtrain__safetensors_bad(parser, 10, token.begin, "a value of the metadata is no string");
+        text = dtrain__safetensors_text(&parser->json, file->header, &token);
+        pair->value = text.text;
+        pair->value_length = text.length;
+    }
+    return token.kind == DTRAIN__JSON_ERROR ? dtrain__safetensors_json(parser) : DTRAIN_OK;
+}
+
+/* Reads the header's one object. */
+static dtrain_status dtrain__safetensors_top(dtrain__safetensors_parser *parser)
+{
+    dtrain__json_token token;
+    dtrain_status status = DTRAIN_OK;
+    if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
+        return dtrain__safetensors_json(parser);
+    if (token.kind != DTRAIN__JSON_OBJECT)
+        return dtrain__safetensors_bad(parser, 9, token.begin, "the header is no object");
+    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+        size_t at = token.begin - 1;
+        dtrain__name name = dtrain__safetensors_text(&parser->json, parser->file->header, &token);
+        if (name.length == strlen(DTRAIN__SAFETENSORS_METADATA) &&
+            memcmp(name.text, DTRAIN__SAFETENSORS_METADATA, name.length) == 0)
+            status = dtrain__safetensors_metadata_read(parser, at);
+        else
+            status = dtrain__safetensors_entry_read(parser, &name, at);
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    if (token.kind == DTRAIN__JSON_ERROR || dtrain__json_next(&parser->json, &token) != DTRAIN__JSON_END)
+        return dtrain__safetensors_json(parser);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
+{
+    dtrain__safetensors_parser parser;
+    dtrain_status status;
+    size_t twice = 0;
+    memset(&parser, 0, sizeof parser);
+    parser.file = file;
+    dtrain__json_open(&parser.json, file->header, (size_t)file->header_bytes - 8);
+    status = dtrain__safetensors_top(&parser);
+    dtrain__free(file->allocator, parser.fields, parser.field_room * sizeof *parser.fields);
+    if (status != DTRAIN_OK || file->pair_count == 0)
+        return status;
+    if (!dtrain__names_build(&file->keys, file->allocator, file->pairs, sizeof *file->pairs, file->pair_count, &twice))
+        return dtrain__safetensors_memory(file);
+    return twice == file->pair_count ? DTRAIN_OK
+                                     : dtrain__safetensors_twice(&parser, dtrain__names_at(&file->keys, twice));
+}
+
+/* ---- layout ---- */
+
+typedef struct dtrain__safetensors_place {
+    uint64_t begin, end;
+    size_t index;
+} dtrain__safetensors_place;
+
+static int dtrain__safetensors_before(const dtrain__safetensors_place *a, const dtrain__safetensors_place *b)
+{
+    return a->begin != b->begin ? a->begin < b->begin : a->end < b->end;
+}
+
+/* Sorts by merging, stable, whatever the order was: the C library promises neither. Gives which of the two arrays holds
+ * the result. */
+static dtrain__safetensors_place *dtrain__safetensors_merge(dtrain__safetensors_place *from,
+                                                            dtrain__safetensors_place *to, size_t count)
+{
+    for (size_t run = 1; run < count; run *= 2) {
+        for (size_t low = 0; low < count; low += 2 * run) {
+            size_t middle = count - low < run ? count : low + run, high = count - middle < run ? count : middle + run;
+            for (size_t a = low, b = middle, out = low; out < high; out++)
+                to[out] = b == high || (a < middle && !dtrain__safetensors_before(&from[b], &from[a])) ? from[a++]
+                                                                                                       : from[b++];
+        }
+        dtrain__safetensors_place *swap = from;
+        from = to;
+        to = swap;
+    }
+    return from;
+}
+
+/* Brings the entries into the order of their data; of empty ones at one place, into that of the header. */
+static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
+{
+    size_t count = file->count, sorted = 1, bytes = count * sizeof(dtrain__safetensors_place);
+    for (; sorted < count; sorted++) {
+        const dtrain_safetensors_tensor *a = &file->entries[sorted - 1].tensor, *b = &file->entries[sorted].tensor;
+        if (a->begin > b->begin || (a->begin == b->begin && a->end > b->end))
+            break;
+    }
+    if (sorted >= count)
+        return DTRAIN_OK;
+    dtrain__safetensors_place *places = (dtrain__safetensors_place *)dtrain__alloc(file->allocator, 2 * bytes), *order;
+    dtrain__safetensors_entry *entries =
+        (dtrain__safetensors_entry *)dtrain__alloc(file->allocator, count * sizeof *entries);
+    if (places != NULL && entries != NULL) {
+        for (size_t i = 0; i < count; i++) {
+            places[i].begin = file->entries[i].tensor.begin;
+            places[i].end = file->entries[i].tensor.end;
+            places[i].index = i;
+        }
+        order = dtrain__safetensors_merge(places, places + count, count);
+        for (size_t i = 0; i < count; i++)
+            entries[i] = file->entries[order[i].index];
+        dtrain__free(file->allocator, file->entries, file->room * sizeof *file->entries);
+        file->entries = entries;
+        file->room = count;
+        entries = NULL;
+    }
+    dtrain__free(file->allocator, entries, count * sizeof *entries);
+    dtrain__free(file->allocator, places, 2 * bytes);
+    return entries == NULL && places != NULL ? DTRAIN_OK : dtrain__safetensors_memory(file);
+}
+
+/* Checks one tensor's place and size; `from` is where the one before it ended. Texts give bytes of the data, as the
+ * header does. */
+static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *file,
+                                                     const dtrain__safetensors_entry *entry, uint64_t from)
+{
+    const dtrain_safetensors_tensor *tensor = &entry->tensor;
+    uint64_t bits = dtrain_dtype_bits(tensor->dtype), at = entry->at + (uint64_t)8;
+    if (tensor->begin != from)
+        return dtrain__safetensors_broken(file, 16, at, tensor,
+                                          "its data begin at %llu, and the data before them end at %llu",
+                                          (unsigned long long)tensor->begin, (unsigned long long)from);
+    if (tensor->end < tensor->begin)
+        return dtrain__safetensors_broken(file, 16, at, tensor, "its data begin at %llu and end before that, at %llu",
+                                          (unsigned long long)tensor->begin, (unsigned long long)tensor->end);
+    if (entry->overflow || tensor->count > UINT64_MAX / bits)
+        return dtrain__safetensors_broken(file, 17, at, tensor, "its sizes multiply to more than 64 bits");
+    if (tensor->count * bits % 8 != 0)
+        return dtrain__safetensors_broken(file, 18, at, tensor, "%zu elements of %u bits end inside a byte",
+                                          tensor->count, (unsigned)bits);
+    if (tensor->end - tensor->begin != tensor->count * bits / 8)
+        return dtrain__safetensors_broken(file, 19, at, tensor, "%llu bytes of data, and %zu elements of %s take %llu",
+                                          (unsigned long long)(tensor->end - tensor->begin), tensor->count,
+                                          dtrain_dtype_name(tensor->dtype),
+                                          (unsigned long long)(tensor->count * bits / 8));
+    return DTRAIN_OK;
+}
+
+/* Checks all places, then counts them from the file's beginning. */
+static dtrain_status dtrain__safetensors_check(dtrain_safetensors *file)
+{
+    uint64_t end = 0, data_bytes = file->file_bytes - file->header_bytes;
+    for (size_t i = 0; i < file->count; i++) {
+        dtrain_status status = dtrain__safetensors_check_entry(file, &file->entries[i], end);
+        if (status != DTRAIN_OK)
+            return status;
+        end = file->entries[i].tensor.end;
+    }
+    if (end != data_bytes)
+        return dtrain__safetensors_broken(file, 20, end < data_bytes ? file->header_bytes + end : file->file_bytes,
+                                          NULL, "the tensors have %llu bytes of data, and the file %llu: %s",
+                                          (unsigned long long)end, (unsigned long long)data_bytes,
+                                          end < data_bytes ? "something else follows them" : "it was cut");
+    for (size_t i = 0; i < file->count; i++) {
+        file->entries[i].tensor.begin += file->header_bytes;
+        file->entries[i].tensor.end += file->header_bytes;
+    }
+    return DTRAIN_OK;
+}
+
+/* Stores the sizes that the parser has checked. */
+static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
+{
+    size_t *next;
+    if (file->shape_count > 0) /* each has a byte or more of the header: the product does not overflow */
+        file->shapes = (size_t *)dtrain__alloc(file->allocator, file->shape_count * sizeof *file->shapes);
+    if (file->shape_count > 0 && file->shapes == NULL)
+        return dtrain__safetensors_memory(file);
+    next = file->shapes;
+    for (size_t i = 0; i < file->count; i++) {
+        const unsigned char *text = file->header + file->entries[i].shape_at;
+        file->entries[i].tensor.shape = next;
+        for (int k = 0; k < file->entries[i].tensor.ndim; k++, next++) {
+            while (!dtrain__json_in(*text, '0', '9'))
+                text++;
+            for (*next = 0; dtrain__json_in(*text, '0', '9'); text++)
+                *next = *next * 10 + (size_t)(*text - '0');
+        }
+    }
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>safetensors opening ----
+ * Where a file's bytes come from (a path, a descriptor, memory), its first eight bytes (R1 to R3), the order in which
+ * all is checked, and looking up what it holds. */
+#ifndef DTRAIN__SAFETENSORS_OPEN
+#define DTRAIN__SAFETENSORS_OPEN
+
+static dtrain_status dtrain__safetensors_fetch(dtrain_safetensors *file, uint64_t offset, void *out, size_t bytes)
+{
+    if (file->fd >= 0)
+        return dtrain__file_read_at(file->fd, out, bytes, offset, file->label, "reading");
+    memcpy(out, file->memory + offset, bytes);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
+{
+    unsigned char first[8];
+    uint64_t length = 0;
+    dtrain_status status;
+    if (file->file_bytes < 8)
+        return dtrain__safetensors_broken(file, 1, 0, NULL, "%llu bytes, expected at least 8",
+                                          (unsigned long long)file->file_bytes);
+    status = dtrain__safetensors_fetch(file, 0, first, 8);
+    if (status != DTRAIN_OK)
+        return status;
+    for (int i = 7; i >= 0; i--)
+        length = length << 8 | first[i];
+    if (length > DTRAIN__SAFETENSORS_HEADER_MOST)
+        return dtrain__safetensors_broken(file, 2, 0, NULL, "a header of %llu bytes, expected at most 100000000",
+                                          (unsigned long long)length);
+    if (length > file->file_bytes - 8)
+        return dtrain__safetensors_broken(file, 3, 0, NULL, "a header of %llu bytes in a file of %llu: it was cut",
+                                          (unsigned long long)length, (unsigned long long)file->file_bytes);
+    file->header_bytes = length + 8;
+    file->header = (unsigned char *)dtrain__alloc(file->allocator, (size_t)length);
+    if (file->header == NULL)
+        return dtrain__safetensors_memory(file);
+    return dtrain__safetensors_fetch(file, 8, file->header, (size_t)length);
+}
+
+static dtrain_status dtrain__safetensors_names(dtrain_safetensors *file)
+{
+    dtrain__safetensors_parser parser;
+    size_t twice = 0;
+    if (!dtrain__names_build(&file->names, file->allocator, file->entries, sizeof *file->entries, file->count, &twice))
+        return dtrain__safetensors_memory(file);
+    if (twice == file->count)
+        return DTRAIN_OK;
+    memset(&parser, 0, sizeof parser);
+    parser.file = file;
+    return dtrain__safetensors_twice(&parser, dtrain__names_at(&file->names, twice));
+}
+
+/* Reads and checks the header of a file whose source and size are set; closes it on an error. */
+static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain_safetensors *file, int map)
+{
+    dtrain_status status = dtrain__safetensors_frame(file);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_parse(file);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_sort(file);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_names(file);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_check(file);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_store_shapes(file);
+    if (status == DTRAIN_OK && map && file->fd >= 0) {
+        file->mapping =
+            file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : MAP_FAILED;
+        if (file->mapping == MAP_FAILED) {
+            file->mapping = NULL;
+            status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: it cannot be mapped: %s; open it without map",
+                                  file->label, strerror(errno));
+        }
+        file->memory = (const unsigned char *)file->mapping;
+    }
+    if (status == DTRAIN_OK)
+        *out = file;
+    else
+        dtrain_safetensors_close(file);
+    return status;
+}
+
+static dtrain_status dtrain__safetensors_new(dtrain_safetensors **file, const dtrain_safetensors_desc *desc,
+                                             const char *label)
+{
+    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
+    memset(&own, 0, sizeof own);
+    *file = (dtrain_safetensors *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof **file);
+    if (*file == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
+    (*file)->own = own;
+    (*file)->allocator = allocator != NULL ? allocator : &(*file)->own;
+    (*file)->fd = -1;
+    snprintf((*file)->label, sizeof(*file)->label, "%s", label);
+    return DTRAIN_OK;
+}
+
+/* Opens a file of a directory; label is what texts call it. */
+static dtrain_status dtrain__safetensors_open_at(dtrain_safetensors **file, int directory, const char *name,
+                                                 const dtrain_safetensors_desc *desc, const char *label)
+{
+    dtrain_safetensors *made;
+    *file = NULL;
+    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_open(&made->fd, &made->file_bytes, directory, name, "safetensors_open");
+    if (status != DTRAIN_OK) {
+        dtrain_safetensors_close(made);
+        return status;
+    }
+    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, const char *path,
+                                                 const dtrain_safetensors_desc *desc)
+{
+    if (file == NULL || path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open: %s is NULL", file == NULL ? "file" : "path");
+    return dtrain__safetensors_open_at(file, DTRAIN__FILE_HERE, path, desc, path);
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_open_fd(dtrain_safetensors **file, int fd,
+                                                    const dtrain_safetensors_desc *desc)
+{
+    char label[64];
+    dtrain_safetensors *made;
+    if (file == NULL || fd < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_fd: %s",
+                            file == NULL ? "file is NULL" : "fd is negative");
+    *file = NULL;
+    snprintf(label, sizeof label, "descriptor %d", fd);
+    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
+    if (status != DTRAIN_OK)
+        return status;
+    made->fd = dtrain__file_sys_dup(fd);
+    if (made->fd < 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_open_fd: %s: %s", label, strerror(errno));
+    else
+        status = dtrain__file_size(made->fd, &made->file_bytes, label, "safetensors_open_fd");
+    if (status != DTRAIN_OK) {
+        dtrain_safetensors_close(made);
+        return status;
+    }
+    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **file, const void *data, size_t bytes,
+                                                        const dtrain_safetensors_desc *desc)
+{
+    dtrain_safetensors *made;
+    if (file == NULL || (data == NULL && bytes > 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL",
+                            file == NULL ? "file" : "data");
+    *file = NULL;
+    dtrain_status status = dtrain__safetensors_new(&made, desc, "memory");
+    if (status != DTRAIN_OK)
+        return status;
+    made->memory = (const unsigned char *)data;
+    made->file_bytes = bytes;
+    return dtrain__safetensors_finish(file, made, 0);
+}
+
+DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
+{
+    if (file == NULL)
+        return;
+    dtrain_allocator *allocator = file->allocator, own;
+    if (file->mapping != NULL)
+        munmap(file->mapping, (size_t)file->file_bytes);
+    dtrain__file_close(file->fd);
+    dtrain__names_free(&file->names, allocator);
+    dtrain__names_free(&file->keys, allocator);
+    dtrain__free(allocator, file->shapes, file->shape_count * sizeof *file->shapes);
+    dtrain__free(allocator, file->pairs, file->pair_room * sizeof *file->pairs);
+    dtrain__free(allocator, file->entries, file->room * sizeof *file->entries);
+    dtrain__free(allocator, file->header, file->header_bytes > 8 ? (size_t)file->header_bytes - 8 : 0);
+    if (allocator == &file->own) { /* it counts to the last, and lies in what is freed */
+        own = file->own;
+        allocator = &own;
+    }
+    dtrain__free(allocator, file, sizeof *file);
+}
+
+/* ---- lookup ---- */
+
+DTRAIN_API size_t dtrain_safetensors_count(const dtrain_safetensors *file)
+{
+    return file != NULL ? file->count : 0;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_tensor_at(const dtrain_safetensors *file, size_t i)
+{
+    return file != NULL && i < file->count ? &file->entries[i].tensor : NULL;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_find(const dtrain_safetensors *file, const char *name,
+                                                                    size_t length)
+{
+    size_t index;
+    if (file == NULL || !dtrain__names_find(&file->names, name, length, &index))
+        return NULL;
+    return &file->entries[index].tensor;
+}
+
+DTRAIN_API size_t dtrain_safetensors_metadata_count(const dtrain_safetensors *file)
+{
+    return file != NULL ? file->pair_count : 0;
+}
+
+DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_metadata(const dtrain_safetensors *file, size_t i)
+{
+    return file != NULL && i < file->pair_count ? &file->pairs[i] : NULL;
+}
+
+DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_metadata_find(const dtrain_safetensors *file,
+                                                                           const char *key, size_t length)
+{
+    size_t index;
+    if (file == NULL || !dtrain__names_find(&file->keys, key, length, &index))
+        return NULL;
+    return &file->pairs[index];
+}
+
+DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *file)
+{
+    return file != NULL ? file->header_bytes : 0;
+}
+
+DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file)
+{
+    return file != NULL ? __atomic_load_n(&file->read_bytes, __ATOMIC_RELAXED) : 0;
+}
+
+#endif
+
+/* ---- >>safetensors reading ----
+ * Whole tensors, flat ranges and boxes of an open file, converted on the way where that is asked for. Everything is
+ * made of runs, elements that follow each other in the file: what needs no conversion is read to where it belongs, the
+ * rest through a buffer on the stack. A file changes only in its counter, so that any number of threads may read. */
+#ifndef DTRAIN__SAFETENSORS_READ
+#define DTRAIN__SAFETENSORS_READ
+
+#define DTRAIN__SAFETENSORS_STAGE 32768 /* bytes on the stack */
+#define DTRAIN__SAFETENSORS_GAP 4096    /* a page: the system reads it anyway, and a call costs as much */
+
+/* One reading call. */
+typedef struct dtrain__safetensors_reading {
+    dtrain_safetensors *file;
+    const dtrain_safetensors_tensor *tensor;
+    dtrain_dtype dtype;
+    uint64_t bits, out_bits; /* of an element, in the file and in out */
+    unsigned char *out;      /* where the next element goes; only the last may end inside a byte, and none does */
+} dtrain__safetensors_reading;
+
+/* Turns the bytes of numbers around, on machines that store them the other way; a complex number is two. */
+static void dtrain__safetensors_swap(void *data, uint64_t bytes, dtrain_dtype dtype)
+{
+    unsigned char *at = (unsigned char *)data;
+    size_t width = dtype == DTRAIN_C64 ? 4 : dtrain_dtype_bits(dtype) / 8;
+    if (!DTRAIN__FILE_SWAP || width < 2)
+        return;
+    for (; bytes >= width; bytes -= width, at += width)
+        for (size_t i = 0; i < width / 2; i++) {
+            unsigned char swap = at[i];
+            at[i] = at[width - 1 - i];
+            at[width - 1 - i] = swap;
+        }
+}
+
+/* The byte of the file where element i begins. */
+static uint64_t dtrain__safetensors_place_of(const dtrain__safetensors_reading *reading, size_t i)
+{
+    return reading->tensor->begin + (uint64_t)i / 8 * reading->bits + i % 8 * reading->bits / 8;
+}
+
+static dtrain_status dtrain__safetensors_bytes(dtrain__safetensors_reading *reading, uint64_t offset, void *out,
+                                               uint64_t bytes)
+{
+    dtrain_safetensors *file = reading->file;
+    dtrain_status status = DTRAIN_OK;
+    char text[DTRAIN__ERROR_BYTES], quoted[64];
+    if (file->fd < 0)
+        memcpy(out, file->memory + offset, (size_t)bytes);
+    else
+        status = dtrain__file_read_at(file->fd, out, bytes, offset, file->label, "safetensors_read");
+    if (status == DTRAIN_OK)
+        __atomic_add_fetch(&file->read_bytes, bytes, __ATOMIC_RELAXED);
+    if (status == DTRAIN_OK)
+        return status;
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    return dtrain__fail(NULL, status, "%s; tensor \"%s\"", text,
+                        dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length));
+}
+
+/* Moves elements that were read into a buffer to where they belong. */
+static void dtrain__safetensors_deliver(dtrain__safetensors_reading *reading, unsigned char *from, size_t count)
+{
+    uint64_t bytes = (uint64_t)count * reading->bits / 8;
+    dtrain__safetensors_swap(from, bytes, reading->tensor->dtype);
+    if (reading->dtype == reading->tensor->dtype) {
+        memcpy(reading->out, from, (size_t)bytes);
+        reading->out += bytes;
+    } else {
+        dtrain__convert(from, reading->tensor->dtype, reading->out, reading->dtype, count);
+        reading->out += (uint64_t)count * reading->out_bits / 8;
+    }
+}
+
+/* Reads elements that follow each other. */
+static dtrain_status dtrain__safetensors_run(dtrain__safetensors_reading *reading, size_t begin, size_t count)
+{
+    /* float64 as large as the stage, and 16 bytes aligned, for the kernels that convert */
+    uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
+    uint64_t offset = dtrain__safetensors_place_of(reading, begin), bytes;
+    dtrain_status status = DTRAIN_OK;
+    if (reading->dtype == reading->tensor->dtype) {
+        bytes = (uint64_t)count / 8 * reading->bits + count % 8 * reading->bits / 8;
+        status = dtrain__safetensors_bytes(reading, offset, reading->out, bytes);
+        if (status == DTRAIN_OK)
+            dtrain__safetensors_swap(reading->out, bytes, reading->dtype);
+        reading->out += bytes;
+        return status;
+    }
+    while (count > 0 && status == DTRAIN_OK) {
+        size_t some = (size_t)(sizeof stage * 8 / reading->bits);
+        some = some < count ? some : count;
+        bytes = (uint64_t)some * reading->bits / 8;
+        status = dtrain__safetensors_bytes(reading, offset, stage, bytes);
+        if (status == DTRAIN_OK)
+            dtrain__safetensors_deliver(reading, (unsigned char *)stage, some);
+        offset += bytes;
+        count -= some;
+    }
+    return status;
+}
+
+/* Checks what all reading calls have in common. */
+static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_reading *reading, dtrain_safetensors *file,
+                                                       const dtrain_safetensors_tensor *tensor, void *out,
+                                                       dtrain_dtype dtype)
+{ /* a missing out is the caller's to refuse: nothing can be read to nowhere */
+    dtrain__format format;
+    char quoted[64];
+    if (file == NULL || tensor == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL", file == NULL ? "file" : "tensor");
+    dtrain__safetensors_quote(quoted, tensor->name, tensor->name_length);
+    reading->file = file;
+    reading->tensor = tensor;
+    reading->dtype = (int)dtype == 0 ? tensor->dtype : dtype;
+    reading->bits = dtrain_dtype_bits(tensor->dtype);
+    reading->out_bits = dtrain_dtype_bits(reading->dtype);
+    reading->out = (unsigned char *)out;
+    if (tensor->end > file->file_bytes)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: tensor \"%s\" is of another file",
+                            file->label, quoted);
+    if (reading->dtype != tensor->dtype &&
+        (!dtrain__format_of(tensor->dtype, &format) || !dtrain__format_of(reading->dtype, &format)))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "safetensors_read: %s: tensor \"%s\" is %s and asked for as %s: both must be among F64, "
+                            "F32, F16, BF16, F8_E4M3 and F8_E5M2, or the same",
+                            file->label, quoted, dtrain_dtype_name(tensor->dtype), dtrain_dtype_name(reading->dtype));
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_reading_bad(const dtrain__safetensors_reading *reading, const char *what,
+                                                     size_t begin, size_t count, size_t limit)
+{
+    char quoted[64];
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "safetensors_read: %s: tensor \"%s\" (%s): %s: %zu from %zu on, of %zu", reading->file->label,
+                        dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length),
+                        dtrain_dtype_name(reading->tensor->dtype), what, count, begin, limit);
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
+                                                       const dtrain_safetensors_tensor *tensor, size_t begin,
+                                                       size_t count, void *out, dtrain_dtype dtype)
+{
+    dtrain__safetensors_reading reading;
+    dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, out, dtype);
+    uint64_t mode;
+    if (status != DTRAIN_OK)
+        return status;
+    if (out == NULL && count > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: out is NULL", file->label);
+    if (begin > tensor->count || count > tensor->count - begin)
+        return dtrain__safetensors_reading_bad(&reading, "a range beyond its elements", begin, count, tensor->count);
+    if (begin % 8 * reading.bits % 8 != 0 || count % 8 * reading.bits % 8 != 0)
+        return dtrain__safetensors_reading_bad(&reading, "a range that begins or ends inside a byte", begin, count,
+                                               tensor->count);
+    mode = dtrain__fpmode_enter();
+    status = dtrain__safetensors_run(&reading, begin, count);
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                 void *out, dtrain_dtype dtype)
+{
+    return dtrain_safetensors_read_range(file, tensor, 0, tensor != NULL ? tensor->count : 0, out, dtype);
+}
+
+/* A box as runs: `run` elements each, and odometer dimensions 0 to outer - 1 that say where they begin. */
+typedef struct dtrain__safetensors_box {
+    size_t run, runs;
+    int outer;
+    size_t step; /* elements from one run to the next along the last of these dimensions; 0: there is one run */
+} dtrain__safetensors_box;
+
+/* Checks a box and finds its longest runs. A box of nothing has no runs. */
+static dtrain_status dtrain__safetensors_box_runs(const dtrain__safetensors_reading *reading, const size_t *begin,
+                                                  const size_t *size, dtrain__safetensors_box *box)
+{
+    const size_t *shape = reading->tensor->shape;
+    size_t inner = 1;
+    int whole = 1; /* all dimensions so far, from the last one on, are taken whole */
+    box->run = box->runs = 1;
+    box->step = 0;
+    box->outer = 0;
+    for (int d = reading->tensor->ndim - 1; d >= 0; d--) {
+        if (begin[d] > shape[d] || size[d] > shape[d] - begin[d])
+            return dtrain__safetensors_reading_bad(reading, "a box beyond its shape", begin[d], size[d], shape[d]);
+        if (whole)
+            box->run *= size[d];
+        else
+            box->runs *= size[d];
+        if (!whole && box->outer == 0 && size[d] > 1) {
+            box->outer = d + 1;
+            box->step = inner;
+        }
+        whole = whole && size[d] == shape[d];
+        inner *= shape[d];
+    }
+    box->runs = box->run > 0 ? box->runs : 0;
+    return DTRAIN_OK;
+}
+
+/* The flat index of run number `run` of a box. */
+static size_t dtrain__safetensors_box_at(const dtrain_safetensors_tensor *tensor, const size_t *begin,
+                                         const size_t *size, int outer, size_t run)
+{
+    size_t at = 0, stride = 1;
+    for (int d = tensor->ndim - 1; d >= 0; d--) {
+        size_t index = begin[d];
+        if (d < outer) {
+            index += run % size[d];
+            run /= size[d];
+        }
+        at += index * stride;
+        stride *= tensor->shape[d];
+    }
+    return at;
+}
+
+/* Reads `runs` short runs at even distances, with the gaps between them. */
+static dtrain_status dtrain__safetensors_comb(dtrain__safetensors_reading *reading, size_t begin, size_t run,
+                                              size_t step, size_t runs)
+{
+    uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
+    uint64_t step_bytes = (uint64_t)step * reading->bits / 8, run_bytes = (uint64_t)run * reading->bits / 8;
+    dtrain_status status = DTRAIN_OK;
+    while (runs > 0 && status == DTRAIN_OK) {
+        size_t some = (size_t)((sizeof stage - run_bytes) / step_bytes + 1);
+        some = some < runs ? some : runs;
+        status = dtrain__safetensors_bytes(reading, dtrain__safetensors_place_of(reading, begin), stage,
+                                           (some - 1) * step_bytes + run_bytes);
+        for (size_t i = 0; i < some && status == DTRAIN_OK; i++)
+            dtrain__safetensors_deliver(reading, (unsigned char *)stage + i * step_bytes, run);
+        begin += some * step;
+        runs -= some;
+    }
+    return status;
+}
+
+static dtrain_status dtrain__safetensors_box_read(dtrain__safetensors_reading *reading, const size_t *begin,
+                                                  const size_t *size, const dtrain__safetensors_box *box)
+{
+    dtrain_status status = DTRAIN_OK;
+    uint64_t run_bytes = (uint64_t)box->run / 8 * reading->bits + box->run % 8 * reading->bits / 8;
+    uint64_t step_bytes = (uint64_t)box->step / 8 * reading->bits + box->step % 8 * reading->bits / 8;
+    /* runs that stand at even distances: those of the last odometer dimension */
+    size_t teeth = box->outer > 0 ? size[box->outer - 1] : 1;
+    int comb = box->outer > 0 && teeth > 1 && step_bytes - run_bytes <= DTRAIN__SAFETENSORS_GAP &&
+               step_bytes <= DTRAIN__SAFETENSORS_STAGE / 2;
+    for (size_t run = 0; run < box->runs && status == DTRAIN_OK; run += comb ? teeth : 1) {
+        size_t at = dtrain__safetensors_box_at(reading->tensor, begin, size, box->outer, run);
+        status = comb ? dtrain__safetensors_comb(reading, at, box->run, box->step, teeth)
+                      : dtrain__safetensors_run(reading, at, box->run);
+    }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_read_box(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                     const size_t *begin, const size_t *size, void *out,
+                                                     dtrain_dtype dtype)
+{
+    dtrain__safetensors_reading reading;
+    dtrain__safetensors_box box;
+    dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, out, dtype);
+    uint64_t mode;
+    if (status == DTRAIN_OK && tensor->ndim > 0 && (begin == NULL || size == NULL))
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read_box: %s is NULL",
+                              begin == NULL ? "begin" : "size");
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_box_runs(&reading, begin, size, &box);
+    if (status != DTRAIN_OK || box.runs == 0)
+        return status;
+    if (out == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read_box: out is NULL");
+    size_t at = dtrain__safetensors_box_at(tensor, begin, size, box.outer, 0);
+    if (at % 8 * reading.bits % 8 != 0 || box.run % 8 * reading.bits % 8 != 0 || box.step % 8 * reading.bits % 8 != 0)
+        return dtrain__safetensors_reading_bad(&reading, "rows that begin or end inside a byte", at, box.run,
+                                               tensor->count);
+    mode = dtrain__fpmode_enter();
+    status = dtrain__safetensors_box_read(&reading, begin, size, &box);
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_load(dtrain_safetensors *file, const char *name, void *out, size_t count,
+                                                 dtrain_dtype dtype)
+{
+    if (file == NULL || name == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_load: %s is NULL", file == NULL ? "file" : "name");
+    const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(file, name, strlen(name));
+    char quoted[64];
+    dtrain__safetensors_quote(quoted, name, strlen(name));
+    if (tensor == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "safetensors_load: %s has no tensor \"%s\" among its %zu",
+                            file->label, quoted, file->count);
+    if (tensor->count != count)
+        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                            "safetensors_load: %s: tensor \"%s\" has %zu elements, expected %zu", file->label, quoted,
+                            tensor->count, count);
+    return dtrain_safetensors_read(file, tensor, out, dtype);
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                 const void **data)
+{
+    dtrain__safetensors_reading reading;
+    char quoted[64];
+    if (data == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_view: data is NULL");
+    *data = NULL;
+    dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, NULL, (dtrain_dtype)0);
+    if (status != DTRAIN_OK || tensor->count == 0)
+        return status;
+    dtrain__safetensors_quote(quoted, tensor->name, tensor->name_length);
+    size_t align = tensor->dtype == DTRAIN_C64 ? 4 : reading.bits < 8 ? 1 : (size_t)reading.bits / 8;
+    if (file->memory == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "safetensors_view: %s is not mapped: open it with map, or read", file->label);
+    const unsigned char *at = file->memory + tensor->begin;
+    if ((uintptr_t)at % align != 0 || (DTRAIN__FILE_SWAP && align > 1))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_UNSUPPORTED, "safetensors_view: %s: tensor \"%s\" (%s) %s at byte %llu: read it instead",
+            file->label, quoted, dtrain_dtype_name(tensor->dtype),
+            DTRAIN__FILE_SWAP ? "is stored the other way round" : "is not aligned", (unsigned long long)tensor->begin);
+    *data = at;
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>safetensors writing ----
+ * Plans a file (order, places, header), then hands its bytes to a sink from the first to the last. The bytes are those
+ * of the reference implementation: widest dtype first, then names in byte order; compact JSON; spaces up to a multiple
+ * of 8. Its faults are refused or mended (a tensor that is called "__metadata__", a name twice, an empty map alone),
+ * and metadata, whose order is by chance there, is sorted. All checks stand before the first byte. */
+#ifndef DTRAIN__SAFETENSORS_WRITE
+#define DTRAIN__SAFETENSORS_WRITE
+
+#define DTRAIN__SAFETENSORS_CHUNK ((size_t)8 << 20)   /* bytes of one call of the sink */
+#define DTRAIN__SAFETENSORS_FILL ((size_t)24 * 43690) /* of one call of a fill: whole elements of every dtype */
+
+/* A tensor to be written. The name comes first, as the table of names wants it. */
+typedef struct dtrain__safetensors_item {
+    dtrain__name name;
+    const dtrain_safetensors_source *source;
+    uint64_t bytes;
+} dtrain__safetensors_item;
+
+typedef struct dtrain__safetensors_plan {
+    dtrain_allocator *allocator, own;
+    dtrain__safetensors_item *items; /* in the order of their data */
+    size_t count;
+    dtrain_safetensors_pair *pairs; /* sorted; lengths filled in */
+    size_t pair_count;
+    int has_metadata;
+    unsigned char *header; /* with the 8 bytes of its length */
+    size_t header_bytes;
+    uint64_t data_bytes;
+} dtrain__safetensors_plan;
+
+static int dtrain__safetensors_is_utf8(const char *text, size_t length)
+{
+    size_t step;
+    for (size_t at = 0; at < length; at += step)
+        if ((step = dtrain__json_utf8((const unsigned char *)text + at, length - at)) == 0)
+            return 0;
+    return 1;
+}
+
+static int dtrain__safetensors_compare_text(const char *a, size_t a_length, const char *b, size_t b_length)
+{
+    size_t shorter = a_length < b_length ? a_length : b_length;
+    int order = shorter > 0 ? memcmp(a, b, shorter) : 0;
+    return order != 0 ? order : a_length < b_length ? -1 : a_length > b_length;
+}
+
+static int dtrain__safetensors_compare_items(const void *left, const void *right)
+{
+    const dtrain__safetensors_item *a = (const dtrain__safetensors_item *)left;
+    const dtrain__safetensors_item *b = (const dtrain__safetensors_item *)right;
+    if (a->source->dtype != b->source->dtype)
+        return (int)a->source->dtype > (int)b->source->dtype ? -1 : 1;
+    return dtrain__safetensors_compare_text(a->name.text, a->name.length, b->name.text, b->name.length);
+}
+
+static int dtrain__safetensors_compare_pairs(const void *left, const void *right)
+{
+    const dtrain_safetensors_pair *a = (const dtrain_safetensors_pair *)left;
+    const dtrain_safetensors_pair *b = (const dtrain_safetensors_pair *)right;
+    return dtrain__safetensors_compare_text(a->key, a->key_length, b->key, b->key_length);
+}
+
+static dtrain_status dtrain__safetensors_refuse(const dtrain__safetensors_item *item, const char *why)
+{
+    char quoted[64];
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: tensor \"%s\" %s",
+                        dtrain__safetensors_quote(quoted, item->name.text, item->name.length), why);
+}
+
+/* Checks one source and counts its bytes. */
+static dtrain_status dtrain__safetensors_take(dtrain__safetensors_item *item, const dtrain_safetensors_source *source,
+                                              size_t index)
+{
+    uint64_t count = 1, bits = dtrain_dtype_bits(source->dtype);
+    if (source->name == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: tensor %zu has no name: give it one", index);
+    item->source = source;
+    item->name.text = source->name;
+    item->name.length = source->name_length > 0 ? source->name_length : strlen(source->name);
+    if (!dtrain__safetensors_is_utf8(item->name.text, item->name.length))
+        return dtrain__safetensors_refuse(item, "has a name that is not UTF-8 (R4)");
+    if (item->name.length == 12 && memcmp(item->name.text, DTRAIN__SAFETENSORS_METADATA, 12) == 0)
+        return dtrain__safetensors_refuse(item, "has the name of the metadata (R10): choose another");
+    if (bits == 0)
+        return dtrain__safetensors_refuse(item, "has no dtype of the format (R13): use one of dtrain_dtype");
+    if (source->ndim < 0 || (source->ndim > 0 && source->shape == NULL))
+        return dtrain__safetensors_refuse(item, "has no shape: give ndim sizes, or an ndim of 0");
+    for (int d = 0; d < source->ndim; d++) {
+        if (source->shape[d] != 0 && count > UINT64_MAX / source->shape[d])
+            return dtrain__safetensors_refuse(item, "has sizes that multiply to more than 64 bits (R17)");
+        count *= source->shape[d];
+    }
+    if (count > UINT64_MAX / bits)
+        return dtrain__safetensors_refuse(item, "has sizes that multiply to more than 64 bits (R17)");
+    if (count * bits % 8 != 0)
+        return dtrain__safetensors_refuse(item, "ends inside a byte (R18): its elements must fill whole bytes");
+    item->bytes = count * bits / 8;
+    if (item->bytes > 0 && source->data == NULL && source->fill == NULL)
+        return dtrain__safetensors_refuse(item, "has neither data nor fill");
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_plan_tensors(dtrain__safetensors_plan *plan,
+                                                      const dtrain_safetensors_source *sources)
+{
+    dtrain__names names;
+    size_t twice = plan->count;
+    for (size_t i = 0; i < plan->count; i++) {
+        dtrain_status status = dtrain__safetensors_take(&plan->items[i], &sources[i], i);
+        if (status != DTRAIN_OK)
+            return status;
+        if (plan->items[i].bytes > (uint64_t)INT64_MAX - plan->data_bytes)
+            return dtrain__safetensors_refuse(&plan->items[i], "makes the file longer than 2^63 - 1 bytes");
+        plan->data_bytes += plan->items[i].bytes;
+    }
+    if (plan->count > 1)
+        qsort(plan->items, plan->count, sizeof *plan->items, dtrain__safetensors_compare_items);
+    int built = dtrain__names_build(&names, plan->allocator, plan->items, sizeof *plan->items, plan->count, &twice);
+    dtrain__names_free(&names, plan->allocator);
+    if (!built)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory for %zu names", plan->count);
+    if (twice < plan->count)
+        return dtrain__safetensors_refuse(&plan->items[twice], "comes twice (R12)");
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_plan_pairs(dtrain__safetensors_plan *plan, const dtrain_safetensors_pair *from)
+{
+    char quoted[64];
+    for (size_t i = 0; i < plan->pair_count; i++) {
+        dtrain_safetensors_pair *pair = &plan->pairs[i];
+        *pair = from[i];
+        if (pair->key == NULL || pair->value == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: pair %zu of the metadata has no %s", i,
+                                pair->key == NULL ? "key" : "value");
+        pair->key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
+        pair->value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
+        if (!dtrain__safetensors_is_utf8(pair->key, pair->key_length) ||
+            !dtrain__safetensors_is_utf8(pair->value, pair->value_length))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: metadata \"%s\" is not UTF-8 (R4)",
+                                dtrain__safetensors_quote(quoted, pair->key, pair->key_length));
+    }
+    if (plan->pair_count > 1)
+        qsort(plan->pairs, plan->pair_count, sizeof *plan->pairs, dtrain__safetensors_compare_pairs);
+    for (size_t i = 1; i < plan->pair_count; i++)
+        if (dtrain__safetensors_compare_pairs(&plan->pairs[i - 1], &plan->pairs[i]) == 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: metadata \"%s\" comes twice (R12)",
+                                dtrain__safetensors_quote(quoted, plan->pairs[i].key, plan->pairs[i].key_length));
+    return DTRAIN_OK;
+}
+
+static void dtrain__safetensors_print_item(dtrain__json_writer *json, const dtrain__safetensors_item *item,
+                                           uint64_t begin)
+{
+    dtrain__json_write_key(json, item->name.text, item->name.length);
+    dtrain__json_begin(json, 1);
+    dtrain__json_write_key(json, "dtype", 5);
+    dtrain__json_write_string(json, dtrain_dtype_name(item->source->dtype),
+                              strlen(dtrain_dtype_name(item->source->dtype)));
+    dtrain__json_write_key(json, "shape", 5);
+    dtrain__json_begin(json, 0);
+    for (int d = 0; d < item->source->ndim; d++)
+        dtrain__json_write_u64(json, item->source->shape[d]);
+    dtrain__json_end(json);
+    dtrain__json_write_key(json, "data_offsets", 12);
+    dtrain__json_begin(json, 0);
+    dtrain__json_write_u64(json, begin);
+    dtrain__json_write_u64(json, begin + item->bytes);
+    dtrain__json_end(json);
+    dtrain__json_end(json);
+}
+
+/* Prints the header into `capacity` bytes and gives those it has or would need. */
+static size_t dtrain__safetensors_print(const dtrain__safetensors_plan *plan, void *out, size_t capacity)
+{
+    dtrain__json_writer json;
+    uint64_t begin = 0;
+    dtrain__json_write_start(&json, out, capacity);
+    dtrain__json_begin(&json, 1);
+    if (plan->has_metadata) {
+        dtrain__json_write_key(&json, DTRAIN__SAFETENSORS_METADATA, strlen(DTRAIN__SAFETENSORS_METADATA));
+        dtrain__json_begin(&json, 1);
+        for (size_t i = 0; i < plan->pair_count; i++) {
+            dtrain__json_write_key(&json, plan->pairs[i].key, plan->pairs[i].key_length);
+            dtrain__json_write_string(&json, plan->pairs[i].value, plan->pairs[i].value_length);
+        }
+        dtrain__json_end(&json);
+    }
+    for (size_t i = 0; i < plan->count; i++) {
+        dtrain__safetensors_print_item(&json, &plan->items[i], begin);
+        begin += plan->items[i].bytes;
+    }
+    dtrain__json_end(&json);
+    return json.bytes;
+}
+
+static dtrain_status dtrain__safetensors_plan_header(dtrain__safetensors_plan *plan)
+{
+    size_t length = dtrain__safetensors_print(plan, NULL, 0), padded = length + (8 - length % 8) % 8;
+    if (length > DTRAIN__SAFETENSORS_HEADER_MOST || padded > DTRAIN__SAFETENSORS_HEADER_MOST)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "safetensors_write: a header of %zu bytes for %zu tensors, expected at most 100000000 (R2): "
+            "write several files",
+            length, plan->count);
+    plan->header = (unsigned char *)dtrain__alloc(plan->allocator, padded + 8);
+    if (plan->header == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory for a header of %zu bytes", padded);
+    plan->header_bytes = padded + 8;
+    for (int i = 0; i < 8; i++)
+        plan->header[i] = (unsigned char)((uint64_t)padded >> (8 * i));
+    memset(plan->header + 8, ' ', padded);
+    dtrain__safetensors_print(plan, plan->header + 8, length);
+    return DTRAIN_OK;
+}
+
+static void dtrain__safetensors_plan_end(dtrain__safetensors_plan *plan)
+{
+    dtrain__free(plan->allocator, plan->header, plan->header_bytes);
+    dtrain__free(plan->allocator, plan->pairs, plan->pair_count * sizeof *plan->pairs);
+    dtrain__free(plan->allocator, plan->items, plan->count * sizeof *plan->items);
+}
+
+/* Checks everything and makes the header; to be ended unless it fails. */
+static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *plan,
+                                                    const dtrain_safetensors_source *sources, size_t count,
+                                                    const dtrain_safetensors_write_desc *desc)
+{
+    size_t item_bytes, pair_bytes;
+    dtrain_status status = DTRAIN_OK;
+    memset(plan, 0, sizeof *plan);
+    plan->allocator = desc != NULL && desc->allocator != NULL ? desc->allocator : &plan->own;
+    plan->count = count;
+    plan->pair_count = desc != NULL ? desc->metadata_count : 0;
+    plan->has_metadata = desc != NULL && desc->metadata != NULL;
+    if ((count > 0 && sources == NULL) || (plan->pair_count > 0 && !plan->has_metadata))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: %s is NULL",
+                            count > 0 && sources == NULL ? "sources" : "metadata");
+    if (!dtrain__mul_size(count, sizeof *plan->items, &item_bytes) ||
+        !dtrain__mul_size(plan->pair_count, sizeof *plan->pairs, &pair_bytes) || count > INT_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_write: %zu tensors and %zu pairs of metadata: too "
+                            "many for a header (R2)",
+                            count, plan->pair_count);
+    plan->items = (dtrain__safetensors_item *)dtrain__alloc(plan->allocator, item_bytes);
+    plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, pair_bytes);
+    if (plan->items == NULL || plan->pairs == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory to sort %zu tensors", count);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_plan_tensors(plan, sources);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_plan_pairs(plan, desc != NULL ? desc->metadata : NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__safetensors_plan_header(plan);
+    if (status != DTRAIN_OK)
+        dtrain__safetensors_plan_end(plan);
+    return status;
+}
+
+/* Hands over one tensor's bytes; stage has DTRAIN__SAFETENSORS_FILL of them where fill or the byte order needs it. */
+static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_item *item, unsigned char *stage,
+                                                     dtrain_safetensors_sink sink, void *user)
+{
+    const dtrain_safetensors_source *source = item->source;
+    int direct = source->data != NULL && !DTRAIN__FILE_SWAP;
+    size_t most = direct ? DTRAIN__SAFETENSORS_CHUNK : DTRAIN__SAFETENSORS_FILL;
+    dtrain_status status = DTRAIN_OK;
+    for (uint64_t at = 0; at < item->bytes && status == DTRAIN_OK;) {
+        size_t some = item->bytes - at < most ? (size_t)(item->bytes - at) : most;
+        const unsigned char *data = stage;
+        if (direct)
+            data = (const unsigned char *)source->data + at;
+        else if (source->data != NULL)
+            memcpy(stage, (const unsigned char *)source->data + at, some);
+        else
+            status = source->fill(source->user, at, stage, some);
+        if (status == DTRAIN_OK && !direct)
+            dtrain__safetensors_swap(stage, some, source->dtype);
+        if (status == DTRAIN_OK)
+            status = sink(user, data, some);
+        at += some;
+    }
+    return status;
+}
+
+/* Hands all bytes of a planned file to a sink. */
+static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dtrain_safetensors_sink sink, void *user)
+{
+    unsigned char *stage = NULL;
+    int staged = DTRAIN__FILE_SWAP;
+    for (size_t i = 0; i < plan->count; i++)
+        staged = staged || (plan->items[i].bytes > 0 && plan->items[i].source->data == NULL);
+    if (staged && (stage = (unsigned char *)dtrain__alloc(plan->allocator, DTRAIN__SAFETENSORS_FILL)) == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory for %zu bytes of data",
+                            DTRAIN__SAFETENSORS_FILL);
+    dtrain_status status = DTRAIN_OK;
+    for (size_t at = 0; at < plan->header_bytes && status == DTRAIN_OK; at += DTRAIN__SAFETENSORS_CHUNK) {
+        size_t left = plan->header_bytes - at;
+        status = sink(user, plan->header + at, left < DTRAIN__SAFETENSORS_CHUNK ? left : DTRAIN__SAFETENSORS_CHUNK);
+    }
+    for (size_t i = 0; i < plan->count && status == DTRAIN_OK; i++)
+        status = dtrain__safetensors_emit_tensor(&plan->items[i], stage, sink, user);
+    dtrain__free(plan->allocator, stage, DTRAIN__SAFETENSORS_FILL);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_write(dtrain_safetensors_sink sink, void *user,
+                                                  const dtrain_safetensors_source *sources, size_t count,
+                                                  const dtrain_safetensors_write_desc *desc)
+{
+    dtrain__safetensors_plan plan;
+    if (sink == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: sink is NULL");
+    dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__safetensors_emit(&plan, sink, user);
+    dtrain__safetensors_plan_end(&plan);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_safetensors_source *sources,
+                                                 size_t count, const dtrain_safetensors_write_desc *desc)
+{
+    dtrain__safetensors_plan plan;
+    if (bytes == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_size: bytes is NULL");
+    *bytes = 0;
+    dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    *bytes = plan.header_bytes + plan.data_bytes;
+    dtrain__safetensors_plan_end(&plan);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_to_draft(void *user, const void *data, size_t bytes)
+{
+    return dtrain__file_draft_write((dtrain__file_draft *)user, data, bytes);
+}
+
+/* Saves a file in an open directory. */
+static dtrain_status dtrain__safetensors_save_at(int directory, const char *name,
+                                                 const dtrain_safetensors_source *sources, size_t count,
+                                                 const dtrain_safetensors_write_desc *desc)
+{
+    dtrain__safetensors_plan plan;
+    dtrain__file_draft draft;
+    dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_draft_begin(&draft, directory, name, "safetensors_save");
+    if (status == DTRAIN_OK) {
+        status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_draft, &draft);
+        if (status == DTRAIN_OK)
+            status = dtrain__file_draft_commit(&draft, desc != NULL && desc->no_sync);
+        else
+            dtrain__file_draft_abandon(&draft);
+    }
+    dtrain__safetensors_plan_end(&plan);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_save(const char *path, const dtrain_safetensors_source *sources,
+                                                 size_t count, const dtrain_safetensors_write_desc *desc)
+{
+    const char *name;
+    int directory;
+    if (path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_save: path is NULL");
+    dtrain_status status = dtrain__file_open_parent(&directory, &name, path, "safetensors_save");
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__safetensors_save_at(directory, name, sources, count, desc);
+    dtrain__file_close(directory);
+    return status;
+}
+
+static dtrain_status dtrain__safetensors_to_fd(void *user, const void *data, size_t bytes)
+{
+    int fd = *(const int *)user, error = dtrain__file_write_all(fd, data, bytes);
+    if (error == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_write_fd: descriptor %d: %s", fd, strerror(error));
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_write_fd(int fd, const dtrain_safetensors_source *sources, size_t count,
+                                                     const dtrain_safetensors_write_desc *desc)
+{
+    struct stat kind;
+    dtrain_status status = dtrain_safetensors_write(dtrain__safetensors_to_fd, &fd, sources, count, desc);
+    if (status != DTRAIN_OK || (desc != NULL && desc->no_sync))
+        return status;
+    int error = dtrain__file_sys_stat(fd, &kind) != 0 ? errno : S_ISREG(kind.st_mode) ? dtrain__file_sync(fd) : 0;
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_write_fd: descriptor %d: bringing it to the disk: %s", fd,
+                            strerror(error));
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_to_memory(void *user, const void *data, size_t bytes)
+{
+    unsigned char **at = (unsigned char **)user;
+    memcpy(*at, data, bytes);
+    *at += bytes;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_write_memory(void *out, size_t capacity, size_t *bytes,
+                                                         const dtrain_safetensors_source *sources, size_t count,
+                                                         const dtrain_safetensors_write_desc *desc)
+{
+    dtrain__safetensors_plan plan;
+    unsigned char *at = (unsigned char *)out;
+    dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t whole = plan.header_bytes + plan.data_bytes;
+    if (bytes != NULL)
+        *bytes = whole <= SIZE_MAX ? (size_t)whole : SIZE_MAX;
+    if (out == NULL || whole > capacity)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write_memory: %zu bytes of memory, expected %llu",
+                              out != NULL ? capacity : 0, (unsigned long long)whole);
+    else
+        status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_memory, &at);
+    dtrain__safetensors_plan_end(&plan);
+    return status;
+}
+
+#endif
+
+/* ---- >>huggingface ----
+ * Models as Hugging Face keeps them: one file, or several and an index that maps each tensor's name to its file. What
+ * an index says is checked against the files, both ways (S6): loaders that take whatever a file holds load tensors that
+ * the index does not know. S1 to S6 in texts are the rules of that layout. */
+#ifndef DTRAIN__HUGGINGFACE
+#define DTRAIN__HUGGINGFACE
+
+#define DTRAIN__HUGGINGFACE_FILE "model.safetensors"
+#define DTRAIN__HUGGINGFACE_INDEX "model.safetensors.index.json"
+#define DTRAIN__HUGGINGFACE_MOST 5000000000u /* bytes of tensors a file */
+
+/* One line of an index's map. The name comes first, as the table of names wants it. */
+typedef struct dtrain__huggingface_line {
+    dtrain__name name, file;
+    size_t shard;
+} dtrain__huggingface_line;
+
+typedef struct dtrain__huggingface_shard {
+    dtrain__name name;
+    dtrain_safetensors *file;
+    size_t first; /* of the model's tensors */
+    size_t lines; /* of the map that name it */
+} dtrain__huggingface_shard;
+
+struct dtrain_safetensors_model {
+    dtrain_allocator *allocator, own;
+    char label[256];
+    void *index; /* the index, its texts unescaped; NULL: there is one file and no index */
+    size_t index_bytes;
+    dtrain__huggingface_line *lines;
+    size_t line_count, line_room;
+    dtrain_safetensors_pair *pairs; /* of the index */
+    size_t pair_count, pair_room;
+    dtrain__huggingface_shard *shards; /* in the order of their names */
+    size_t shard_count, shard_room, count;
+    dtrain__names names, keys;
+    uint64_t total_size;
+    int has_total;
+};
+
+__attribute__((format(printf, 4, 5))) static dtrain_status
+dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__name *name,
+                           const char *format, ...)
+{
+    char text[300], quoted[64];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    if (name == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s breaks %s: %s", model->label, rule, text);
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s breaks %s: \"%s\" %s", model->label, rule,
+                        dtrain__safetensors_quote(quoted, name->text, name->length), text);
+}
+
+static dtrain_status dtrain__huggingface_memory(const dtrain_safetensors_model *model)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for an index of %zu bytes", model->label,
+                        model->index_bytes);
+}
+
+/* ---- the index ---- */
+
+static dtrain_status dtrain__huggingface_json(const dtrain_safetensors_model *model, const dtrain__json_reader *json)
+{
+    return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s", json->offset, json->error);
+}
+
+static dtrain_status dtrain__huggingface_line_read(dtrain_safetensors_model *model, dtrain__json_reader *json,
+                                                   const dtrain__json_token *key)
+{
+    dtrain__json_token value;
+    unsigned char *all = (unsigned char *)model->index;
+    void *lines = model->lines;
+    int grown = dtrain__safetensors_grow(model->allocator, json, &lines, model->line_count, &model->line_room,
+                                         sizeof *model->lines);
+    model->lines = (dtrain__huggingface_line *)lines;
+    if (!grown)
+        return dtrain__huggingface_memory(model);
+    dtrain__huggingface_line *line = &model->lines[model->line_count++];
+    memset(line, 0, sizeof *line);
+    line->name = dtrain__safetensors_text(json, all, key);
+    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR)
+        return dtrain__huggingface_json(model, json);
+    if (value.kind != DTRAIN__JSON_STRING)
+        return dtrain__huggingface_broken(model, "S1", &line->name, "at byte %zu: its file is no string", value.begin);
+    line->file = dtrain__safetensors_text(json, all, &value);
+    if (line->file.length <= 12 || memcmp(line->file.text + line->file.length - 12, ".safetensors", 12) != 0 ||
+        !dtrain__file_plain_name(line->file.text, line->file.length))
+        return dtrain__huggingface_broken(model, "S5", &line->file,
+                                          "at byte %zu: expected the plain name of a .safetensors file", value.begin);
+    return DTRAIN_OK;
+}
+
+/* Keeps texts; total_size is the one number that is looked at. */
+static dtrain_status dtrain__huggingface_pair_read(dtrain_safetensors_model *model, dtrain__json_reader *json,
+                                                   const dtrain__json_token *key)
+{
+    dtrain__json_token value;
+    unsigned char *all = (unsigned char *)model->index;
+    dtrain__name name = dtrain__safetensors_text(json, all, key), text;
+    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR || !dtrain__json_skip(json, &value))
+        return dtrain__huggingface_json(model, json);
+    if (name.length == 10 && memcmp(name.text, "total_size", 10) == 0)
+        model->has_total = dtrain__json_u64(json, &value, &model->total_size);
+    if (value.kind != DTRAIN__JSON_STRING)
+        return DTRAIN_OK;
+    void *pairs = model->pairs;
+    int grown = dtrain__safetensors_grow(model->allocator, json, &pairs, model->pair_count, &model->pair_room,
+                                         sizeof *model->pairs);
+    model->pairs = (dtrain_safetensors_pair *)pairs;
+    if (!grown)
+        return dtrain__huggingface_memory(model);
+    text = dtrain__safetensors_text(json, all, &value);
+    dtrain_safetensors_pair *pair = &model->pairs[model->pair_count++];
+    pair->key = name.text;
+    pair->key_length = name.length;
+    pair->value = text.text;
+    pair->value_length = text.length;
+    return DTRAIN_OK;
+}
+
+/* Reads one value of the index's object, whose key is given. */
+static dtrain_status dtrain__huggingface_part(dtrain_safetensors_model *model, dtrain__json_reader *json,
+                                              const dtrain__json_token *key, int *has)
+{
+    dtrain__json_token value, token;
+    dtrain_status status = DTRAIN_OK;
+    int part = dtrain__json_is(json, key, "metadata") ? 1 : dtrain__json_is(json, key, "weight_map") ? 2 : 0;
+    if ((*has & part) != 0)
+        return dtrain__huggingface_broken(model, "S6", NULL, "at byte %zu: a key comes twice", key->begin);
+    *has |= part;
+    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR)
+        return dtrain__huggingface_json(model, json);
+    if (part == 0 || (part == 1 && value.kind == DTRAIN__JSON_NULL))
+        return dtrain__json_skip(json, &value) ? DTRAIN_OK : dtrain__huggingface_json(model, json);
+    if (value.kind != DTRAIN__JSON_OBJECT)
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s is no object", value.begin,
+                                          part == 1 ? "metadata" : "weight_map");
+    while (status == DTRAIN_OK && dtrain__json_next(json, &token) == DTRAIN__JSON_KEY)
+        status = part == 1 ? dtrain__huggingface_pair_read(model, json, &token)
+                           : dtrain__huggingface_line_read(model, json, &token);
+    if (status == DTRAIN_OK && token.kind == DTRAIN__JSON_ERROR)
+        status = dtrain__huggingface_json(model, json);
+    return status;
+}
+
+static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
+{
+    dtrain__json_reader json;
+    dtrain__json_token token;
+    dtrain_status status = DTRAIN_OK;
+    size_t twice;
+    int has = 0;
+    dtrain__json_open(&json, model->index, model->index_bytes);
+    if (dtrain__json_next(&json, &token) == DTRAIN__JSON_ERROR)
+        return dtrain__huggingface_json(model, &json);
+    if (token.kind != DTRAIN__JSON_OBJECT)
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is no object", token.begin);
+    while (status == DTRAIN_OK && dtrain__json_next(&json, &token) == DTRAIN__JSON_KEY)
+        status = dtrain__huggingface_part(model, &json, &token, &has);
+    if (status != DTRAIN_OK)
+        return status;
+    if (token.kind == DTRAIN__JSON_ERROR || dtrain__json_next(&json, &token) != DTRAIN__JSON_END)
+        return dtrain__huggingface_json(model, &json);
+    if (model->line_count == 0)
+        return dtrain__huggingface_broken(model, "S6", NULL, "its weight_map is %s",
+                                          (has & 2) == 0 ? "missing" : "empty");
+    if (!dtrain__names_build(&model->names, model->allocator, model->lines, sizeof *model->lines, model->line_count,
+                             &twice))
+        return dtrain__huggingface_memory(model);
+    if (twice < model->line_count)
+        return dtrain__huggingface_broken(model, "S6", &model->lines[twice].name, "comes twice in its weight_map");
+    if (!dtrain__names_build(&model->keys, model->allocator, model->pairs, sizeof *model->pairs, model->pair_count,
+                             &twice))
+        return dtrain__huggingface_memory(model);
+    if (twice < model->pair_count) {
+        dtrain__name key = dtrain__names_at(&model->keys, twice);
+        return dtrain__huggingface_broken(model, "S6", &key, "comes twice in its metadata");
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- the files ---- */
+
+static int dtrain__huggingface_compare_lines(const void *left, const void *right)
+{
+    const dtrain__huggingface_line *const *a = (const dtrain__huggingface_line *const *)left;
+    const dtrain__huggingface_line *const *b = (const dtrain__huggingface_line *const *)right;
+    return dtrain__safetensors_compare_text((*a)->file.text, (*a)->file.length, (*b)->file.text, (*b)->file.length);
+}
+
+/* Gives each line of the map the number of its file, in the order of the files' names. */
+static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
+{
+    size_t bytes = model->line_count * sizeof(dtrain__huggingface_line *), files = 1;
+    dtrain__huggingface_line **sorted = (dtrain__huggingface_line **)dtrain__alloc(model->allocator, bytes);
+    if (sorted == NULL)
+        return dtrain__huggingface_memory(model);
+    for (size_t i = 0; i < model->line_count; i++)
+        sorted[i] = &model->lines[i];
+    qsort(sorted, model->line_count, sizeof *sorted, dtrain__huggingface_compare_lines);
+    for (size_t i = 1; i < model->line_count; i++)
+        files += dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
+    model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, files * sizeof *model->shards);
+    model->shard_room = model->shards != NULL ? files : 0;
+    for (size_t i = 0; i < model->line_count && model->shards != NULL; i++) {
+        model->shard_count += i == 0 || dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
+        sorted[i]->shard = model->shard_count - 1;
+        model->shards[model->shard_count - 1].name = sorted[i]->file;
+        model->shards[model->shard_count - 1].lines++;
+    }
+    dtrain__free(model->allocator, sorted, bytes);
+    return model->shards != NULL ? DTRAIN_OK : dtrain__huggingface_memory(model);
+}
+
+/* Finds what one file holds that is not its own. */
+static dtrain_status dtrain__huggingface_stray(const dtrain_safetensors_model *model, size_t shard)
+{
+    const dtrain_safetensors *file = model->shards[shard].file;
+    size_t line;
+    for (size_t i = 0; i < file->count; i++) {
+        dtrain__name name = dtrain__names_at(&file->names, i);
+        if (!dtrain__names_find(&model->names, name.text, name.length, &line))
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and not in the index",
+                                              (int)model->shards[shard].name.length, model->shards[shard].name.text);
+        if (model->lines[line].shard != shard)
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and the index says %.*s",
+                                              (int)model->shards[shard].name.length, model->shards[shard].name.text,
+                                              (int)model->lines[line].file.length, model->lines[line].file.text);
+    }
+    return DTRAIN_OK;
+}
+
+/* Checks the files against the map. */
+static dtrain_status dtrain__huggingface_agree(dtrain_safetensors_model *model)
+{
+    uint64_t total = 0;
+    for (size_t i = 0; i < model->line_count; i++) {
+        const dtrain__huggingface_line *line = &model->lines[i];
+        if (dtrain_safetensors_find(model->shards[line->shard].file, line->name.text, line->name.length) == NULL)
+            return dtrain__huggingface_broken(model, "S6", &line->name, "is not in %.*s, as the index says",
+                                              (int)line->file.length, line->file.text);
+    }
+    for (size_t i = 0; i < model->shard_count; i++) {
+        const dtrain__huggingface_shard *shard = &model->shards[i];
+        dtrain_status status = shard->file->count != shard->lines ? dtrain__huggingface_stray(model, i) : DTRAIN_OK;
+        if (status != DTRAIN_OK)
+            return status;
+        total += shard->file->file_bytes - shard->file->header_bytes;
+    }
+    if (model->has_total && model->total_size != total)
+        dtrain__log(DTRAIN_LOG_WARN, "%s: total_size is %llu, and its files hold %llu bytes of tensors (S3)",
+                    model->label, (unsigned long long)model->total_size, (unsigned long long)total);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__huggingface_open_shards(dtrain_safetensors_model *model, int directory,
+                                                     const dtrain_safetensors_desc *desc)
+{
+    for (size_t i = 0; i < model->shard_count; i++) {
+        dtrain__huggingface_shard *shard = &model->shards[i];
+        dtrain_status status =
+            dtrain__safetensors_open_at(&shard->file, directory, shard->name.text, desc, shard->name.text);
+        if (status != DTRAIN_OK)
+            return status;
+        shard->first = model->count;
+        model->count += shard->file->count;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__huggingface_open_index(dtrain_safetensors_model *model, int directory, const char *name,
+                                                    const dtrain_safetensors_desc *desc)
+{
+    dtrain_status status = dtrain__file_read_all(directory, name, DTRAIN__SAFETENSORS_HEADER_MOST, model->allocator,
+                                                 &model->index, &model->index_bytes, "safetensors_model_open");
+    if (status == DTRAIN_OK)
+        status = dtrain__huggingface_index(model);
+    if (status == DTRAIN_OK)
+        status = dtrain__huggingface_number(model);
+    if (status == DTRAIN_OK)
+        status = dtrain__huggingface_open_shards(model, directory, desc);
+    return status == DTRAIN_OK ? dtrain__huggingface_agree(model) : status;
+}
+
+static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *model, int directory, const char *name,
+                                                  const dtrain_safetensors_desc *desc)
+{
+    model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, sizeof *model->shards);
+    if (model->shards == NULL)
+        return dtrain__huggingface_memory(model);
+    model->shard_room = model->shard_count = 1;
+    dtrain_status status = dtrain__safetensors_open_at(&model->shards[0].file, directory, name, desc, model->label);
+    model->count = status == DTRAIN_OK ? model->shards[0].file->count : 0;
+    return status;
+}
+
+/* Whether a directory has a file, or what a link of that name points to. */
+static int dtrain__huggingface_has(int directory, const char *name)
+{
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK), there = fd >= 0 || errno != ENOENT;
+    dtrain__file_close(fd);
+    return there;
+}
+
+static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *model, const char *path,
+                                                   const dtrain_safetensors_desc *desc)
+{
+    const char *name, *what = "safetensors_model_open";
+    size_t length = strlen(path);
+    dtrain_status status;
+    int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, O_RDONLY | O_DIRECTORY);
+    if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE))
+        status = dtrain__huggingface_open_one(model, directory, DTRAIN__HUGGINGFACE_FILE, desc);
+    else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))
+        status = dtrain__huggingface_open_index(model, directory, DTRAIN__HUGGINGFACE_INDEX, desc);
+    else if (directory >= 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s", what, path,
+                              DTRAIN__HUGGINGFACE_FILE, DTRAIN__HUGGINGFACE_INDEX);
+    else if (length <= 5 || strcmp(path + length - 5, ".json") != 0)
+        return dtrain__huggingface_open_one(model, DTRAIN__FILE_HERE, path, desc);
+    else {
+        status = dtrain__file_open_parent(&directory, &name, path, what);
+        if (status == DTRAIN_OK)
+            status = dtrain__huggingface_open_index(model, directory, name, desc);
+    }
+    dtrain__file_close(directory);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model **model, const char *path,
+                                                       const dtrain_safetensors_desc *desc)
+{
+    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
+    dtrain_safetensors_model *made;
+    if (model == NULL || path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL",
+                            model == NULL ? "model" : "path");
+    *model = NULL;
+    memset(&own, 0, sizeof own);
+    made = (dtrain_safetensors_model *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
+    made->own = own;
+    made->allocator = allocator != NULL ? allocator : &made->own;
+    snprintf(made->label, sizeof made->label, "%s", path);
+    dtrain_status status = dtrain__huggingface_open_path(made, path, desc);
+    if (status == DTRAIN_OK)
+        *model = made;
+    else
+        dtrain_safetensors_model_close(made);
+    return status;
+}
+
+DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
+{
+    if (model == NULL)
+        return;
+    dtrain_allocator *allocator = model->allocator, own;
+    for (size_t i = 0; i < model->shard_count; i++)
+        dtrain_safetensors_close(model->shards[i].file);
+    dtrain__names_free(&model->names, allocator);
+    dtrain__names_free(&model->keys, allocator);
+    dtrain__free(allocator, model->shards, model->shard_room * sizeof *model->shards);
+    dtrain__free(allocator, model->pairs, model->pair_room * sizeof *model->pairs);
+    dtrain__free(allocator, model->lines, model->line_room * sizeof *model->lines);
+    dtrain__free(allocator, model->index, model->index_bytes);
+    if (allocator == &model->own) { /* it counts to the last, and lies in what is freed */
+        own = model->own;
+        allocator = &own;
+    }
+    dtrain__free(allocator, model, sizeof *model);
+}
+
+/* ---- lookup ---- */
+
+DTRAIN_API size_t dtrain_safetensors_model_files(const dtrain_safetensors_model *model)
+{
+    return model != NULL ? model->shard_count : 0;
+}
+
+DTRAIN_API dtrain_safetensors *dtrain_safetensors_model_file(const dtrain_safetensors_model *model, size_t i)
+{
+    return model != NULL && i < model->shard_count ? model->shards[i].file : NULL;
+}
+
+DTRAIN_API size_t dtrain_safetensors_model_count(const dtrain_safetensors_model *model)
+{
+    return model != NULL ? model->count : 0;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_tensor(const dtrain_safetensors_model *model,
+                                                                            size_t i, dtrain_safetensors **file)
+{
+    size_t low = 0, high = model != NULL ? model->shard_count : 0;
+    if (file != NULL)
+        *file = NULL;
+    if (model == NULL || i >= model->count)
+        return NULL;
+    while (high - low > 1) { /* the last file that begins at i or before; empty ones begin where the next does */
+        size_t middle = low + (high - low) / 2;
+        if (model->shards[middle].first <= i)
+            low = middle;
+        else
+            high = middle;
+    }
+    if (file != NULL)
+        *file = model->shards[low].file;
+    return dtrain_safetensors_tensor_at(model->shards[low].file, i - model->shards[low].first);
+}
+
+static const dtrain_safetensors_tensor *dtrain__huggingface_find(const dtrain_safetensors_model *model,
+                                                                 const char *name, size_t length,
+                                                                 dtrain_safetensors **file)
+{
+    size_t line, shard = 0;
+    if (model->index != NULL) {
+        if (!dtrain__names_find(&model->names, name, length, &line))
+            return NULL;
+        shard = model->lines[line].shard;
+    }
+    const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(model->shards[shard].file, name, length);
+    if (file != NULL)
+        *file = tensor != NULL ? model->shards[shard].file : NULL;
+    return tensor;
+}
+
+static const dtrain_safetensors_pair *dtrain__huggingface_pair(const dtrain_safetensors_model *model, const char *key,
+                                                               size_t length)
+{
+    size_t pair;
+    if (model->index == NULL)
+        return dtrain_safetensors_metadata_find(model->shards[0].file, key, length);
+    return dtrain__names_find(&model->keys, key, length, &pair) ? &model->pairs[pair] : NULL;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_find(const dtrain_safetensors_model *model,
+                                                                          const char *name, size_t length,
+                                                                          dtrain_safetensors **file)
+{
+    if (file != NULL)
+        *file = NULL;
+    if (model == NULL || name == NULL)
+        return NULL;
+    const dtrain_safetensors_tensor *tensor = dtrain__huggingface_find(model, name, length, file);
+    const dtrain_safetensors_pair *tied = tensor == NULL ? dtrain__huggingface_pair(model, name, length) : NULL;
+    return tied != NULL ? dtrain__huggingface_find(model, tied->value, tied->value_length, file) : tensor;
+}
+
+DTRAIN_API size_t dtrain_safetensors_model_metadata_count(const dtrain_safetensors_model *model)
+{
+    if (model == NULL)
+        return 0;
+    return model->index != NULL ? model->pair_count : dtrain_safetensors_metadata_count(model->shards[0].file);
+}
+
+DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_model_metadata(const dtrain_safetensors_model *model,
+                                                                            size_t i)
+{
+    if (model == NULL || i >= dtrain_safetensors_model_metadata_count(model))
+        return NULL;
+    return model->index != NULL ? &model->pairs[i] : dtrain_safetensors_metadata(model->shards[0].file, i);
+}
+
+#endif
+
+/* ---- >>huggingface writing ----
+ * A model as one file, or as several and an index, made in a directory beside its place and renamed when all of it is
+ * on the disk, the index last. And a table of parameters as one file. */
+#ifndef DTRAIN__HUGGINGFACE_WRITE
+#define DTRAIN__HUGGINGFACE_WRITE
+
+/* A model to be written. */
+typedef struct dtrain__huggingface_plan {
+    dtrain_allocator *allocator, own;
+    dtrain_safetensors_source *sources; /* those that are stored, in the given order; then, unsorted, those dropped */
+    size_t *first;                      /* of the sources, by file; and one more */
+    size_t count, kept, files, room;
+    dtrain_safetensors_pair *pairs;
+    size_t pair_count, pair_room;
+    uint64_t total;
+} dtrain__huggingface_plan;
+
+static size_t dtrain__huggingface_length(const dtrain_safetensors_source *source)
+{
+    return source->name_length > 0 ? source->name_length : strlen(source->name);
+}
+
+static uint64_t dtrain__huggingface_bytes(const dtrain_safetensors_source *source)
+{
+    uint64_t count = 1; /* checked before: nothing overflows */
+    for (int d = 0; d < source->ndim; d++)
+        count *= source->shape[d];
+    return count * dtrain_dtype_bits(source->dtype) / 8;
+}
+
+static int dtrain__huggingface_compare_names(const void *left, const void *right)
+{
+    const dtrain_safetensors_source *a = *(const dtrain_safetensors_source *const *)left;
+    const dtrain_safetensors_source *b = *(const dtrain_safetensors_source *const *)right;
+    return dtrain__safetensors_compare_text(a->name, dtrain__huggingface_length(a), b->name,
+                                            dtrain__huggingface_length(b));
+}
+
+/* Orders by what makes two sources the same tensor, then by name. */
+static int dtrain__huggingface_compare_data(const dtrain_safetensors_source *a, const dtrain_safetensors_source *b)
+{
+    if (a->data != b->data)
+        return (uintptr_t)a->data < (uintptr_t)b->data ? -1 : 1;
+    if (a->dtype != b->dtype)
+        return (int)a->dtype < (int)b->dtype ? -1 : 1;
+    if (a->ndim != b->ndim)
+        return a->ndim < b->ndim ? -1 : 1;
+    return a->ndim > 0 ? memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) : 0;
+}
+
+static int dtrain__huggingface_compare_sources(const void *left, const void *right)
+{
+    const dtrain_safetensors_source *a = *(const dtrain_safetensors_source *const *)left;
+    const dtrain_safetensors_source *b = *(const dtrain_safetensors_source *const *)right;
+    int order = dtrain__huggingface_compare_data(a, b);
+    return order != 0 ? order : dtrain__huggingface_compare_names(left, right);
+}
+
+/* Copies the sources that are stored, and maps the names of others to them: metadata[dropped] = kept. */
+static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources)
+{
+    size_t bytes = plan->count * sizeof(dtrain_safetensors_source *);
+    const dtrain_safetensors_source **sorted =
+        (const dtrain_safetensors_source **)dtrain__alloc(plan->allocator, bytes);
+    unsigned char *dropped = (unsigned char *)dtrain__alloc(plan->allocator, plan->count);
+    if (sorted != NULL && dropped != NULL) {
+        size_t first = 0;
+        for (size_t i = 0; i < plan->count; i++)
+            sorted[i] = &sources[i];
+        if (plan->count > 1)
+            qsort(sorted, plan->count, sizeof *sorted, dtrain__huggingface_compare_sources);
+        for (size_t i = 1; i < plan->count; i++) {
+            if (sorted[i]->data == NULL || dtrain__huggingface_bytes(sorted[i]) == 0 ||
+                dtrain__huggingface_compare_data(sorted[first], sorted[i]) != 0) {
+                first = i;
+                continue;
+            }
+            dropped[sorted[i] - sources] = 1;
+            dtrain_safetensors_pair *pair = &plan->pairs[plan->pair_count++];
+            pair->key = sorted[i]->name;
+            pair->key_length = dtrain__huggingface_length(sorted[i]);
+            pair->value = sorted[first]->name;
+            pair->value_length = dtrain__huggingface_length(sorted[first]);
+        }
+        for (size_t i = 0; i < plan->count; i++)
+            if (!dropped[i])
+                plan->sources[plan->kept++] = sources[i];
+    }
+    int out = sorted == NULL || dropped == NULL;
+    dtrain__free(plan->allocator, dropped, plan->count);
+    dtrain__free(plan->allocator, sorted, bytes);
+    return !out ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to sort %zu tensors",
+                               plan->count);
+}
+
+/* Deals the tensors to files in their order, a new one whenever the next would not fit. */
+static void dtrain__huggingface_deal(dtrain__huggingface_plan *plan, uint64_t most)
+{
+    uint64_t held = 0;
+    plan->files = 1;
+    for (size_t i = 0; i < plan->kept; i++) {
+        uint64_t bytes = dtrain__huggingface_bytes(&plan->sources[i]);
+        if (i > plan->first[plan->files - 1] && (held > most || bytes > most - held)) {
+            plan->first[plan->files++] = i;
+            held = 0;
+        }
+        held += bytes;
+        plan->total += bytes;
+    }
+    plan->first[plan->files] = plan->kept;
+}
+
+static void dtrain__huggingface_plan_end(dtrain__huggingface_plan *plan)
+{
+    dtrain__free(plan->allocator, plan->pairs, plan->pair_room * sizeof *plan->pairs);
+    dtrain__free(plan->allocator, plan->first, (plan->count + 2) * sizeof *plan->first);
+    dtrain__free(plan->allocator, plan->sources, plan->room * sizeof *plan->sources);
+}
+
+/* The caller's metadata, and format where it says none. */
+static void dtrain__huggingface_metadata(dtrain__huggingface_plan *plan, const dtrain_safetensors_write_desc *desc)
+{
+    static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
+    int given = 0;
+    for (size_t i = 0; desc != NULL && i < desc->metadata_count; i++) {
+        plan->pairs[plan->pair_count++] = desc->metadata[i];
+        given |= desc->metadata[i].key != NULL && strcmp(desc->metadata[i].key, "format") == 0;
+    }
+    if (!given)
+        plan->pairs[plan->pair_count++] = format;
+}
+
+static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *plan,
+                                                    const dtrain_safetensors_source *sources, size_t count,
+                                                    uint64_t most, const dtrain_safetensors_write_desc *desc)
+{
+    uint64_t bytes;
+    dtrain_status status =
+        dtrain_safetensors_size(&bytes, sources, count, desc); /* which checks all of them together */
+    memset(plan, 0, sizeof *plan);
+    if (status != DTRAIN_OK)
+        return status;
+    plan->allocator = desc != NULL && desc->allocator != NULL ? desc->allocator : &plan->own;
+    plan->count = plan->room = count;
+    plan->pair_room = count + (desc != NULL ? desc->metadata_count : 0) + 1;
+    plan->sources = (dtrain_safetensors_source *)dtrain__alloc(plan->allocator, plan->room * sizeof *plan->sources);
+    plan->first = (size_t *)dtrain__alloc(plan->allocator, (count + 2) * sizeof *plan->first);
+    plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, plan->pair_room * sizeof *plan->pairs);
+    if (plan->sources == NULL || plan->first == NULL || plan->pairs == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to plan %zu tensors", count);
+    if (status == DTRAIN_OK) {
+        dtrain__huggingface_metadata(plan, desc);
+        status = dtrain__huggingface_untie(plan, sources);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__huggingface_deal(plan, most > 0 ? most : DTRAIN__HUGGINGFACE_MOST);
+    else
+        dtrain__huggingface_plan_end(plan);
+    return status;
+}
+
+static void dtrain__huggingface_file_name(char out[64], size_t index, size_t files)
+{
+    if (files == 1)
+        snprintf(out, 64, "%s", DTRAIN__HUGGINGFACE_FILE);
+    else
+        snprintf(out, 64, "model-%05zu-of-%05zu.safetensors", index + 1, files);
+}
+
+/* Prints the index, names sorted; `names` has the stored sources in that order. */
+static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
+                                        const dtrain_safetensors_source *const *names, void *out, size_t capacity)
+{
+    dtrain__json_writer json;
+    char file[64];
+    dtrain__json_write_start(&json, out, capacity);
+    json.indent = 2;
+    dtrain__json_begin(&json, 1);
+    dtrain__json_write_key(&json, "metadata", 8);
+    dtrain__json_begin(&json, 1);
+    for (size_t i = 0; i < plan->pair_count; i++) {
+        const dtrain_safetensors_pair *pair = &plan->pairs[i];
+        if (strcmp(pair->key, "total_size") == 0) /* which is ours to say */
+            continue;
+        dtrain__json_write_key(&json, pair->key, pair->key_length > 0 ? pair->key_length : strlen(pair->key));
+        dtrain__json_write_string(&json, pair->value,
+                                  pair->value_length > 0 ? pair->value_length : strlen(pair->value));
+    }
+    dtrain__json_write_key(&json, "total_size", 10);
+    dtrain__json_write_u64(&json, plan->total);
+    dtrain__json_end(&json);
+    dtrain__json_write_key(&json, "weight_map", 10);
+    dtrain__json_begin(&json, 1);
+    for (size_t i = 0; i < plan->kept; i++) {
+        size_t index = (size_t)(names[i] - plan->sources), low = 0;
+        while (low + 1 < plan->files && plan->first[low + 1] <= index)
+            low++;
+        dtrain__huggingface_file_name(file, low, plan->files);
+        dtrain__json_write_key(&json, names[i]->name, dtrain__huggingface_length(names[i]));
+        dtrain__json_write_string(&json, file, strlen(file));
+    }
+    dtrain__json_end(&json);
+    dtrain__json_end(&json);
+    dtrain__json_put(&json, "\n", 1);
+    return json.bytes;
+}
+
+static dtrain_status dtrain__huggingface_write_index(const dtrain__huggingface_plan *plan, int directory, int no_sync)
+{
+    size_t bytes = plan->kept * sizeof(dtrain_safetensors_source *), text_bytes = 0;
+    const dtrain_safetensors_source **names = (const dtrain_safetensors_source **)dtrain__alloc(plan->allocator, bytes);
+    void *text = NULL;
+    for (size_t i = 0; i < plan->kept && names != NULL; i++)
+        names[i] = &plan->sources[i];
+    if (names != NULL && plan->kept > 1)
+        qsort(names, plan->kept, sizeof *names, dtrain__huggingface_compare_names);
+    if (names != NULL) {
+        text_bytes = dtrain__huggingface_print(plan, names, NULL, 0);
+        text = dtrain__alloc(plan->allocator, text_bytes);
+    }
+    if (text != NULL)
+        dtrain__huggingface_print(plan, names, text, text_bytes);
+    dtrain__free(plan->allocator, names, bytes);
+    if (text == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory for an index of %zu tensors",
+                            plan->kept);
+    dtrain_status status =
+        dtrain__file_put(directory, DTRAIN__HUGGINGFACE_INDEX, text, text_bytes, no_sync, "safetensors_model_save");
+    dtrain__free(plan->allocator, text, text_bytes);
+    return status;
+}
+
+/* Writes all files into a directory. */
+static dtrain_status dtrain__huggingface_write_files(const dtrain__huggingface_plan *plan, int directory,
+                                                     const dtrain_safetensors_write_desc *desc)
+{
+    static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
+    dtrain_safetensors_write_desc each;
+    dtrain_status status = DTRAIN_OK;
+    char name[64];
+    memset(&each, 0, sizeof each);
+    each.metadata = plan->files == 1 ? plan->pairs : &format;
+    each.metadata_count = plan->files == 1 ? plan->pair_count : 1;
+    each.no_sync = desc != NULL && desc->no_sync;
+    each.allocator = desc != NULL ? desc->allocator : NULL;
+    for (size_t i = 0; i < plan->files && status == DTRAIN_OK; i++) {
+        dtrain__huggingface_file_name(name, i, plan->files);
+        status = dtrain__safetensors_save_at(directory, name, plan->sources + plan->first[i],
+                                             plan->first[i + 1] - plan->first[i], &each);
+    }
+    if (status == DTRAIN_OK && plan->files > 1)
+        status = dtrain__huggingface_write_index(plan, directory, each.no_sync);
+    return status;
+}
+
+static int dtrain__huggingface_not_empty(void *user, const char *name)
+{
+    (void)name;
+    *(int *)user = 1;
+    return 1;
+}
+
+/* Refuses a place that is taken, before gigabytes are written. */
+static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
+{
+    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY), taken = 0, error = fd < 0 ? errno : 0;
+    if (fd < 0 && error == ENOENT)
+        return DTRAIN_OK;
+    if (fd >= 0)
+        error = dtrain__file_list(fd, dtrain__huggingface_not_empty, &taken);
+    dtrain__file_close(fd);
+    if (error == ENOTDIR || taken)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_model_save: \"%s\" is there and %s: choose another name, or move it away",
+                            name, taken ? "not empty" : "no directory");
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: \"%s\": %s", name, strerror(error));
+    return DTRAIN_OK;
+}
+
+/* Writes the model beside its place, then moves it there. Each file was brought to the disk with its entry in the
+ * directory. */
+static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan *plan, int parent, const char *name,
+                                                 const dtrain_safetensors_write_desc *desc)
+{
+    char temporary[256];
+    int directory = -1, no_sync = desc != NULL && desc->no_sync, error = 0;
+    dtrain_status status = dtrain__huggingface_free_place(parent, name);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__file_temporary(temporary, name);
+    if (dtrain__file_sys_mkdir(parent, temporary) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: making a directory beside \"%s\": %s", name,
+                            strerror(errno));
+    status = dtrain__file_open_directory(&directory, parent, temporary, "safetensors_model_save");
+    if (status == DTRAIN_OK)
+        status = dtrain__huggingface_write_files(plan, directory, desc);
+    if (status == DTRAIN_OK && error == 0 && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
+        error = errno;
+    dtrain__file_close(directory);
+    if (status == DTRAIN_OK && error == 0) {
+        error = no_sync ? 0 : dtrain__file_sync_directory(parent);
+        return error == 0 ? DTRAIN_OK
+                          : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                         "safetensors_model_save: \"%s\" is in place, but its directory did not reach "
+                                         "the disk: %s",
+                                         name, strerror(error));
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: putting \"%s\" in place: %s", name,
+                              strerror(error));
+    dtrain__file_remove_directory(parent, temporary);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, const dtrain_safetensors_source *sources,
+                                                       size_t count, uint64_t max_file_bytes,
+                                                       const dtrain_safetensors_write_desc *desc)
+{
+    dtrain__huggingface_plan plan;
+    char path[4096];
+    const char *name;
+    size_t length = directory != NULL ? strlen(directory) : 0;
+    int parent;
+    while (length > 1 && directory[length - 1] == '/')
+        length--;
+    if (length == 0 || length >= sizeof path)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_save: directory is %s",
+                            length == 0 ? "missing" : "too long a path");
+    memcpy(path, directory, length);
+    path[length] = '\0';
+    dtrain_status status = dtrain__huggingface_plan_begin(&plan, sources, count, max_file_bytes, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_open_parent(&parent, &name, path, "safetensors_model_save");
+    if (status == DTRAIN_OK) {
+        status = dtrain__huggingface_save_in(&plan, parent, name, desc);
+        dtrain__file_close(parent);
+    }
+    dtrain__huggingface_plan_end(&plan);
+    return status;
+}
+
+#endif
+
+/* ---- >>params file ----
+ * A table of parameters as a safetensors file, for programs whose parameters are whole: names and shapes are the
+ * table's, and what differs between table and file is listed in one text. */
+#ifndef DTRAIN__PARAMS_FILE
+#define DTRAIN__PARAMS_FILE
+
+/* A list of names that differ, cut where a line of text ends. */
+typedef struct dtrain__params_list {
+    char text[400];
+    size_t length, count;
+} dtrain__params_list;
+
+__attribute__((format(printf, 4, 5))) static void dtrain__params_list_add(dtrain__params_list *list, const char *name,
+                                                                          size_t length, const char *format, ...)
+{
+    char quoted[64];
+    va_list arguments;
+    size_t room = sizeof list->text - list->length;
+    list->count++;
+    if (room < 160) /* a name and what follows it */
+        return;
+    int n = snprintf(list->text + list->length, room, "%s\"%s\"", list->count > 1 ? ", " : "",
+                     dtrain__safetensors_quote(quoted, name, length));
+    list->length += n > 0 ? (size_t)n : 0;
+    va_start(arguments, format);
+    n = vsnprintf(list->text + list->length, sizeof list->text - list->length, format, arguments);
+    va_end(arguments);
+    list->length += n > 0 && (size_t)n < sizeof list->text - list->length ? (size_t)n : 0;
+}
+
+static void dtrain__params_print_shape(char out[48], int ndim, const size_t *shape)
+{
+    size_t at = 0;
+    int n = snprintf(out, 48, "[");
+    for (int d = 0; d < ndim && n > 0 && at + (size_t)n < 40; d++) {
+        at += (size_t)n;
+        n = snprintf(out + at, 48 - at, "%s%zu", d > 0 ? "," : "", shape[d]);
+    }
+    at += n > 0 ? (size_t)n : 0;
+    at = at < 46 ? at : 46;
+    memcpy(out + at, "]", 2);
+}
+
+/* Whether a tensor can be a parameter; a scalar of a file is {1} in a table. Otherwise the list says why not. */
+static int dtrain__params_fits(const dtrain_param *param, const dtrain_safetensors_tensor *tensor,
+                               dtrain__params_list *list)
+{
+    char have[48], want[48];
+    dtrain__format format;
+    int ndim = dtrain__params_ndim(param), same = tensor != NULL && tensor->ndim == ndim;
+    if (tensor == NULL) {
+        dtrain__params_list_add(list, param->name, strlen(param->name), " is missing");
+        return 0;
+    }
+    for (int d = 0; d < ndim && same; d++)
+        same = tensor->shape[d] == param->shape[d];
+    same = same || (tensor->ndim == 0 && ndim == 1 && param->shape[0] == 1);
+    if (!same) {
+        dtrain__params_print_shape(have, tensor->ndim, tensor->shape);
+        dtrain__params_print_shape(want, ndim, param->shape);
+        dtrain__params_list_add(list, param->name, strlen(param->name), " is %s, expected %s", have, want);
+    } else if (tensor->dtype != param->dtype &&
+               (!dtrain__format_of(tensor->dtype, &format) || !dtrain__format_of(param->dtype, &format))) {
+        dtrain__params_list_add(list, param->name, strlen(param->name), " is %s, expected %s",
+                                dtrain_dtype_name(tensor->dtype), dtrain_dtype_name(param->dtype));
+        same = 0;
+    }
+    return same;
+}
+
+/* Lists tensors that the table does not name. Returns 0 when there is no memory. */
+static int dtrain__params_extra(const dtrain_param *table, size_t count, const dtrain_safetensors_model *model,
+                                dtrain__params_list *list)
+{
+    dtrain_allocator heap;
+    dtrain__names names;
+    size_t index, twice;
+    memset(&heap, 0, sizeof heap);
+    memset(&names, 0, sizeof names);
+    dtrain__name *own = (dtrain__name *)dtrain__alloc(&heap, count * sizeof *own);
+    for (size_t i = 0; i < count && own != NULL; i++) {
+        own[i].text = table[i].name;
+        own[i].length = strlen(table[i].name);
+    }
+    int built = own != NULL && dtrain__names_build(&names, &heap, own, sizeof *own, count, &twice);
+    for (size_t i = 0; i < dtrain_safetensors_model_count(model) && built; i++) {
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(model, i, NULL);
+        if (!dtrain__names_find(&names, tensor->name, tensor->name_length, &index))
+            dtrain__params_list_add(list, tensor->name, tensor->name_length, " is extra");
+    }
+    dtrain__names_free(&names, &heap);
+    dtrain__free(&heap, own, count * sizeof *own);
+    return built;
+}
+
+DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t count, const char *path)
+{
+    dtrain_allocator heap;
+    dtrain_status status = dtrain_params_check(table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    memset(&heap, 0, sizeof heap);
+    dtrain_safetensors_source *sources = (dtrain_safetensors_source *)dtrain__alloc(&heap, count * sizeof *sources);
+    if (sources == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "params_save: no memory for %zu names", count);
+    for (size_t i = 0; i < count; i++) {
+        sources[i].name = table[i].name;
+        sources[i].dtype = table[i].dtype;
+        sources[i].ndim = dtrain__params_ndim(&table[i]);
+        sources[i].shape = table[i].shape;
+        sources[i].data = table[i].data;
+    }
+    status = dtrain_safetensors_save(path, sources, count, NULL);
+    dtrain__free(&heap, sources, count * sizeof *sources);
+    return status;
+}
+
+/* Compares the whole table with the model before anything is read. */
+static dtrain_status dtrain__params_compare(const dtrain_param *table, size_t count,
+                                            const dtrain_safetensors_model *model, const char *path, int strict)
+{
+    dtrain__params_list list;
+    memset(&list, 0, sizeof list);
+    for (size_t i = 0; i < count; i++)
+        dtrain__params_fits(&table[i], dtrain_safetensors_model_find(model, table[i].name, strlen(table[i].name), NULL),
+                            &list);
+    if (!dtrain__params_extra(table, count, model, &list))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "params_load: no memory for %zu names", count);
+    if (list.count == 0)
+        return DTRAIN_OK;
+    if (strict)
+        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "params_load: %.120s differs from the table in %zu tensors: %s",
+                            path, list.count, list.text);
+    dtrain__log(DTRAIN_LOG_WARN, "params_load: %.120s differs from the table in %zu tensors, which are left out: %s",
+                path, list.count, list.text);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict)
+{
+    dtrain_safetensors_model *model;
+    dtrain__params_list ignored;
+    dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain_safetensors_model_open(&model, path, NULL);
+    if (status != DTRAIN_OK)
+        return status;
+    memset(&ignored, 0, sizeof ignored);
+    status = dtrain__params_compare(table, count, model, path, strict);
+    for (size_t i = 0; i < count && status == DTRAIN_OK; i++) {
+        dtrain_safetensors *file;
+        const dtrain_safetensors_tensor *tensor =
+            dtrain_safetensors_model_find(model, table[i].name, strlen(table[i].name), &file);
+        if (dtrain__params_fits(&table[i], tensor, &ignored))
+            status = dtrain_safetensors_read(file, tensor, table[i].data, table[i].dtype);
+    }
+    dtrain_safetensors_model_close(model);
     return status;
 }
 

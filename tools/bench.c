@@ -5,7 +5,8 @@
  *
  *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
  *                all-reduce as it is written by hand, tools/bench_ring.h), fsdp (steps of a sharded stack of layers
- *                beside the same unsharded, tools/bench_fsdp.h), gemm, adamw
+ *                beside the same unsharded, tools/bench_fsdp.h), gemm, adamw; file_open, file_header,
+ *                file_read, file_save, file_load (safetensors files, tools/bench_files.h)
  *   ranks=2      threads that take part
  *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
@@ -16,7 +17,7 @@
  *   pin=0        1: rank r on processor r mod their number
  *   huge=0       1: asks for huge pages
  *   runs=11      at least 7; medians are printed
- *   size=1024    gemm: all three sizes
+ *   size=1024    gemm: all three sizes; file_open has 1,000 tensors, and file_header 100,000
  *   strategy=full | grad | none | hybrid: fsdp; hybrid has two nodes
  *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run
  *   work=100     fsdp: computation in % of communication
@@ -96,11 +97,17 @@ typedef enum bench_op {
     FSDP,
     GEMM,
     ADAMW,
+    FILE_OPEN,
+    FILE_HEADER,
+    FILE_READ,
+    FILE_SAVE,
+    FILE_LOAD,
     BENCH_OPS
 } bench_op;
-static const char *const bench_names[BENCH_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                                   "reduce",     "all_to_all",     "fused",      "barrier",
-                                                   "ring",       "fsdp",           "gemm",       "adamw"};
+static const char *const bench_names[BENCH_OPS] = {
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",   "all_to_all",
+    "fused",      "barrier",        "ring",       "fsdp",      "gemm",     "adamw",
+    "file_open",  "file_header",    "file_read",  "file_save", "file_load"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -458,7 +465,7 @@ static void bench_print(const bench *b)
     printf("op=%s transport=%s ranks=%d bytes=%zu against=%s huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f "
            "limit_GBps=%.4f "
            "of_limit=%.3f\n",
-           bench_names[b->op], b->op == ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes,
+           bench_names[b->op], b->op >= ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes,
            b->against_ring ? "ring" : "limit", b->huge, us, (double)b->bytes * 1e-3 / us, limit_us,
            (double)b->bytes * 1e-3 / limit_us, bench_median(ratios, b->runs));
 }
@@ -579,6 +586,8 @@ static int bench_adam_run(bench *b)
     return 0;
 }
 
+#include "bench_files.h"
+
 static int bench_complain(const char *what, const char *why)
 {
     fprintf(stderr, "bench: %s: %s; see the top of tools/bench.c\n", what, why);
@@ -602,7 +611,7 @@ static int bench_key(bench *b, const char *argument)
                                        "pin",   "layers", "width", "work",  "steps", "sleep"};
     static const size_t least[] = {1, 7, 0, 0, 1, 0, 1024, 0, 2, 1, 0, 1, 0};
     static const size_t most[] = {
-        BENCH_RANKS, BENCH_RUNS, 1,     (size_t)1 << 40, 32768, (size_t)1 << 38, (size_t)1 << 30, 1,
+        BENCH_RANKS, BENCH_RUNS, 1,     (size_t)1 << 40, 1000000, (size_t)1 << 38, (size_t)1 << 30, 1,
         1000,        32768,      10000, 10000,           1};
     if (value == NULL)
         return 0;
@@ -660,10 +669,14 @@ int main(int argc, char **argv)
     if (op == BENCH_OPS)
         return bench_complain(argv[1], "is no operation");
     b.op = (bench_op)op;
-    b.ranks = op == ADAMW ? 1 : 2;
+    b.ranks = op >= ADAMW ? 1 : 2;
     b.runs = 11;
-    b.bytes = op == ADAMW ? 100000000 : op == FUSED ? BENCH_FUSED * (size_t)4096 : (size_t)1 << 20;
-    b.size = 1024;
+    b.bytes = op == ADAMW || op == FILE_HEADER ? 100000000
+              : op == FILE_OPEN                ? (size_t)10000000000
+              : op >= FILE_READ                ? (size_t)1 << 30
+              : op == FUSED                    ? BENCH_FUSED * (size_t)4096
+                                               : (size_t)1 << 20;
+    b.size = op == FILE_OPEN ? 1000 : op == FILE_HEADER ? 100000 : 1024;
     b.chunk = (size_t)256 << 10;
     b.repeats[0] = b.repeats[1] = 1;
     b.layers = 8;
@@ -678,6 +691,8 @@ int main(int argc, char **argv)
     b.bytes = op == BARRIER || op == FSDP ? 0 : b.bytes / sizeof(float) * sizeof(float);
     b.count = b.bytes / sizeof(float);
     b.threads = processors > 0 && processors < b.ranks ? (int)processors : b.ranks;
+    if (op >= FILE_OPEN)
+        return files_run(&b);
     if (op == GEMM || op == ADAMW)
         return op == GEMM ? bench_gemm(&b) : bench_adam_run(&b);
     if (b.transport == SLOW)

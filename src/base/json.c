@@ -34,11 +34,19 @@ typedef enum dtrain__json_expect {
     DTRAIN__JSON_WANT_COMMA_OR_END
 } dtrain__json_expect;
 
+typedef enum dtrain__json_fault {
+    DTRAIN__JSON_FAULT_SYNTAX,
+    DTRAIN__JSON_FAULT_STRING, /* a control character, escape or surrogate */
+    DTRAIN__JSON_FAULT_UTF8,
+    DTRAIN__JSON_FAULT_DEPTH
+} dtrain__json_fault;
+
 typedef struct dtrain__json_reader {
     const unsigned char *text;
     size_t length;
-    size_t offset;     /* of the next byte; after an error, of the byte that is wrong */
-    const char *error; /* what is wrong, a phrase; NULL while nothing is */
+    size_t offset;            /* of the next byte; after an error, of the byte that is wrong */
+    const char *error;        /* what is wrong, a phrase; NULL while nothing is */
+    dtrain__json_fault fault; /* its kind */
     int depth;
     uint32_t objects; /* bit i: the level i + 1 is an object */
     dtrain__json_expect expect;
@@ -57,11 +65,18 @@ static void dtrain__json_open(dtrain__json_reader *reader, const void *text, siz
     reader->expect = DTRAIN__JSON_WANT_VALUE;
 }
 
-static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
+static dtrain__json_kind dtrain__json_bad_as(dtrain__json_reader *reader, dtrain__json_fault fault, size_t offset,
+                                             const char *error)
 {
     reader->offset = offset;
     reader->error = error;
+    reader->fault = fault;
     return DTRAIN__JSON_ERROR;
+}
+
+static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
+{
+    return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_SYNTAX, offset, error);
 }
 
 /* The byte at offset, or -1 at the end. */
@@ -143,12 +158,23 @@ static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offs
     return 12;
 }
 
+/* The next byte of a string from offset on that is not one plain ASCII character. */
+static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
+{
+    const unsigned char *text = reader->text;
+    while (offset < reader->length && text[offset] >= 0x20 && text[offset] < 0x80 && text[offset] != '"' &&
+           text[offset] != '\\')
+        offset++;
+    return offset;
+}
+
 /* Reads the string whose opening quote is at the reader's offset. */
 static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     size_t at = reader->offset + 1;
     token->begin = at;
     for (;;) {
+        at = dtrain__json_plain(reader, at);
         int byte = dtrain__json_peek(reader, at);
         size_t step = 0;
         uint32_t code;
@@ -157,11 +183,15 @@ static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, d
         if (byte == '"')
             break;
         if (byte < 0x20)
-            return dtrain__json_bad(reader, at, "a control character inside a string");
-        step = byte == '\\' ? dtrain__json_escape(reader, at, &code)
-                            : dtrain__json_utf8(reader->text + at, reader->length - at);
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "a control character inside a string");
+        if (byte == '\\')
+            step = dtrain__json_escape(reader, at, &code);
+        else
+            step = dtrain__json_utf8(reader->text + at, reader->length - at);
+        if (step == 0 && byte == '\\')
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "an escape that JSON does not have");
         if (step == 0)
-            return dtrain__json_bad(reader, at, byte == '\\' ? "an escape that JSON does not have" : "not UTF-8");
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_UTF8, at, "not UTF-8");
         at += step;
     }
     token->end = at;
@@ -218,7 +248,7 @@ static dtrain__json_kind dtrain__json_read_word(dtrain__json_reader *reader, dtr
 static dtrain__json_kind dtrain__json_enter(dtrain__json_reader *reader, int is_object)
 {
     if (reader->depth == DTRAIN__JSON_DEPTH)
-        return dtrain__json_bad(reader, reader->offset, "nested deeper than 32 levels");
+        return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_DEPTH, reader->offset, "nested deeper than 32 levels");
     uint32_t bit = (uint32_t)1 << reader->depth++;
     reader->objects = is_object ? reader->objects | bit : reader->objects & ~bit;
     reader->expect = is_object ? DTRAIN__JSON_WANT_KEY_OR_END : DTRAIN__JSON_WANT_VALUE_OR_END;
@@ -363,7 +393,9 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
 static int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
 {
     unsigned char have[64];
-    size_t bytes = strlen(text);
+    size_t bytes = strlen(text), length = token->end - token->begin;
+    if (memchr(reader->text + token->begin, '\\', length) == NULL)
+        return length == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
     return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
            memcmp(have, text, bytes) == 0;
 }
@@ -394,6 +426,7 @@ typedef struct dtrain__json_writer {
     int depth;
     uint32_t objects, filled; /* bit i: the level i + 1 is an object; holds something already */
     int after_key, complete;
+    int indent; /* spaces a level, each item on a line of its own; 0: compact */
 } dtrain__json_writer;
 
 static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, size_t capacity)
@@ -419,6 +452,15 @@ static void dtrain__json_put(dtrain__json_writer *writer, const void *text, size
     writer->bytes = bytes <= SIZE_MAX - writer->bytes ? writer->bytes + bytes : SIZE_MAX;
 }
 
+/* Begins a line, where the text is not compact. */
+static void dtrain__json_line(dtrain__json_writer *writer)
+{
+    if (writer->indent > 0)
+        dtrain__json_put(writer, "\n", 1);
+    for (int i = 0; i < writer->indent * writer->depth; i++)
+        dtrain__json_put(writer, " ", 1);
+}
+
 /* Puts the comma that a key, a value or nothing needs here, and checks that it may stand here. */
 static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
 {
@@ -430,6 +472,8 @@ static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
         return 0;
     if ((writer->filled & bit) != 0 && !writer->after_key)
         dtrain__json_put(writer, ",", 1);
+    if (writer->depth > 0 && !writer->after_key)
+        dtrain__json_line(writer);
     writer->filled |= bit;
     writer->after_key = is_key;
     writer->complete = writer->depth == 0;
@@ -457,6 +501,8 @@ static void dtrain__json_end(dtrain__json_writer *writer)
     if (writer->broken)
         return;
     int in_object = (writer->objects >> --writer->depth & 1) != 0;
+    if ((writer->filled >> writer->depth & 1) != 0)
+        dtrain__json_line(writer);
     dtrain__json_put(writer, in_object ? "}" : "]", 1);
     writer->complete = writer->depth == 0;
 }
@@ -494,7 +540,7 @@ static void dtrain__json_write_key(dtrain__json_writer *writer, const void *text
     if (!dtrain__json_place(writer, 1))
         return;
     dtrain__json_put_quoted(writer, text, length);
-    dtrain__json_put(writer, ":", 1);
+    dtrain__json_put(writer, ": ", writer->indent > 0 ? 2 : 1);
 }
 
 static void dtrain__json_write_string(dtrain__json_writer *writer, const void *text, size_t length)

@@ -1,0 +1,238 @@
+/* Files: opening a large one and touching one tensor, a header of very many tensors, and a whole file read from the
+ * page cache or saved, beside bare read() and write() of as many bytes. Files lie in TMPDIR, or /tmp, and are removed.
+ */
+#ifndef BENCH_FILES_H
+#define BENCH_FILES_H
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#define FILES_TENSORS 64 /* of the file that is read or saved whole */
+
+static void files_fail(const char *what)
+{
+    fprintf(stderr, "bench: %s: %s\n", what, strerror(errno));
+    exit(1);
+}
+
+static const char *files_path(const char *name)
+{
+    static char paths[2][512];
+    static int next;
+    const char *directory = getenv("TMPDIR");
+    char *path = paths[next++ % 2];
+    snprintf(path, sizeof paths[0], "%s/dtrain-bench-%ld-%s", directory != NULL ? directory : "/tmp", (long)getpid(),
+             name);
+    return path;
+}
+
+static dtrain_status files_nothing(void *user, uint64_t offset, void *out, size_t bytes)
+{
+    (void)user;
+    (void)offset;
+    memset(out, 0, bytes);
+    return DTRAIN_OK;
+}
+
+/* A file that gets its header, and how much of it is still to come. */
+typedef struct files_head {
+    int fd;
+    uint64_t left;
+} files_head;
+
+/* Takes the header, which comes first and is at most 8 MiB a piece, and ends the writing after it. */
+static dtrain_status files_header(void *user, const void *data, size_t bytes)
+{
+    files_head *head = (files_head *)user;
+    const unsigned char *first = (const unsigned char *)data;
+    if (head->left == 0) {
+        head->left = 8;
+        for (int i = 0; i < 8; i++)
+            head->left += (uint64_t)first[i] << (8 * i);
+    }
+    if (write(head->fd, data, bytes) != (ssize_t)bytes)
+        files_fail("writing a header");
+    head->left -= bytes;
+    return head->left > 0 ? DTRAIN_OK : DTRAIN_ERR_ABORTED;
+}
+
+/* Makes a file of `count` tensors of float32 whose data are a hole. */
+static void files_sparse(const char *path, size_t count, size_t elements)
+{
+    dtrain_safetensors_source *sources = (dtrain_safetensors_source *)calloc(count, sizeof *sources);
+    char(*names)[48] = (char(*)[48])calloc(count, sizeof *names);
+    files_head head = {open(path, O_RDWR | O_CREAT | O_TRUNC, 0600), 0};
+    uint64_t bytes;
+    if (sources == NULL || names == NULL || head.fd < 0)
+        files_fail(path);
+    for (size_t i = 0; i < count; i++) {
+        snprintf(names[i], sizeof names[i], "model.layers.%zu.mlp.weight", i);
+        sources[i].name = names[i];
+        sources[i].dtype = DTRAIN_F32;
+        sources[i].ndim = 1;
+        sources[i].shape = &elements;
+        sources[i].fill = files_nothing;
+    }
+    dtrain_safetensors_write(files_header, &head, sources, count, NULL);
+    DTRAIN_CHECK(dtrain_safetensors_size(&bytes, sources, count, NULL));
+    if (ftruncate(head.fd, (off_t)bytes) != 0)
+        files_fail("making a sparse file");
+    close(head.fd);
+    free(names);
+    free(sources);
+}
+
+/* Opens a file of b->size tensors and reads one of them; limit_us is given. */
+static void files_open(bench *b, double limit_us)
+{
+    const char *path = files_path("sparse");
+    size_t elements = b->bytes / b->size / sizeof(float);
+    float *out = bench_memory(elements * sizeof(float), 0);
+    files_sparse(path, b->size, elements);
+    for (int run = -1; run < b->runs; run++) {
+        dtrain_safetensors *file;
+        float first;
+        int64_t begin = bench_now_ns();
+        DTRAIN_CHECK(dtrain_safetensors_open(&file, path, NULL));
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(file, "model.layers.7.mlp.weight", 25);
+        DTRAIN_CHECK(dtrain_safetensors_read_range(file, tensor, elements / 2, 1, &first, DTRAIN_F32));
+        dtrain_safetensors_close(file);
+        if (run >= 0) {
+            b->us[run] = (double)(bench_now_ns() - begin) * 1e-3;
+            b->limit_us[run] = limit_us;
+        }
+    }
+    unlink(path);
+    free(out);
+}
+
+typedef struct files_table {
+    dtrain_safetensors_source sources[FILES_TENSORS];
+    char names[FILES_TENSORS][32];
+    size_t shape, bytes; /* of one */
+} files_table;
+
+static void files_make_table(bench *b, files_table *table, unsigned char *data)
+{
+    memset(table, 0, sizeof *table);
+    table->shape = b->bytes / FILES_TENSORS / sizeof(float);
+    table->bytes = table->shape * sizeof(float);
+    for (int i = 0; i < FILES_TENSORS; i++) {
+        snprintf(table->names[i], sizeof table->names[i], "layer.%02d", i);
+        table->sources[i].name = table->names[i];
+        table->sources[i].dtype = DTRAIN_F32;
+        table->sources[i].ndim = 1;
+        table->sources[i].shape = &table->shape;
+        table->sources[i].data = data + (size_t)i * table->bytes;
+    }
+}
+
+/* Loads every tensor into its place; the limit reads the same bytes there with read(). */
+static void files_read(bench *b, files_table *table, unsigned char *data, const char *path)
+{
+    dtrain_safetensors_write_desc desc = {NULL, 0, 1, NULL};
+    DTRAIN_CHECK(dtrain_safetensors_save(path, table->sources, FILES_TENSORS, &desc));
+    for (int run = -2; run < b->runs; run++) {
+        dtrain_safetensors *file;
+        int64_t begin = bench_now_ns(), middle;
+        DTRAIN_CHECK(dtrain_safetensors_open(&file, path, NULL));
+        for (size_t i = 0; i < FILES_TENSORS; i++)
+            DTRAIN_CHECK(
+                dtrain_safetensors_load(file, table->names[i], data + i * table->bytes, table->shape, DTRAIN_F32));
+        off_t first = (off_t)dtrain_safetensors_header_bytes(file);
+        dtrain_safetensors_close(file);
+        middle = bench_now_ns();
+        int fd = open(path, O_RDONLY);
+        if (fd < 0 || lseek(fd, first, SEEK_SET) != first)
+            files_fail(path);
+        for (size_t i = 0; i < FILES_TENSORS; i++)
+            if (read(fd, data + i * table->bytes, table->bytes) != (ssize_t)table->bytes)
+                files_fail("read");
+        close(fd);
+        if (run >= 0) {
+            b->us[run] = (double)(middle - begin) * 1e-3;
+            b->limit_us[run] = (double)(bench_now_ns() - middle) * 1e-3;
+        }
+    }
+}
+
+/* Saves all tensors; the limit writes as many bytes to a file and brings it to the disk. */
+static void files_save(bench *b, files_table *table, const unsigned char *data, const char *path)
+{
+    for (int run = -1; run < b->runs; run++) {
+        int64_t begin = bench_now_ns(), middle;
+        DTRAIN_CHECK(dtrain_safetensors_save(path, table->sources, FILES_TENSORS, NULL));
+        middle = bench_now_ns();
+        unlink(path);
+        int64_t again = bench_now_ns();
+        int fd = open(path, O_WRONLY | O_CREAT | O_EXCL, 0600);
+        if (fd < 0)
+            files_fail(path);
+        for (size_t i = 0; i < FILES_TENSORS; i++)
+            if (write(fd, data + i * table->bytes, table->bytes) != (ssize_t)table->bytes)
+                files_fail("write");
+        if (fsync(fd) != 0 || close(fd) != 0)
+            files_fail("fsync");
+        if (run >= 0) {
+            b->us[run] = (double)(middle - begin) * 1e-3;
+            b->limit_us[run] = (double)(bench_now_ns() - again) * 1e-3;
+        }
+        unlink(path);
+    }
+}
+
+/* Loads the file of the environment's BENCH_FILE into memory that is new each time, as Python's load_file does. */
+static void files_load(bench *b)
+{
+    const char *path = getenv("BENCH_FILE");
+    if (path == NULL)
+        path = "BENCH_FILE, which is not set";
+    b->bytes = 0;
+    for (int run = 0; run < b->runs; run++) {
+        dtrain_safetensors *file;
+        int64_t begin = bench_now_ns();
+        DTRAIN_CHECK(dtrain_safetensors_open(&file, path, NULL));
+        size_t count = dtrain_safetensors_count(file);
+        void **places = (void **)calloc(count + 1, sizeof *places);
+        for (size_t i = 0; i < count && places != NULL; i++) {
+            const dtrain_safetensors_tensor *tensor = dtrain_safetensors_tensor_at(file, i);
+            places[i] = malloc((size_t)(tensor->end - tensor->begin) + 1);
+            DTRAIN_CHECK(dtrain_safetensors_read(file, tensor, places[i], (dtrain_dtype)0));
+        }
+        b->bytes = (size_t)dtrain_safetensors_bytes_read(file);
+        dtrain_safetensors_close(file);
+        b->us[run] = b->limit_us[run] = (double)(bench_now_ns() - begin) * 1e-3;
+        for (size_t i = 0; i < count && places != NULL; i++)
+            free(places[i]);
+        free(places);
+    }
+}
+
+static int files_run(bench *b)
+{
+    if (b->op == FILE_LOAD) {
+        files_load(b);
+    } else if (b->op == FILE_OPEN) {
+        files_open(b, 2000);
+    } else if (b->op == FILE_HEADER) {
+        files_open(b, 150000);
+    } else {
+        files_table *table = (files_table *)malloc(sizeof *table);
+        unsigned char *data = (unsigned char *)bench_memory(b->bytes, b->huge);
+        const char *path = files_path("whole");
+        if (table == NULL)
+            files_fail("memory");
+        files_make_table(b, table, data);
+        if (b->op == FILE_READ)
+            files_read(b, table, data, path);
+        else
+            files_save(b, table, data, path);
+        unlink(path);
+        free(data);
+        free(table);
+    }
+    bench_print(b);
+    return 0;
+}
+
+#endif

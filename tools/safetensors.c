@@ -1,0 +1,529 @@
+/* Looks into safetensors files and Hugging Face models, and makes others of them.
+ *
+ * cc -O2 -I. tools/safetensors.c -o build/safetensors -lpthread -lm
+ *
+ *   safetensors ls PATH                        every tensor: dtype, shape, bytes, name; and the metadata
+ *   safetensors cat PATH NAME [BEGIN [COUNT]]  its elements, one a line
+ *   safetensors diff A B                       what one has and the other has not; 1 when there is anything
+ *   safetensors verify PATH...                 whether it keeps every rule of the format: ok, or the rule and the place
+ *   safetensors merge MODEL FILE               a model of several files as one
+ *   safetensors split PATH DIRECTORY [--size 5GB]   a file or model as one of several files of that many bytes
+ *   safetensors convert PATH FILE --dtype bf16 the same with every F64, F32, F16, BF16, F8_E4M3 and F8_E5M2 as another
+ *                                              of these
+ *
+ * PATH is a .safetensors file, a model.safetensors.index.json, or a directory with one of them. merge, split and
+ * convert hold no tensor in memory. Ends with 0; with 1 for a file that breaks a rule, or a difference; with 2 for a
+ * wrong call, or when the system refuses. */
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#include <ctype.h>
+#include <inttypes.h>
+#include <math.h>
+
+enum { GOOD = 0, BAD = 1, FAILED = 2 };
+
+static int usage(const char *what)
+{
+    fprintf(
+        stderr,
+        "safetensors: %s\n"
+        "usage: safetensors ls PATH | cat PATH NAME [BEGIN [COUNT]] | diff A B | verify PATH... | merge MODEL FILE |\n"
+        "       split PATH DIRECTORY [--size 5GB] | convert PATH FILE --dtype bf16\n",
+        what);
+    return FAILED;
+}
+
+/* Prints the library's error; gives the exit code. */
+static int complain(dtrain_status status)
+{
+    fflush(stdout);
+    fprintf(stderr, "safetensors: %s\n", dtrain_last_error());
+    return status == DTRAIN_ERR_CORRUPT ? BAD : FAILED;
+}
+
+/* ---- progress ---- */
+
+static uint64_t progress_total, progress_done;
+static int64_t progress_next_ns;
+
+/* Draws a bar, ten times a second, where a person may look at it. */
+static void progress(uint64_t more)
+{
+    int64_t now = dtrain__os_now_ns();
+    progress_done += more;
+    if (progress_total == 0 || now < progress_next_ns || !isatty(2))
+        return;
+    if (progress_next_ns == 0) { /* what is over soon needs no bar */
+        progress_next_ns = now + 500000000;
+        return;
+    }
+    progress_next_ns = now + 100000000;
+    int filled = (int)(progress_done * 40 / progress_total);
+    fprintf(stderr, "\r[%.*s%*s] %3d%%", filled, "########################################", 40 - filled, "",
+            (int)(progress_done * 100 / progress_total));
+}
+
+static void progress_end(void)
+{
+    if (progress_total > 0 && progress_next_ns > 0 && isatty(2))
+        fprintf(stderr, "\r%50s\r", "");
+    progress_total = progress_done = 0;
+    progress_next_ns = 0;
+}
+
+/* ---- printing ---- */
+
+/* Prints a text as it is, or as JSON where it holds what would disturb a line. */
+static void print_text(const char *text, size_t length)
+{
+    int plain = length > 0 && text[0] != '"';
+    for (size_t i = 0; i < length && plain; i++)
+        plain = (unsigned char)text[i] >= 0x20 && text[i] != 0x7f && text[i] != '\\';
+    if (plain) {
+        fwrite(text, 1, length, stdout);
+        return;
+    }
+    size_t room = 6 * length + 2;
+    char *out = (char *)malloc(room);
+    dtrain__json_writer json;
+    if (out == NULL)
+        return;
+    dtrain__json_write_start(&json, out, room);
+    dtrain__json_write_string(&json, text, length);
+    fwrite(out, 1, json.bytes < room ? json.bytes : room, stdout);
+    free(out);
+}
+
+static void print_shape(const dtrain_safetensors_tensor *tensor)
+{
+    putchar('[');
+    for (int d = 0; d < tensor->ndim; d++)
+        printf("%s%zu", d > 0 ? "," : "", tensor->shape[d]);
+    putchar(']');
+}
+
+static int is_float(dtrain_dtype dtype)
+{
+    dtrain__format format;
+    return dtrain__format_of(dtype, &format);
+}
+
+/* ---- ls ---- */
+
+static int list(const dtrain_safetensors_model *model)
+{
+    uint64_t bytes = 0, elements = 0;
+    for (size_t i = 0; i < dtrain_safetensors_model_metadata_count(model); i++) {
+        const dtrain_safetensors_pair *pair = dtrain_safetensors_model_metadata(model, i);
+        printf("# ");
+        print_text(pair->key, pair->key_length);
+        printf(": ");
+        print_text(pair->value, pair->value_length);
+        putchar('\n');
+    }
+    for (size_t i = 0; i < dtrain_safetensors_model_count(model); i++) {
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(model, i, NULL);
+        printf("%-11s %14" PRIu64 "  ", dtrain_dtype_name(tensor->dtype), tensor->end - tensor->begin);
+        print_text(tensor->name, tensor->name_length);
+        putchar(' ');
+        print_shape(tensor);
+        putchar('\n');
+        bytes += tensor->end - tensor->begin;
+        elements += tensor->count;
+    }
+    size_t files = dtrain_safetensors_model_files(model);
+    printf("# %zu tensors in %zu file%s, %" PRIu64 " elements, %" PRIu64 " bytes\n",
+           dtrain_safetensors_model_count(model), files, files == 1 ? "" : "s", elements, bytes);
+    return GOOD;
+}
+
+/* ---- cat ---- */
+
+/* Prints one element of a dtype that is no float, from its bytes in this machine's order. */
+static void print_element(const unsigned char *at, dtrain_dtype dtype)
+{
+    uint64_t bits = dtrain__load_bits(at, (int)(dtrain_dtype_bits(dtype) / 8));
+    int64_t number = (int64_t)bits;
+    float parts[2];
+    switch ((int)dtype) {
+    case DTRAIN_BOOL:
+    case DTRAIN_U8:
+    case DTRAIN_U16:
+    case DTRAIN_U32:
+    case DTRAIN_U64: printf("%" PRIu64 "\n", bits); break;
+    case DTRAIN_I8: printf("%d\n", (int)(int8_t)bits); break;
+    case DTRAIN_I16: printf("%d\n", (int)(int16_t)bits); break;
+    case DTRAIN_I32: printf("%" PRId32 "\n", (int32_t)bits); break;
+    case DTRAIN_I64: printf("%" PRId64 "\n", number); break;
+    case DTRAIN_C64:
+        memcpy(parts, at, 8);
+        printf("%.9g%+.9gi\n", (double)parts[0], (double)parts[1]);
+        break;
+    default: printf("0x%02" PRIx64 "\n", bits);
+    }
+}
+
+/* Prints `bytes` bytes of elements that are narrower, as they are packed. */
+static void print_packed(const unsigned char *data, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++)
+        printf("0x%02x\n", data[i]);
+}
+
+static int print_elements(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor, size_t begin, size_t count)
+{
+    enum { STEP = 4096 };
+    double values[STEP];
+    unsigned bits = dtrain_dtype_bits(tensor->dtype);
+    for (size_t at = 0; at < count; at += STEP) {
+        size_t some = count - at < STEP ? count - at : (size_t)STEP;
+        dtrain_status status = dtrain_safetensors_read_range(file, tensor, begin + at, some, values,
+                                                             is_float(tensor->dtype) ? DTRAIN_F64 : (dtrain_dtype)0);
+        if (status != DTRAIN_OK)
+            return complain(status);
+        if (bits < 8)
+            print_packed((const unsigned char *)values, some * bits / 8);
+        for (size_t i = 0; i < some && bits >= 8; i++)
+            if (is_float(tensor->dtype))
+                printf("%.*g\n", tensor->dtype == DTRAIN_F64 ? 17 : 9, values[i]);
+            else
+                print_element((const unsigned char *)values + i * bits / 8, tensor->dtype);
+    }
+    return GOOD;
+}
+
+static int number(const char *text, size_t *value)
+{
+    char *end;
+    errno = 0;
+    unsigned long long read = strtoull(text, &end, 10);
+    *value = (size_t)read;
+    return isdigit((unsigned char)text[0]) && *end == '\0' && errno == 0 && read <= SIZE_MAX;
+}
+
+static int cat(const dtrain_safetensors_model *model, int argc, char **argv)
+{
+    dtrain_safetensors *file;
+    size_t begin = 0, count;
+    const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_find(model, argv[0], strlen(argv[0]), &file);
+    if (tensor == NULL) {
+        fprintf(stderr, "safetensors: there is no tensor \"%s\"; ls lists them\n", argv[0]);
+        return FAILED;
+    }
+    if (argc > 1 && (!number(argv[1], &begin) || begin > tensor->count))
+        return usage("BEGIN is no element of the tensor");
+    count = tensor->count - begin;
+    if (argc > 2 && (!number(argv[2], &count) || count > tensor->count - begin))
+        return usage("COUNT goes beyond the tensor");
+    return print_elements(file, tensor, begin, count);
+}
+
+/* ---- diff ---- */
+
+/* What one chunk of two tensors adds to their difference. */
+static void compare_chunk(const double *a, const double *b, size_t count, size_t *differ, double *most)
+{
+    for (size_t i = 0; i < count; i++) {
+        double distance = a[i] > b[i] ? a[i] - b[i] : b[i] - a[i];
+        int a_nan = a[i] != a[i], b_nan = b[i] != b[i];
+        if (a[i] == b[i] || (a_nan && b_nan))
+            continue;
+        ++*differ;
+        *most = a_nan || b_nan ? HUGE_VAL : distance > *most ? distance : *most;
+    }
+}
+
+/* Counts the elements that differ in value, where both tensors are floats, otherwise in bytes. */
+static dtrain_status compare(dtrain_safetensors *a_file, const dtrain_safetensors_tensor *a, dtrain_safetensors *b_file,
+                             const dtrain_safetensors_tensor *b, size_t *differ, double *most)
+{
+    enum { STEP = 8192 };
+    static double left[STEP], right[STEP];
+    int floats = is_float(a->dtype) && is_float(b->dtype);
+    dtrain_status status = DTRAIN_OK;
+    for (size_t at = 0; at < a->count && status == DTRAIN_OK; at += STEP) {
+        size_t some = a->count - at < STEP ? a->count - at : (size_t)STEP,
+               bytes = some * dtrain_dtype_bits(a->dtype) / 8;
+        status = dtrain_safetensors_read_range(a_file, a, at, some, left, floats ? DTRAIN_F64 : (dtrain_dtype)0);
+        if (status == DTRAIN_OK)
+            status = dtrain_safetensors_read_range(b_file, b, at, some, right, floats ? DTRAIN_F64 : (dtrain_dtype)0);
+        if (status == DTRAIN_OK && floats)
+            compare_chunk(left, right, some, differ, most);
+        size_t width = dtrain_dtype_bits(a->dtype) < 8 ? 1 : dtrain_dtype_bits(a->dtype) / 8;
+        for (size_t i = 0; i < bytes && status == DTRAIN_OK && !floats; i += width)
+            *differ += memcmp((const char *)left + i, (const char *)right + i, width) != 0;
+        progress(bytes);
+    }
+    return status;
+}
+
+static void print_difference(const dtrain_safetensors_tensor *a, const dtrain_safetensors_tensor *b)
+{
+    printf("! ");
+    print_text(a->name, a->name_length);
+    printf(": %s ", dtrain_dtype_name(a->dtype));
+    print_shape(a);
+    printf(" and %s ", dtrain_dtype_name(b->dtype));
+    print_shape(b);
+    putchar('\n');
+}
+
+/* Compares two tensors of one name; gives whether they differ, or FAILED. */
+static int diff_tensor(dtrain_safetensors *a_file, const dtrain_safetensors_tensor *a, dtrain_safetensors *b_file,
+                       const dtrain_safetensors_tensor *b)
+{
+    size_t differ = 0;
+    double most = 0;
+    int shapes =
+        a->ndim == b->ndim && (a->ndim == 0 || memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) == 0);
+    if (!shapes || a->dtype != b->dtype)
+        print_difference(a, b);
+    if (!shapes || (a->dtype != b->dtype && !(is_float(a->dtype) && is_float(b->dtype))))
+        return BAD;
+    dtrain_status status = compare(a_file, a, b_file, b, &differ, &most);
+    if (status != DTRAIN_OK)
+        return complain(status), FAILED;
+    if (differ > 0) {
+        printf("~ ");
+        print_text(a->name, a->name_length);
+        printf(": %zu of %zu %s differ", differ, a->count,
+               dtrain_dtype_bits(a->dtype) < 8 ? "elements' bytes" : "elements");
+        if (is_float(a->dtype))
+            printf(", by at most %.3g", most);
+        putchar('\n');
+    }
+    return differ > 0 || a->dtype != b->dtype ? BAD : GOOD;
+}
+
+/* Prints tensors of one model that the other has not. */
+static int diff_missing(const dtrain_safetensors_model *a, const dtrain_safetensors_model *b, char sign)
+{
+    int result = GOOD;
+    for (size_t i = 0; i < dtrain_safetensors_model_count(a); i++) {
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(a, i, NULL);
+        if (dtrain_safetensors_model_find(b, tensor->name, tensor->name_length, NULL) != NULL)
+            continue;
+        printf("%c ", sign);
+        print_text(tensor->name, tensor->name_length);
+        printf(": %s ", dtrain_dtype_name(tensor->dtype));
+        print_shape(tensor);
+        putchar('\n');
+        result = BAD;
+    }
+    return result;
+}
+
+static const dtrain_safetensors_pair *find_pair(const dtrain_safetensors_model *model,
+                                                const dtrain_safetensors_pair *pair)
+{
+    for (size_t i = 0; i < dtrain_safetensors_model_metadata_count(model); i++) {
+        const dtrain_safetensors_pair *other = dtrain_safetensors_model_metadata(model, i);
+        if (other->key_length == pair->key_length && memcmp(other->key, pair->key, pair->key_length) == 0)
+            return other;
+    }
+    return NULL;
+}
+
+/* Prints metadata of one model that are not those of the other. */
+static int diff_metadata(const dtrain_safetensors_model *a, const dtrain_safetensors_model *b, char sign)
+{
+    int result = GOOD;
+    for (size_t i = 0; i < dtrain_safetensors_model_metadata_count(a); i++) {
+        const dtrain_safetensors_pair *pair = dtrain_safetensors_model_metadata(a, i), *other = find_pair(b, pair);
+        if (other != NULL && other->value_length == pair->value_length &&
+            memcmp(other->value, pair->value, pair->value_length) == 0)
+            continue;
+        printf("%c # ", sign);
+        print_text(pair->key, pair->key_length);
+        printf(": ");
+        print_text(pair->value, pair->value_length);
+        putchar('\n');
+        result = BAD;
+    }
+    return result;
+}
+
+static uint64_t model_bytes(const dtrain_safetensors_model *model)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < dtrain_safetensors_model_count(model); i++) {
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(model, i, NULL);
+        bytes += tensor->end - tensor->begin;
+    }
+    return bytes;
+}
+
+static int diff(const dtrain_safetensors_model *a, const char *path)
+{
+    dtrain_safetensors_model *b;
+    dtrain_status status = dtrain_safetensors_model_open(&b, path, NULL);
+    if (status != DTRAIN_OK) {
+        complain(status);
+        return FAILED; /* 1 is for what differs */
+    }
+    int result =
+        diff_metadata(a, b, '-') | diff_metadata(b, a, '+') | diff_missing(a, b, '-') | diff_missing(b, a, '+');
+    progress_total = model_bytes(a);
+    for (size_t i = 0; i < dtrain_safetensors_model_count(a) && (result & FAILED) == 0; i++) {
+        dtrain_safetensors *a_file, *b_file;
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(a, i, &a_file);
+        const dtrain_safetensors_tensor *other =
+            dtrain_safetensors_model_find(b, tensor->name, tensor->name_length, &b_file);
+        if (other != NULL)
+            result |= diff_tensor(a_file, tensor, b_file, other);
+    }
+    progress_end();
+    dtrain_safetensors_model_close(b);
+    return (result & FAILED) != 0 ? FAILED : result;
+}
+
+/* ---- verify ---- */
+
+static int verify(int count, char **paths)
+{
+    int result = GOOD;
+    for (int i = 0; i < count; i++) {
+        dtrain_safetensors_model *model;
+        dtrain_status status = dtrain_safetensors_model_open(&model, paths[i], NULL);
+        int one = status == DTRAIN_OK ? GOOD : complain(status);
+        if (status == DTRAIN_OK)
+            printf("%s: ok, %zu tensors, %" PRIu64 " bytes\n", paths[i], dtrain_safetensors_model_count(model),
+                   model_bytes(model));
+        if (status == DTRAIN_OK)
+            dtrain_safetensors_model_close(model);
+        result = one > result ? one : result;
+    }
+    return result;
+}
+
+/* ---- merge, split, convert ---- */
+
+/* A tensor on its way from one file to another. */
+typedef struct passage {
+    dtrain_safetensors *file;
+    const dtrain_safetensors_tensor *tensor;
+    dtrain_dtype dtype;
+} passage;
+
+static dtrain_status pass(void *user, uint64_t offset, void *out, size_t bytes)
+{
+    const passage *p = (const passage *)user;
+    unsigned bits = dtrain_dtype_bits(p->dtype);
+    progress(bytes);
+    return dtrain_safetensors_read_range(p->file, p->tensor, (size_t)(offset * 8 / bits), bytes * 8 / bits, out,
+                                         p->dtype);
+}
+
+/* Writes all tensors of a model to a file, or to a directory of files of `most` bytes; dtype 0 leaves them as they are.
+ */
+static int rewrite(const dtrain_safetensors_model *model, const char *path, uint64_t most, dtrain_dtype dtype)
+{
+    size_t count = dtrain_safetensors_model_count(model), pairs = dtrain_safetensors_model_metadata_count(model);
+    passage *passages = (passage *)calloc(count + 1, sizeof *passages);
+    dtrain_safetensors_source *sources = (dtrain_safetensors_source *)calloc(count + 1, sizeof *sources);
+    dtrain_safetensors_write_desc desc = {pairs > 0 ? dtrain_safetensors_model_metadata(model, 0) : NULL, pairs, 0,
+                                          NULL};
+    dtrain_status status = DTRAIN_ERR_MEMORY;
+    if (passages == NULL || sources == NULL) {
+        fprintf(stderr, "safetensors: no memory for %zu tensors\n", count);
+    } else {
+        for (size_t i = 0; i < count; i++) {
+            passage *p = &passages[i];
+            p->tensor = dtrain_safetensors_model_tensor(model, i, &p->file);
+            p->dtype = (int)dtype != 0 && is_float(p->tensor->dtype) ? dtype : p->tensor->dtype;
+            sources[i].name = p->tensor->name;
+            sources[i].name_length = p->tensor->name_length;
+            sources[i].dtype = p->dtype;
+            sources[i].ndim = p->tensor->ndim;
+            sources[i].shape = p->tensor->shape;
+            sources[i].fill = pass;
+            sources[i].user = p;
+            progress_total += (uint64_t)p->tensor->count * dtrain_dtype_bits(p->dtype) / 8;
+        }
+        status = most > 0 ? dtrain_safetensors_model_save(path, sources, count, most, &desc)
+                          : dtrain_safetensors_save(path, sources, count, &desc);
+        progress_end();
+        if (status != DTRAIN_OK)
+            complain(status);
+    }
+    free(passages);
+    free(sources);
+    return status == DTRAIN_OK ? GOOD : FAILED;
+}
+
+/* Reads a size: 1000, 5GB, 512MiB. */
+static int size_of(const char *text, uint64_t *bytes)
+{
+    static const char *const units[] = {"", "B", "kB", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"};
+    static const uint64_t factors[] = {1,    1,       1000,       1000,          1000000, 1000000000, 1000000000000u,
+                                       1024, 1048576, 1073741824, 1099511627776u};
+    char *end;
+    unsigned long long value = strtoull(text, &end, 10);
+    for (size_t i = 0; i < sizeof units / sizeof units[0]; i++)
+        if (strcmp(end, units[i]) == 0) {
+            *bytes = (uint64_t)value * factors[i];
+            return isdigit((unsigned char)text[0]) && value > 0 && value <= UINT64_MAX / factors[i];
+        }
+    return 0;
+}
+
+static int dtype_of(const char *text, dtrain_dtype *dtype)
+{
+    char upper[16] = {0};
+    for (size_t i = 0; text[i] != '\0' && i < sizeof upper - 1; i++)
+        upper[i] = (char)toupper((unsigned char)text[i]);
+    return strlen(text) < sizeof upper && dtrain_dtype_from_name(dtype, upper, strlen(upper)) == DTRAIN_OK &&
+           is_float(*dtype);
+}
+
+/* Runs a command on an open model; arguments are those after its path. */
+static int run(const char *command, const dtrain_safetensors_model *model, int argc, char **argv)
+{
+    uint64_t most = 5000000000u;
+    dtrain_dtype dtype;
+    if (strcmp(command, "ls") == 0)
+        return argc == 0 ? list(model) : usage("ls takes one path");
+    if (strcmp(command, "cat") == 0)
+        return argc >= 1 && argc <= 3 ? cat(model, argc, argv) : usage("cat takes a path and a name");
+    if (strcmp(command, "diff") == 0)
+        return argc == 1 ? diff(model, argv[0]) : usage("diff takes two paths");
+    if (strcmp(command, "merge") == 0)
+        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0) : usage("merge takes a model and a file");
+    if (strcmp(command, "split") == 0) {
+        if (argc != 1 && !(argc == 3 && strcmp(argv[1], "--size") == 0 && size_of(argv[2], &most)))
+            return usage("split takes a path, a directory and a --size as 5GB or 512MiB");
+        return rewrite(model, argv[0], most, (dtrain_dtype)0);
+    }
+    if (argc != 3 || strcmp(argv[1], "--dtype") != 0 || !dtype_of(argv[2], &dtype))
+        return usage("convert takes a path, a file and a --dtype of f64, f32, f16, bf16, f8_e4m3 or f8_e5m2");
+    return rewrite(model, argv[0], 0, dtype);
+}
+
+int main(int argc, char **argv)
+{
+    static const char *const commands[] = {"ls", "cat", "diff", "merge", "split", "convert"};
+    dtrain_safetensors_model *model;
+    int known = 0;
+    if (argc < 3)
+        return usage(argc < 2 ? "no command" : "no path");
+    if (strcmp(argv[1], "verify") == 0)
+        return verify(argc - 2, argv + 2);
+    for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
+        known |= strcmp(argv[1], commands[i]) == 0;
+    if (!known)
+        return usage("there is no such command");
+    dtrain_status status = dtrain_safetensors_model_open(&model, argv[2], NULL);
+    if (status != DTRAIN_OK) {
+        int result = complain(status);
+        return strcmp(argv[1], "diff") == 0 ? FAILED : result;
+    }
+    int result = run(argv[1], model, argc - 3, argv + 3);
+    dtrain_safetensors_model_close(model);
+    if (fflush(stdout) != 0 || ferror(stdout)) {
+        fprintf(stderr, "safetensors: writing the output: %s\n", strerror(errno));
+        result = FAILED;
+    }
+    return result;
+}
