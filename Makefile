@@ -2,7 +2,8 @@
 # make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
 # make demo-fsdp trains it sharded: memory, weights and hidden communication of every strategy
 # make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
-# make soak      the long random runs, MINUTES=n (default 10) of each kind, and 200 rounds of killed ranks
+# make soak      the long random runs, MINUTES=n (default 10) of each kind, 200 rounds of killed ranks
+#                and 600 of jobs killed while they save
 # make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
 # make bench     the benchmark table into build/bench.csv
 CC ?= cc
@@ -34,7 +35,7 @@ build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
 build/bench: CFLAGS += -fno-math-errno
-build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h tools/bench_files.h
+build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h tools/bench_files.h tools/bench_checkpoint.h
 
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
@@ -63,7 +64,7 @@ bench: all
 	@sh tools/bench_table
 
 soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive \
-	$(test_dir)/test_fsdp_memory
+	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail
 	$(test_dir)/soak $(MINUTES)
 	$(test_dir)/steady $(MINUTES)
 	for run in 1 2 3 4 5; do PROPERTY_SEED=$$(date +%s%N) $(test_dir)/test_property || exit 1; done
@@ -71,6 +72,7 @@ soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/
 	PROPERTY_LARGE=1 $(test_dir)/test_property more_elements_than_32_bits_count
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault
 	KILL_ROUNDS=200 $(test_dir)/test_survive survivors_of_kills_at_random_times_shrink_and_go_on
+	CHECKPOINT_ROUNDS=300 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_fail
 
 fuzz:
 	@sh tests/fuzz.sh $(MINUTES)

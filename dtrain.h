@@ -18,6 +18,8 @@
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
+ *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
+ *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from
  *
  * DATA-PARALLEL IN AN EXISTING TRAINER
  *
@@ -51,6 +53,14 @@
  *     ...                                              backward: gather, compute, dtrain_fsdp_reduce(fsdp, layer)
  *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
+ * CHECKPOINTS: each rank saves what it holds; any number of ranks, under any strategy, goes on from there.
+ *
+ *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));      desc.directory = "run"
+ *     state.fsdp = fsdp;                                                or table and optimizer, or pieces of your own
+ *     DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));   state.step says where to go on
+ *     ...
+ *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));               or dtrain_checkpoint_save_async
  *
  * CONVENTIONS
  *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's
@@ -1476,6 +1486,23 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
  * one thread per object; allocates nothing */
 DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
 
+/* Return and set the number of steps that the optimizer has made, by which AdamW corrects its averages: part of what is
+ * saved and resumed.
+ *
+ * one thread per object */
+DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer);
+DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
+
+/* Returns the optimizer's state of a parameter, or of a layer of a stacked one, as many floats as that has; it may be
+ * read and written between steps.
+ *
+ *   data      where the parameter, or the layer, begins
+ *   which     AdamW: 0 for m, 1 for v; SGD with momentum: 0 for the velocity
+ *   returns   NULL where there is none
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which);
+
 /* Frees an optimizer; NULL is legal.
  *
  * one thread per object */
@@ -1977,6 +2004,16 @@ DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
  *
  * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
+
+/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The same
+ * on every rank.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a scale that is not above 0 or not finite, negative steps; gradients of a step are not
+ *                                used yet
+ *
+ * one thread per object; never blocks */
+DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp);
+DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps);
 
 /* What an object has done since it was made. */
 typedef struct dtrain_fsdp_stats {
@@ -2494,6 +2531,270 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>checkpoint ----
+ * The state of a training run on disk, whole or not at all, for any number of ranks to go on from.
+ *
+ *     dtrain_checkpoint_desc desc = {};  desc.directory = "run";  desc.keep_last = 3;
+ *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));
+ *     dtrain_checkpoint_state state = {};  state.fsdp = fsdp;                       or table and optimizer
+ *     if (resume) { DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL)); step = state.step; }
+ *     ...
+ *     state.step = step;
+ *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));                           or dtrain_checkpoint_save_async
+ *
+ * A checkpoint is a directory: run/step-50/ has one safetensors file a rank, with the parts that this rank writes, a
+ * file of hashes beside each, and index.json, which names every tensor's full shape and says which file has which range
+ * of it. run/latest holds the name of the newest. What several ranks have alike is written once, its parts dealt to
+ * them. Files carry the number of their save, so that two saves of one step never meet; the index makes a save visible,
+ * at once, when all ranks have brought theirs to the disk: killed at any moment, the last checkpoint is whole and
+ * found.
+ *
+ * Loading reads what a rank needs, wherever it lies: from any number of ranks, strategy or split onto any other. Every
+ * 64 KiB of data, every header and the index carry a hash (XXH64), which finds what disks and networks do to bytes; it
+ * is no signature.
+ *
+ * Tensors are named as parameters are; optimizer state is NAME@adam.m and NAME@adam.v, or NAME@momentum. No other name
+ * may end so. With local set, ranks share no file system: see dtrain_checkpoint_desc. */
+#ifndef DTRAIN__CHECKPOINT_H
+#define DTRAIN__CHECKPOINT_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What one rank holds of one tensor: a range of a box of it. Zero what does not apply.
+ *
+ * A program that splits tensors its own way lists its pieces; together those of all ranks must tile each tensor. A
+ * column of a matrix {R, C} is boxed, with box_begin {0, c} and box_size {R, 1}, begin 0 and count R. */
+typedef struct dtrain_piece {
+    const char *name;              /* of the tensor, UTF-8 */
+    const char *suffix;            /* follows the name: "@adam.m"; NULL: nothing does */
+    dtrain_dtype dtype;            /* of a byte or more */
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the tensor in full */
+    int ndim;                      /* 0: a scalar */
+    int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
+    size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
+    size_t begin, count; /* elements of the box, counted row by row, that this piece has; count may be 0 */
+    int copies;          /* ranks that hold the very same piece; 0: 1 */
+    int copy;            /* which of them this is: 0 to copies - 1 */
+    void *data;          /* count elements, packed */
+} dtrain_piece;
+
+/* Elements that go from a piece that exists to one that is wanted. */
+typedef struct dtrain_reshard_copy {
+    size_t from, to;             /* which pieces */
+    size_t from_begin, to_begin; /* elements of their data */
+    size_t count;
+} dtrain_reshard_copy;
+
+/* Says which elements of the pieces that exist make up those that are wanted, without touching either: what a load
+ * does, for data that is kept in no file.
+ *
+ *   have     pieces of any number of ranks; of copies of one piece the first in the list is used. Data is not read
+ *   want     pieces, likewise
+ *   copies   out: room for capacity of them, by wanted piece, in the order of its elements; may be NULL with 0
+ *   count    out: how many there are, also when there is no room for them
+ *   errors   DTRAIN_ERR_INVALID   a bad piece; shapes or dtypes of one tensor differ; pieces overlap that are no copies
+ *            DTRAIN_ERR_MISMATCH  elements that are wanted are nowhere; the text names the first tensor
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_reshard_plan(const dtrain_piece *have, size_t have_count, const dtrain_piece *want,
+                                             size_t want_count, dtrain_reshard_copy *copies, size_t capacity,
+                                             size_t *count);
+
+/* Lists this rank's pieces of an FSDP: weights, then optimizer state. Data points into it, as of dtrain_fsdp_local.
+ *
+ *   pieces   out: room for capacity of them; may be NULL with 0
+ *   count    out: how many there are
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity, size_t *count);
+
+/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`.
+ *
+ *   optimizer   made from the same table; NULL: none
+ *   others      as dtrain_fsdp_pieces
+ *   errors      DTRAIN_ERR_INVALID  the optimizer was made from another table
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
+                                              const dtrain_optimizer *optimizer, int copies, int copy,
+                                              dtrain_piece *pieces, size_t capacity, size_t *count);
+
+/* What is saved, and where it goes when it is loaded: any of fsdp, table and pieces, together too. Names are unique
+ * over all of them. */
+typedef struct dtrain_checkpoint_state {
+    uint64_t step;             /* the program's count; load sets it */
+    dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
+    const dtrain_param *table; /* data that every rank has in full, as under DDP */
+    size_t table_count;
+    dtrain_optimizer *optimizer; /* of that table; NULL: none */
+    const dtrain_piece *pieces;  /* anything else */
+    size_t piece_count;
+    uint64_t seed, random_index;           /* of the program's random stream; load sets them */
+    const dtrain_sampler *sampler;         /* whose desc is saved, and compared by load; NULL: none */
+    const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's; load: see dtrain_checkpoint_value */
+    size_t value_count;
+} dtrain_checkpoint_state;
+
+typedef struct dtrain_checkpoint_desc {
+    const char *directory;       /* made where it is not there */
+    int keep_last;               /* checkpoints that stay: the newest and those before it; 0: all. Later ones, of a run
+                                    that was turned back, stay until they are saved again. local: 0 is 2, 1 is 2 */
+    int local;                   /* 1: each rank keeps its own on a disk of its own, in directory/rank-NNNNN; copies are
+                                    kept by all that hold them. To load, the ranks find the newest step that is whole
+                                    among them, and hand each other what they lack */
+    int no_verify;               /* 1: loading trusts the disk, and checks no hash but the index's */
+    int no_sync;                 /* 1: leaves it to the system when files reach the disk; a power failure may then cost
+                                    the newest checkpoint, never a kill */
+    int64_t timeout_ms;          /* that ranks wait for the slowest to write its part; 0: 300,000 */
+    dtrain_allocator *allocator; /* NULL: the C library; must outlive the object, and serve
+                                    the thread that writes as well */
+} dtrain_checkpoint_desc;
+
+typedef struct dtrain_checkpoint dtrain_checkpoint;
+
+/* Makes a checkpointer, and finds out whether the ranks share the directory's file system. Where rank 0 may not write
+ * there, it can still load.
+ *
+ *   comm     must outlive it; NULL: a program that is alone
+ *   desc     read by the call; the same on every rank but for directory, which may have another path on each host
+ *   errors   the same on every rank:
+ *            DTRAIN_ERR_INVALID   no directory, or a bad field
+ *            DTRAIN_ERR_IO        the directory cannot be made or opened; or ranks do not share it: the text lists them
+ *            DTRAIN_ERR_MISMATCH  descs differ
+ *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms of comm */
+DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
+                                                  const dtrain_checkpoint_desc *desc);
+
+/* Frees it; NULL is legal. Waits for a save under way: for its own part; rank 0 until it is visible or has failed.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
+
+/* Returns the text of the last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
+
+/* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
+ *
+ *   errors   the same on every rank; what was there before is untouched, and the next call may succeed:
+ *            DTRAIN_ERR_INVALID   a bad or doubled piece; pieces do not tile their tensor; an asynchronous save is
+ *                                 under way
+ *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
+ *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or the last
+ *                                 asynchronous save has failed, and no wait has told: its status; this one was not
+ * begun DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come DTRAIN_ERR_MEMORY; those of
+ * dtrain_all_gather
+ *
+ * Under DTRAIN_PROGRESS_POLL, files that take longer than heartbeat_ms to write need dtrain_checkpoint_save_async.
+ *
+ * collective: every rank of comm, same order; blocks while files are written, and up to timeout_ms for other ranks;
+ * with local, up to timeout_ms of comm */
+DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
+
+/* Copies what this rank writes to a buffer that stays for later saves, and returns; a thread writes it. The ranks tell
+ * each other through files that they are done: nothing is sent.
+ *
+ *   errors   on this rank alone: bad pieces; no memory; the one before is under way (see dtrain_checkpoint_wait) or has
+ *            failed and no wait has told. Then no rank's save becomes visible. Others from dtrain_checkpoint_wait
+ *
+ * every rank of comm, same order as the other saves; never waits for a rank or a disk */
+DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
+
+/* Says whether no asynchronous save is under way on this rank; 1 for NULL. Another rank may take longer: wait before
+ * the next save rather than ask.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt);
+
+/* Waits until the last asynchronous save is visible, and returns how it went; again when called again, until the next
+ * save. DTRAIN_OK where there was none. With local, this rank's part alone.
+ *
+ * one thread per object; blocks up to timeout_ms beyond the writing */
+DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt);
+
+typedef struct dtrain_checkpoint_load_desc {
+    const char *path; /* a safetensors file or Hugging Face model (see dtrain_safetensors_model_open), which every rank
+                         can read: weights alone; state, step and random numbers stay as they are. NULL: a checkpoint */
+    int exact;        /* 1: the checkpoint of `step`; 0: the newest */
+    uint64_t step;
+    int lenient;   /* 1: loads what fits, and reports the rest; 0: anything that is missing, extra or of another
+                      shape is an error, and nothing is loaded */
+    int no_verify; /* 1: as in dtrain_checkpoint_desc */
+} dtrain_checkpoint_load_desc;
+
+typedef struct dtrain_checkpoint_report {
+    uint64_t step;
+    int world_size;      /* of the ranks that saved it; 0: a file or model */
+    size_t loaded;       /* tensors of which this rank got what it asked for */
+    size_t missing;      /* tensors that this rank asked for and are not there */
+    size_t extra;        /* that are there, and no rank asked for. Optimizer state is none where no rank has a place
+                            for any */
+    size_t reshaped;     /* of another shape, or a dtype that does not convert */
+    char text[1024];     /* lists them; empty: none */
+    uint64_t bytes;      /* that this rank needed, as stored */
+    uint64_t bytes_read; /* that it read of files for them: index, headers and hashes included */
+    dtrain_optimizer_desc optimizer; /* the settings of the run that saved it; kind 0: unknown */
+} dtrain_checkpoint_report;
+
+/* Loads a checkpoint into weights, optimizer state and counters, converting floats where dtypes differ; then publishes
+ * the weights of an FSDP. Each rank reads what it needs. Hashes are checked unless no_verify says otherwise. An
+ * asynchronous save of this checkpointer is waited for first.
+ *
+ *   state    as of a save; step, seed and random_index are set
+ *   desc     NULL: the newest checkpoint, strictly
+ *   report   out; may be NULL. Filled also on DTRAIN_ERR_MISMATCH
+ *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH and DTRAIN_ERR_INVALID what was to be loaded is
+ *            undefined:
+ *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read
+ *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape; or the sampler's desc
+ *                                 differs, so that other examples would follow
+ *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where
+ *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather and dtrain_fsdp_publish
+ *
+ * collective: every rank of comm, same order; blocks while files are read, and up to timeout_ms of comm for other ranks
+ */
+DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
+                                                const dtrain_checkpoint_load_desc *desc,
+                                                dtrain_checkpoint_report *report);
+
+/* Returns the value of a key, saved with the checkpoint that was loaded last; NULL for none. It ends with a zero byte.
+ *
+ *   length   out: its bytes; may be NULL
+ *
+ * one thread per object; until the next load */
+DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, const char *key, size_t *length);
+
+/* Checks a checkpoint from end to end: that its index is whole, its pieces tile their tensors, its files keep the rules
+ * of safetensors, and that every hash is right.
+ *
+ *   path     of a checkpoint's directory, "run/step-50"; or "run", for the newest in it
+ *   errors   DTRAIN_ERR_CORRUPT  the text names the file and the place; DTRAIN_ERR_IO, DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path);
+
+/* Writes a checkpoint as one safetensors file, tensors whole, for others to read.
+ *
+ *   path             as dtrain_checkpoint_verify
+ *   file             to be written
+ *   with_optimizer   1: optimizer state too
+ *   errors           as dtrain_checkpoint_verify and dtrain_safetensors_save
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *file, int with_optimizer);
 
 #ifdef __cplusplus
 }
@@ -9846,7 +10147,7 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
     int weighted = call->form == DTRAIN__WEIGHTED;
     uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
     const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "", elements[24] = "";
+    char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
     size_t n = 0;
     int reduces =
         call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
@@ -17154,6 +17455,30 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
+DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
+{
+    return optimizer != NULL ? optimizer->step : 0;
+}
+
+DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step)
+{
+    if (optimizer != NULL)
+        optimizer->step = step;
+}
+
+DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
+{
+    size_t done = 0;
+    if (optimizer == NULL || data == NULL || which < 0 || (size_t)which * optimizer->count >= optimizer->state_count)
+        return NULL;
+    for (size_t i = 0; i < optimizer->params.range_count; i++) {
+        if (optimizer->params.ranges[i].data == data && optimizer->params.ranges[i].count > 0)
+            return optimizer->state + (size_t)which * optimizer->count + done;
+        done += optimizer->params.ranges[i].count;
+    }
+    return NULL;
+}
+
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 {
     if (optimizer == NULL)
@@ -19201,6 +19526,30 @@ DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
 {
     return fsdp != NULL ? fsdp->loss_scale : 1.0f;
+}
+
+DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->good_steps : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_loss_scale", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
+                            "0 and steps of at least 0",
+                            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
+    if (fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set_loss_scale: gradients of a step are not used yet on rank %d: end it first",
+                            dtrain__fsdp_rank(fsdp));
+    fsdp->loss_scale = scale;
+    fsdp->good_steps = good_steps;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
@@ -24206,6 +24555,5013 @@ DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t co
             status = dtrain_safetensors_read(file, tensor, table[i].data, table[i].dtype);
     }
     dtrain_safetensors_model_close(model);
+    return status;
+}
+
+#endif
+
+/* ---- >>xxh64 ----
+ * A hash of 64 bits at the speed of memory, which finds what disks and networks do to bytes. Whoever wants to deceive
+ * it can: it is no signature. Bytes may come in any pieces.
+ *
+ *   source   XXH64: Collet, xxHash fast digest algorithm, version 0.1.1, 2018 */
+#ifndef DTRAIN__XXH64
+#define DTRAIN__XXH64
+
+#define DTRAIN__XXH64_PRIME1 0x9E3779B185EBCA87u
+#define DTRAIN__XXH64_PRIME2 0xC2B2AE3D27D4EB4Fu
+#define DTRAIN__XXH64_PRIME3 0x165667B19E3779F9u
+#define DTRAIN__XXH64_PRIME4 0x85EBCA77C2B2AE63u
+#define DTRAIN__XXH64_PRIME5 0x27D4EB2F165667C5u
+
+typedef struct dtrain__xxh64 {
+    uint64_t lanes[4], seed, bytes;
+    unsigned char rest[32]; /* the bytes that are no whole stripe, bytes % 32 of them */
+} dtrain__xxh64;
+
+static uint64_t dtrain__xxh64_rotate(uint64_t x, int by)
+{
+    return x << by | x >> (64 - by);
+}
+
+/* Numbers in a file, and in what is hashed, are little-endian. */
+static uint64_t dtrain__xxh64_load(const unsigned char *from)
+{
+    uint64_t value;
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    memcpy(&value, from, sizeof value);
+#else
+    value = 0;
+    for (int i = 7; i >= 0; i--)
+        value = value << 8 | from[i];
+#endif
+    return value;
+}
+
+static void dtrain__xxh64_begin(dtrain__xxh64 *hash, uint64_t seed)
+{
+    hash->lanes[0] = seed + DTRAIN__XXH64_PRIME1 + DTRAIN__XXH64_PRIME2;
+    hash->lanes[1] = seed + DTRAIN__XXH64_PRIME2;
+    hash->lanes[2] = seed;
+    hash->lanes[3] = seed - DTRAIN__XXH64_PRIME1;
+    hash->seed = seed;
+    hash->bytes = 0;
+}
+
+static uint64_t dtrain__xxh64_round(uint64_t lane, uint64_t word)
+{
+    return dtrain__xxh64_rotate(lane + word * DTRAIN__XXH64_PRIME2, 31) * DTRAIN__XXH64_PRIME1;
+}
+
+static void dtrain__xxh64_stripes(dtrain__xxh64 *hash, const unsigned char *from, size_t count)
+{
+    uint64_t a = hash->lanes[0], b = hash->lanes[1], c = hash->lanes[2], d = hash->lanes[3];
+    for (; count > 0; count--, from += 32) {
+        a = dtrain__xxh64_round(a, dtrain__xxh64_load(from));
+        b = dtrain__xxh64_round(b, dtrain__xxh64_load(from + 8));
+        c = dtrain__xxh64_round(c, dtrain__xxh64_load(from + 16));
+        d = dtrain__xxh64_round(d, dtrain__xxh64_load(from + 24));
+    }
+    hash->lanes[0] = a;
+    hash->lanes[1] = b;
+    hash->lanes[2] = c;
+    hash->lanes[3] = d;
+}
+
+static void dtrain__xxh64_add(dtrain__xxh64 *hash, const void *data, size_t bytes)
+{
+    const unsigned char *from = (const unsigned char *)data;
+    size_t have = (size_t)(hash->bytes % 32);
+    hash->bytes += bytes;
+    if (have > 0 && bytes > 0) {
+        size_t take = bytes < 32 - have ? bytes : 32 - have;
+        memcpy(hash->rest + have, from, take);
+        from += take;
+        bytes -= take;
+        if (have + take < 32)
+            return;
+        dtrain__xxh64_stripes(hash, hash->rest, 1);
+    }
+    dtrain__xxh64_stripes(hash, from, bytes / 32);
+    if (bytes % 32 > 0)
+        memcpy(hash->rest, from + bytes / 32 * 32, bytes % 32);
+}
+
+/* The bytes after the last whole stripe, then the avalanche. */
+static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, size_t bytes)
+{
+    for (; bytes >= 8; bytes -= 8, from += 8)
+        sum = dtrain__xxh64_rotate(sum ^ dtrain__xxh64_round(0, dtrain__xxh64_load(from)), 27) * DTRAIN__XXH64_PRIME1 +
+              DTRAIN__XXH64_PRIME4;
+    if (bytes >= 4) {
+        uint64_t word = (uint64_t)from[0] | (uint64_t)from[1] << 8 | (uint64_t)from[2] << 16 | (uint64_t)from[3] << 24;
+        sum = dtrain__xxh64_rotate(sum ^ word * DTRAIN__XXH64_PRIME1, 23) * DTRAIN__XXH64_PRIME2 + DTRAIN__XXH64_PRIME3;
+        bytes -= 4;
+        from += 4;
+    }
+    for (; bytes > 0; bytes--, from++)
+        sum = dtrain__xxh64_rotate(sum ^ *from * DTRAIN__XXH64_PRIME5, 11) * DTRAIN__XXH64_PRIME1;
+    sum = (sum ^ sum >> 33) * DTRAIN__XXH64_PRIME2;
+    sum = (sum ^ sum >> 29) * DTRAIN__XXH64_PRIME3;
+    return sum ^ sum >> 32;
+}
+
+/* The hash of what was added so far; more may follow. */
+static uint64_t dtrain__xxh64_end(const dtrain__xxh64 *hash)
+{
+    const uint64_t *lanes = hash->lanes;
+    uint64_t sum = hash->seed + DTRAIN__XXH64_PRIME5;
+    if (hash->bytes >= 32) {
+        sum = dtrain__xxh64_rotate(lanes[0], 1) + dtrain__xxh64_rotate(lanes[1], 7) +
+              dtrain__xxh64_rotate(lanes[2], 12) + dtrain__xxh64_rotate(lanes[3], 18);
+        for (int i = 0; i < 4; i++)
+            sum = (sum ^ dtrain__xxh64_round(0, lanes[i])) * DTRAIN__XXH64_PRIME1 + DTRAIN__XXH64_PRIME4;
+    }
+    return dtrain__xxh64_finish(sum + hash->bytes, hash->rest, (size_t)(hash->bytes % 32));
+}
+
+static uint64_t dtrain__xxh64_of(const void *data, size_t bytes, uint64_t seed)
+{
+    dtrain__xxh64 hash;
+    dtrain__xxh64_begin(&hash, seed);
+    dtrain__xxh64_add(&hash, data, bytes);
+    return dtrain__xxh64_end(&hash);
+}
+
+#endif
+
+/* ---- >>reshard ----
+ * Which elements of one piece are those of another, and whether pieces tile their tensors. Arithmetic alone.
+ *
+ * A region is a range of a box, counted row by row. Elements of a region come in the order in which they come in the
+ * tensor, so that what two regions share is found by walking the box that their boxes share, run by run: a run is what
+ * lies next to each other in the tensor, and so in both. */
+#ifndef DTRAIN__RESHARD
+#define DTRAIN__RESHARD
+
+typedef struct dtrain__region {
+    int ndim;
+    size_t shape[DTRAIN_MAX_DIMS], stride[DTRAIN_MAX_DIMS]; /* of the tensor */
+    size_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS];   /* of the box */
+    size_t at, count;                                       /* elements of the box */
+    size_t run;                                             /* elements of the box that lie together */
+} dtrain__region;
+
+static size_t dtrain__region_product(const size_t *sizes, int first, int end)
+{
+    size_t product = 1;
+    for (int d = first; d < end; d++)
+        product *= sizes[d];
+    return product;
+}
+
+/* Derives stride and run. The shape's elements do not overflow, the box is inside it. */
+static void dtrain__region_settle(dtrain__region *region)
+{
+    int whole = 1;
+    size_t stride = 1;
+    region->run = 1;
+    for (int d = region->ndim - 1; d >= 0; d--) {
+        region->stride[d] = stride;
+        stride *= region->shape[d];
+        if (whole)
+            region->run *= region->size[d];
+        whole = whole && region->size[d] == region->shape[d];
+    }
+    region->run = region->run > 0 ? region->run : 1;
+}
+
+/* Makes the region of a piece. Returns what is wrong with it, or NULL. */
+static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece *piece)
+{
+    size_t elements = 1, bits;
+    memset(region, 0, sizeof *region);
+    if (piece->ndim < 0 || piece->ndim > DTRAIN_MAX_DIMS)
+        return "ndim is not from 0 to 8";
+    if (dtrain_dtype_bits(piece->dtype) < 8)
+        return "its dtype is none of a byte or more";
+    region->ndim = piece->ndim;
+    for (int d = 0; d < piece->ndim; d++) {
+        region->shape[d] = piece->shape[d];
+        region->begin[d] = piece->boxed ? piece->box_begin[d] : 0;
+        region->size[d] = piece->boxed ? piece->box_size[d] : piece->shape[d];
+        if (region->begin[d] > region->shape[d] || region->size[d] > region->shape[d] - region->begin[d])
+            return "its box reaches beyond the shape";
+        if (!dtrain__mul_size(elements, region->shape[d], &elements))
+            return "its shape multiplies to more than memory";
+    }
+    if (!dtrain__mul_size(elements, dtrain_dtype_bits(piece->dtype), &bits))
+        return "its shape multiplies to more than memory";
+    elements = dtrain__region_product(region->size, 0, region->ndim);
+    if (piece->begin > elements || piece->count > elements - piece->begin)
+        return "its range reaches beyond the box";
+    if (piece->copies < 0 || piece->copy < 0 || piece->copy >= (piece->copies > 0 ? piece->copies : 1))
+        return "copy is not from 0 to copies - 1";
+    region->at = piece->begin;
+    region->count = piece->count;
+    dtrain__region_settle(region);
+    return NULL;
+}
+
+/* The place in the tensor of element e of the box. */
+static size_t dtrain__region_place(const dtrain__region *region, size_t e)
+{
+    size_t place = 0;
+    for (int d = region->ndim - 1; d >= 0; d--) {
+        place += (region->begin[d] + e % region->size[d]) * region->stride[d];
+        e /= region->size[d];
+    }
+    return place;
+}
+
+/* The first element of the box whose place in the tensor is not before `place`. */
+static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
+{
+    size_t e = region->ndim == 0 ? place : 0; /* a scalar's own place, or its end */
+    for (int d = 0; d < region->ndim; d++) {
+        size_t index = place / region->stride[d];
+        place %= region->stride[d];
+        if (index < region->begin[d])
+            return e * dtrain__region_product(region->size, d, region->ndim);
+        if (index - region->begin[d] >= region->size[d])
+            return (e + 1) * dtrain__region_product(region->size, d, region->ndim);
+        e = e * region->size[d] + (index - region->begin[d]);
+    }
+    return e;
+}
+
+/* What two regions of one tensor share, to be taken run by run. */
+typedef struct dtrain__overlap {
+    const dtrain__region *from, *to;
+    dtrain__region both; /* at: the next element */
+    size_t end;
+} dtrain__overlap;
+
+/* Elements [from_begin, from_begin + count) of one are [to_begin, ...) of the other. */
+typedef struct dtrain__overlap_run {
+    size_t from_begin, to_begin, count;
+} dtrain__overlap_run;
+
+/* Returns 0 when they share nothing. */
+static int dtrain__overlap_begin(dtrain__overlap *overlap, const dtrain__region *from, const dtrain__region *to)
+{
+    dtrain__region *both = &overlap->both;
+    overlap->from = from;
+    overlap->to = to;
+    if (from->count == 0 || to->count == 0)
+        return 0;
+    *both = *from;
+    for (int d = 0; d < both->ndim; d++) {
+        size_t begin = from->begin[d] > to->begin[d] ? from->begin[d] : to->begin[d];
+        size_t a = from->begin[d] + from->size[d], b = to->begin[d] + to->size[d], end = a < b ? a : b;
+        if (begin >= end)
+            return 0;
+        both->begin[d] = begin;
+        both->size[d] = end - begin;
+    }
+    dtrain__region_settle(both);
+    size_t low = dtrain__region_place(from, from->at), low_to = dtrain__region_place(to, to->at);
+    size_t high = dtrain__region_place(from, from->at + from->count - 1);
+    size_t high_to = dtrain__region_place(to, to->at + to->count - 1);
+    low = low > low_to ? low : low_to;
+    high = high < high_to ? high : high_to;
+    if (low > high)
+        return 0;
+    both->at = dtrain__region_seek(both, low);
+    overlap->end = dtrain__region_seek(both, high + 1);
+    return both->at < overlap->end;
+}
+
+/* Gives the next run; returns 0 after the last. */
+static int dtrain__overlap_next(dtrain__overlap *overlap, dtrain__overlap_run *run)
+{
+    dtrain__region *both = &overlap->both;
+    run->count = 0;
+    while (both->at < overlap->end) {
+        size_t n = both->run - both->at % both->run, left = overlap->end - both->at;
+        size_t place = dtrain__region_place(both, both->at);
+        size_t from = dtrain__region_seek(overlap->from, place) - overlap->from->at;
+        size_t to = dtrain__region_seek(overlap->to, place) - overlap->to->at;
+        n = n < left ? n : left;
+        if (run->count > 0 && (from != run->from_begin + run->count || to != run->to_begin + run->count))
+            break;
+        if (run->count == 0) {
+            run->from_begin = from;
+            run->to_begin = to;
+        }
+        run->count += n;
+        both->at += n;
+    }
+    return run->count > 0;
+}
+
+/* All elements that they share; the overlap is at its beginning. */
+static size_t dtrain__overlap_count(const dtrain__overlap *overlap)
+{
+    return overlap->end - overlap->both.at;
+}
+
+/* ---- boxes of a range ---- */
+
+typedef dtrain_status (*dtrain__region_visit)(void *user, const dtrain__region *box);
+
+/* Calls visit with the boxes, at most 2 * ndim - 1, that a region is made of, in the order of its elements. Dimensions
+ * before d are one index wide; low and high count in those from d on. At most ndim deep. */
+static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_t low, size_t high,
+                                               dtrain__region_visit visit, void *user)
+{
+    size_t all = dtrain__region_product(box->size, d, box->ndim);
+    dtrain_status status = DTRAIN_OK;
+    if (low >= high)
+        return DTRAIN_OK;
+    if (low == 0 && high == all)
+        return visit(user, box);
+    size_t inner = all / box->size[d], begin = box->begin[d], size = box->size[d];
+    size_t first = (low + inner - 1) / inner, last = high / inner; /* whole indices: first to last */
+    box->size[d] = 1;
+    if (low % inner != 0) { /* the end of an index; it may be the end of the range as well */
+        box->begin[d] = begin + low / inner;
+        status = dtrain__region_boxes_from(box, d + 1, low % inner, high / inner == low / inner ? high % inner : inner,
+                                           visit, user);
+    }
+    if (status == DTRAIN_OK && first < last) {
+        box->begin[d] = begin + first;
+        box->size[d] = last - first;
+        status = visit(user, box);
+        box->size[d] = 1;
+    }
+    if (status == DTRAIN_OK && high % inner != 0 && first <= last) {
+        box->begin[d] = begin + last;
+        status = dtrain__region_boxes_from(box, d + 1, 0, high % inner, visit, user);
+    }
+    box->begin[d] = begin;
+    box->size[d] = size;
+    return status;
+}
+
+static dtrain_status dtrain__region_boxes(const dtrain__region *region, dtrain__region_visit visit, void *user)
+{
+    dtrain__region box = *region;
+    return dtrain__region_boxes_from(&box, 0, region->at, region->at + region->count, visit, user);
+}
+
+/* ---- tiling ----
+ * Whether regions hold every element of their tensor once. Every index of every dimension gets a random weight modulo a
+ * prime; a box then weighs the product of its sides' sums, and a set of boxes what its elements weigh together. Regions
+ * that weigh what the tensor weighs tile it: others pass by chance alone (Schwartz and Zippel), twice at most once in
+ * 2^55. This takes time linear in the number of regions, whatever their form, where comparing pairs does not. The sum
+ * of weights up to an index is itself drawn at random, which comes to the same. */
+
+#define DTRAIN__TILING_PRIME 0x7fffffffu /* 2^31 - 1 */
+
+typedef struct dtrain__tiling {
+    uint64_t seed[2];
+    uint64_t weight[2], whole[2];
+    size_t count; /* elements of all regions, for the text */
+} dtrain__tiling;
+
+/* The sum of the weights of indices below `index`. */
+static uint64_t dtrain__tiling_sum(uint64_t seed, int d, size_t index)
+{
+    return index == 0 ? 0 : dtrain_random_u64(seed + (uint64_t)d, index) % DTRAIN__TILING_PRIME;
+}
+
+static dtrain_status dtrain__tiling_weigh(void *user, const dtrain__region *box)
+{
+    dtrain__tiling *tiling = (dtrain__tiling *)user;
+    for (int k = 0; k < 2; k++) {
+        uint64_t weight = 1;
+        for (int d = 0; d < box->ndim; d++) {
+            uint64_t below = dtrain__tiling_sum(tiling->seed[k], d, box->begin[d]);
+            uint64_t upto = dtrain__tiling_sum(tiling->seed[k], d, box->begin[d] + box->size[d]);
+            weight = weight * ((upto + DTRAIN__TILING_PRIME - below) % DTRAIN__TILING_PRIME) % DTRAIN__TILING_PRIME;
+        }
+        tiling->weight[k] = (tiling->weight[k] + weight) % DTRAIN__TILING_PRIME;
+    }
+    return DTRAIN_OK;
+}
+
+/* Begins the check of a tensor, or of a region of it. */
+static void dtrain__tiling_begin(dtrain__tiling *tiling, const dtrain__region *whole)
+{
+    memset(tiling, 0, sizeof *tiling);
+    if (dtrain__os_random(tiling->seed, sizeof tiling->seed) != 0)
+        tiling->seed[0] = tiling->seed[1] = (uint64_t)dtrain__os_now_ns();
+    tiling->seed[1] ^= 0x9e3779b97f4a7c15u;
+    if (whole->count > 0)
+        dtrain__region_boxes(whole, dtrain__tiling_weigh, tiling);
+    memcpy(tiling->whole, tiling->weight, sizeof tiling->whole);
+    memset(tiling->weight, 0, sizeof tiling->weight);
+}
+
+static void dtrain__tiling_add(dtrain__tiling *tiling, const dtrain__region *region)
+{
+    if (region->count > 0)
+        dtrain__region_boxes(region, dtrain__tiling_weigh, tiling);
+    tiling->count = region->count <= SIZE_MAX - tiling->count ? tiling->count + region->count : SIZE_MAX;
+}
+
+static int dtrain__tiling_whole(const dtrain__tiling *tiling)
+{
+    return tiling->weight[0] == tiling->whole[0] && tiling->weight[1] == tiling->whole[1];
+}
+
+/* ---- the plan ---- */
+
+/* Compares names with their suffixes, byte by byte. */
+static int dtrain__piece_compare_names(const dtrain_piece *a, const dtrain_piece *b)
+{
+    const char *parts[2][2] = {{a->name, a->suffix != NULL ? a->suffix : ""},
+                               {b->name, b->suffix != NULL ? b->suffix : ""}};
+    int part[2] = {0, 0};
+    for (;;) {
+        for (int k = 0; k < 2; k++)
+            if (*parts[k][part[k]] == '\0' && part[k] == 0)
+                part[k] = 1;
+        int x = (unsigned char)*parts[0][part[0]], y = (unsigned char)*parts[1][part[1]];
+        if (x != y || x == 0)
+            return x - y;
+        parts[0][part[0]]++;
+        parts[1][part[1]]++;
+    }
+}
+
+static int dtrain__piece_same_tensor(const dtrain_piece *a, const dtrain_piece *b)
+{
+    return a->dtype == b->dtype && a->ndim == b->ndim &&
+           memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof a->shape[0]) == 0;
+}
+
+/* The name in full, cut where it is long, for texts. */
+static const char *dtrain__piece_name(char out[160], const dtrain_piece *piece)
+{
+    snprintf(out, 160, "%.120s%s", piece->name != NULL ? piece->name : "(no name)",
+             piece->suffix != NULL ? piece->suffix : "");
+    return out;
+}
+
+static dtrain_status dtrain__piece_check(dtrain__region *region, const dtrain_piece *piece, size_t index,
+                                         const char *call)
+{
+    char name[160];
+    if (piece->name == NULL || piece->name[0] == '\0')
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: piece %zu has no name: give it its tensor's", call, index);
+    const char *bad = dtrain__region_of(region, piece);
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: piece %zu, of \"%s\": %s", call, index,
+                            dtrain__piece_name(name, piece), bad);
+    return DTRAIN_OK;
+}
+
+/* Orders regions of one tensor; 0: they are the same. */
+static int dtrain__region_compare(const dtrain__region *a, const dtrain__region *b)
+{
+    for (int d = 0; d < a->ndim; d++) {
+        if (a->begin[d] != b->begin[d])
+            return a->begin[d] < b->begin[d] ? -1 : 1;
+        if (a->size[d] != b->size[d])
+            return a->size[d] < b->size[d] ? -1 : 1;
+    }
+    if (a->at != b->at)
+        return a->at < b->at ? -1 : 1;
+    return a->count < b->count ? -1 : a->count > b->count;
+}
+
+static int dtrain__reshard_by_region(const void *left, const void *right)
+{
+    const dtrain_piece *a = *(const dtrain_piece *const *)left, *b = *(const dtrain_piece *const *)right;
+    dtrain__region x, y;
+    int order = dtrain__piece_compare_names(a, b);
+    if (order != 0 || a->ndim != b->ndim)
+        return order != 0 ? order : a->ndim - b->ndim;
+    dtrain__region_of(&x, a);
+    dtrain__region_of(&y, b);
+    order = dtrain__region_compare(&x, &y);
+    return order != 0 ? order : a < b ? -1 : a > b;
+}
+
+static int dtrain__reshard_by_element(const void *left, const void *right)
+{
+    const dtrain_reshard_copy *a = (const dtrain_reshard_copy *)left, *b = (const dtrain_reshard_copy *)right;
+    return a->to_begin < b->to_begin ? -1 : a->to_begin > b->to_begin;
+}
+
+typedef struct dtrain__reshard {
+    const dtrain_piece *have, *want;
+    const dtrain_piece **sorted; /* what exists, by name and region, copies left out */
+    size_t sorted_count;
+    dtrain_reshard_copy *copies;
+    size_t capacity, count;
+} dtrain__reshard;
+
+static dtrain_status dtrain__reshard_sort(dtrain__reshard *plan, size_t have_count)
+{
+    dtrain__region region, before;
+    for (size_t i = 0; i < have_count; i++) {
+        dtrain_status status = dtrain__piece_check(&region, &plan->have[i], i, "dtrain_reshard_plan, of what exists");
+        if (status != DTRAIN_OK)
+            return status;
+        plan->sorted[i] = &plan->have[i];
+    }
+    qsort(plan->sorted, have_count, sizeof *plan->sorted, dtrain__reshard_by_region);
+    for (size_t i = 0; i < have_count; i++) {
+        const dtrain_piece *piece = plan->sorted[i],
+                           *last = plan->sorted_count > 0 ? plan->sorted[plan->sorted_count - 1] : NULL;
+        dtrain__region_of(&region, piece);
+        if (last != NULL && piece->copies > 1 && last->copies > 1 && dtrain__piece_compare_names(piece, last) == 0 &&
+            dtrain__piece_same_tensor(piece, last)) {
+            dtrain__region_of(&before, last);
+            if (dtrain__region_compare(&region, &before) == 0)
+                continue;
+        }
+        plan->sorted[plan->sorted_count++] = piece;
+    }
+    return DTRAIN_OK;
+}
+
+/* The first piece of a wanted one's tensor. */
+static size_t dtrain__reshard_find(const dtrain__reshard *plan, const dtrain_piece *want)
+{
+    size_t low = 0, high = plan->sorted_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (dtrain__piece_compare_names(plan->sorted[middle], want) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Lists what one wanted piece gets. */
+static dtrain_status dtrain__reshard_piece(dtrain__reshard *plan, const dtrain_piece *want, const dtrain__region *to)
+{
+    size_t first = plan->count;
+    char name[160];
+    dtrain__tiling tiling;
+    dtrain__tiling_begin(&tiling, to);
+    for (size_t i = dtrain__reshard_find(plan, want);
+         i < plan->sorted_count && dtrain__piece_compare_names(plan->sorted[i], want) == 0; i++) {
+        const dtrain_piece *have = plan->sorted[i];
+        dtrain__region from;
+        dtrain__overlap overlap;
+        dtrain__overlap_run run;
+        if (!dtrain__piece_same_tensor(have, want))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "dtrain_reshard_plan: \"%s\" is wanted with another shape or dtype than it has",
+                                dtrain__piece_name(name, want));
+        dtrain__region_of(&from, have);
+        if (!dtrain__overlap_begin(&overlap, &from, to))
+            continue;
+        overlap.both.count = dtrain__overlap_count(&overlap);
+        dtrain__tiling_add(&tiling, &overlap.both);
+        for (; dtrain__overlap_next(&overlap, &run); plan->count++)
+            if (plan->count < plan->capacity) {
+                dtrain_reshard_copy copy = {(size_t)(have - plan->have), (size_t)(want - plan->want), run.from_begin,
+                                            run.to_begin, run.count};
+                plan->copies[plan->count] = copy;
+            }
+    }
+    if (!dtrain__tiling_whole(&tiling))
+        return dtrain__fail(
+            NULL, tiling.count > want->count ? DTRAIN_ERR_INVALID : DTRAIN_ERR_MISMATCH,
+            "dtrain_reshard_plan: %zu elements of \"%s\" are wanted, and the pieces that exist have %zu "
+            "of them: each must be in exactly one, or in copies of one",
+            want->count, dtrain__piece_name(name, want), tiling.count);
+    if (plan->count <= plan->capacity && plan->count > first)
+        qsort(plan->copies + first, plan->count - first, sizeof *plan->copies, dtrain__reshard_by_element);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_reshard_plan(const dtrain_piece *have, size_t have_count, const dtrain_piece *want,
+                                             size_t want_count, dtrain_reshard_copy *copies, size_t capacity,
+                                             size_t *count)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain__reshard plan;
+    dtrain__region to;
+    size_t bytes;
+    memset(&plan, 0, sizeof plan);
+    if ((have == NULL && have_count > 0) || (want == NULL && want_count > 0) || count == NULL ||
+        (copies == NULL && capacity > 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_reshard_plan: an array or count is NULL");
+    plan.have = have;
+    plan.want = want;
+    plan.copies = copies;
+    plan.capacity = capacity;
+    if (dtrain__mul_size(have_count, sizeof *plan.sorted, &bytes))
+        plan.sorted = (const dtrain_piece **)dtrain__alloc(&heap, bytes);
+    if (plan.sorted == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_reshard_plan: no memory for %zu pieces", have_count);
+    dtrain_status status = dtrain__reshard_sort(&plan, have_count);
+    for (size_t i = 0; i < want_count && status == DTRAIN_OK; i++) {
+        status = dtrain__piece_check(&to, &want[i], i, "dtrain_reshard_plan, of what is wanted");
+        if (status == DTRAIN_OK && want[i].count > 0)
+            status = dtrain__reshard_piece(&plan, &want[i], &to);
+    }
+    dtrain__free(&heap, (void *)plan.sorted, bytes);
+    *count = plan.count;
+    return status;
+}
+
+#endif
+
+/* ---- >>index ----
+ * What a checkpoint consists of: its files, its tensors and their pieces, and the numbers and texts beside them. One
+ * JSON form serves for a rank's part, which is an index with one file, and for the whole: parts are read one after the
+ * other into one index, which is then settled: tensors are sorted and those of one name joined, and their pieces
+ * checked to tile them. The text ends with the hash of all that comes before.
+ *
+ * A text may be hostile. Memory grows with what was read of it, and is a small multiple of that. */
+#ifndef DTRAIN__INDEX
+#define DTRAIN__INDEX
+
+#include <locale.h>
+
+#define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the most that is read */
+#define DTRAIN__INDEX_NONE ((size_t)-1)
+#define DTRAIN__INDEX_TAIL 27 /* bytes of ,"hash":"0123456789abcdef"} */
+#define DTRAIN__INDEX_BLOCK 65536
+
+/* The number of a save: a checkpointer's own, and how many saves it has begun. */
+typedef struct dtrain__save_id {
+    uint64_t nonce, counter;
+} dtrain__save_id;
+
+/* One file of an index, and the hashes that it is checked by. */
+typedef struct dtrain__index_hashed {
+    size_t name; /* among the texts; NONE: there is none */
+    uint64_t header_bytes, header_hash, data_bytes;
+} dtrain__index_hashed;
+
+typedef struct dtrain__index_file {
+    dtrain__index_hashed data, hashes;
+    size_t blocks, block_count; /* hashes of the hashes file's blocks, among the numbers */
+    int rank;
+    int holder; /* the rank that has it, where files are not shared; -1: this one */
+} dtrain__index_file;
+
+typedef struct dtrain__index_tensor {
+    size_t name, name_length;
+    dtrain_dtype dtype;
+    int ndim;
+    size_t shape[DTRAIN_MAX_DIMS];
+    size_t first, count; /* its pieces, when settled */
+    size_t spares;       /* after them, copies of some of them */
+} dtrain__index_tensor;
+
+typedef struct dtrain__index_piece {
+    size_t tensor, file;
+    size_t number; /* it is NAME#number in the file; NONE: NAME */
+    size_t box;    /* ndim begins and ndim sizes among the numbers; NONE: the whole tensor */
+    size_t at, count;
+    size_t copy; /* copies beyond the first are left out when settled */
+} dtrain__index_piece;
+
+typedef struct dtrain__index_value {
+    size_t key, key_length, value, value_length;
+} dtrain__index_value;
+
+/* What is not about tensors; a part's and the whole's. */
+typedef struct dtrain__index_facts {
+    dtrain__save_id id;
+    uint64_t step, world_size;
+    uint64_t seed, random_index;
+    uint64_t optimizer_step;
+    int has_optimizer, has_scale, has_sampler;
+    double loss_scale;
+    uint64_t good_steps;
+    dtrain_optimizer_desc optimizer;
+    dtrain_sampler_desc sampler;
+} dtrain__index_facts;
+
+typedef struct dtrain__index {
+    dtrain_allocator *allocator;
+    const char *where; /* of the text being read, for error texts */
+    int parts;         /* read so far */
+    dtrain__index_facts facts;
+    char *texts; /* each with a zero byte after it */
+    uint64_t *numbers;
+    dtrain__index_file *files;
+    dtrain__index_tensor *tensors;
+    dtrain__index_piece *pieces;
+    dtrain__index_value *values;
+    size_t text_bytes, text_room, number_count, number_room, file_count, file_room, tensor_count, tensor_room,
+        piece_count, piece_room, value_count, value_room;
+} dtrain__index;
+
+static void dtrain__index_free(dtrain__index *index)
+{
+    dtrain__free(index->allocator, index->texts, index->text_room);
+    dtrain__free(index->allocator, index->numbers, index->number_room * sizeof *index->numbers);
+    dtrain__free(index->allocator, index->files, index->file_room * sizeof *index->files);
+    dtrain__free(index->allocator, index->tensors, index->tensor_room * sizeof *index->tensors);
+    dtrain__free(index->allocator, index->pieces, index->piece_room * sizeof *index->pieces);
+    dtrain__free(index->allocator, index->values, index->value_room * sizeof *index->values);
+}
+
+static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocator)
+{
+    memset(index, 0, sizeof *index);
+    index->allocator = allocator;
+}
+
+/* Makes it empty, and keeps its memory. */
+static void dtrain__index_clear(dtrain__index *index)
+{
+    index->text_bytes = index->number_count = index->file_count = index->tensor_count = index->piece_count =
+        index->value_count = 0;
+    index->parts = 0;
+    memset(&index->facts, 0, sizeof index->facts);
+}
+
+/* Makes room for `more` elements of `size` bytes after `count`; returns the array, or NULL. */
+static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more,
+                                size_t *room)
+{
+    size_t wanted = *room > 0 ? *room : 16, bytes;
+    if (more > SIZE_MAX / 2 - count)
+        return NULL;
+    while (wanted < count + more)
+        wanted *= 2;
+    if (wanted == *room)
+        return array;
+    if (!dtrain__mul_size(wanted, size, &bytes))
+        return NULL;
+    void *larger = dtrain__resize(allocator, array, *room * size, bytes);
+    *room = larger != NULL ? wanted : *room;
+    return larger;
+}
+
+#define DTRAIN__INDEX_ROOM(index, type, array, counted, room, more)                                                    \
+    dtrain__index_room((index), (void **)&(index)->array, sizeof(type), (index)->counted, (more), &(index)->room)
+
+/* Returns 0 where there is no memory, which is reported. */
+static int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
+{
+    void *old, *larger;
+    memcpy(&old, array, sizeof old);
+    larger = dtrain__index_grow(index->allocator, old, size, count, more, room);
+    if (larger == NULL) {
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu entries of an index", count + more);
+        return 0;
+    }
+    memcpy(array, &larger, sizeof larger);
+    return 1;
+}
+
+/* Keeps a text; gives where, or NONE. */
+static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
+{
+    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, length + 1))
+        return DTRAIN__INDEX_NONE;
+    size_t at = index->text_bytes;
+    if (length > 0)
+        memcpy(index->texts + at, text, length);
+    index->texts[at + length] = '\0';
+    index->text_bytes += length + 1;
+    return at;
+}
+
+/* Keeps numbers one after the other; gives where, or NONE. */
+static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
+{
+    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, 1))
+        return DTRAIN__INDEX_NONE;
+    index->numbers[index->number_count] = value;
+    return index->number_count++;
+}
+
+static void dtrain__index_region(const dtrain__index *index, const dtrain__index_tensor *tensor,
+                                 const dtrain__index_piece *piece, dtrain__region *region)
+{
+    memset(region, 0, sizeof *region);
+    region->ndim = tensor->ndim;
+    for (int d = 0; d < tensor->ndim; d++) {
+        int boxed = piece != NULL && piece->box != DTRAIN__INDEX_NONE;
+        region->shape[d] = tensor->shape[d];
+        region->begin[d] = boxed ? (size_t)index->numbers[piece->box + (size_t)d] : 0;
+        region->size[d] = boxed ? (size_t)index->numbers[piece->box + (size_t)(tensor->ndim + d)] : tensor->shape[d];
+    }
+    region->at = piece != NULL ? piece->at : 0;
+    region->count = piece != NULL ? piece->count : dtrain__region_product(region->shape, 0, region->ndim);
+    dtrain__region_settle(region);
+}
+
+/* ---- settling ---- */
+
+static const char *dtrain__index_name(const dtrain__index *index, const dtrain__index_tensor *tensor)
+{
+    return index->texts + tensor->name;
+}
+
+/* qsort has no context: what is sorted carries the addresses that it is compared by. */
+typedef struct dtrain__index_order {
+    const char *name;
+    size_t length, old;
+} dtrain__index_order;
+
+static int dtrain__index_by_name(const void *left, const void *right)
+{
+    const dtrain__index_order *a = (const dtrain__index_order *)left, *b = (const dtrain__index_order *)right;
+    int order = memcmp(a->name, b->name, a->length < b->length ? a->length : b->length);
+    if (order == 0 && a->length != b->length)
+        order = a->length < b->length ? -1 : 1;
+    return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
+}
+
+/* Joins tensors of one name: writes the joined ones to `joined` and each old one's new number to `moved`. */
+static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__index_order *order,
+                                        dtrain__index_tensor *joined, size_t *moved, size_t *count)
+{
+    *count = 0;
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        const dtrain__index_tensor *tensor = &index->tensors[order[i].old];
+        dtrain__index_tensor *last = *count > 0 ? &joined[*count - 1] : NULL;
+        if (last == NULL || last->name_length != tensor->name_length ||
+            memcmp(order[i].name, dtrain__index_name(index, last), tensor->name_length) != 0) {
+            joined[(*count)++] = *tensor;
+        } else if (last->dtype != tensor->dtype || last->ndim != tensor->ndim ||
+                   memcmp(last->shape, tensor->shape, (size_t)last->ndim * sizeof(size_t)) != 0) {
+            return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                                "checkpoint: tensor \"%.200s\" has another shape or dtype in one part than in another: "
+                                "give every rank the same full shape",
+                                dtrain__index_name(index, tensor));
+        }
+        moved[order[i].old] = *count - 1;
+    }
+    return DTRAIN_OK;
+}
+
+/* Puts pieces in the order of their tensors, and within one of files. Counting sort: keeps the order of reading. */
+static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt, const size_t *moved)
+{
+    size_t at = 0, kept = 0;
+    for (size_t i = 0; i < index->tensor_count; i++)
+        index->tensors[i].count = 0;
+    for (size_t i = 0; i < index->piece_count; i++)
+        index->tensors[index->pieces[i].tensor = moved[index->pieces[i].tensor]].count++;
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        index->tensors[i].first = at;
+        at += index->tensors[i].count;
+        index->tensors[i].count = 0;
+    }
+    for (size_t i = 0; i < index->piece_count; i++) {
+        dtrain__index_tensor *tensor = &index->tensors[index->pieces[i].tensor];
+        dealt[tensor->first + tensor->count++] = index->pieces[i];
+        kept++;
+    }
+    if (kept > 0)
+        memcpy(index->pieces, dealt, kept * sizeof *dealt);
+}
+
+typedef struct dtrain__index_copy {
+    dtrain__region region;
+    dtrain__index_piece piece;
+} dtrain__index_copy;
+
+static int dtrain__index_by_region(const void *left, const void *right)
+{
+    const dtrain__index_copy *a = (const dtrain__index_copy *)left, *b = (const dtrain__index_copy *)right;
+    int order = dtrain__region_compare(&a->region, &b->region);
+    if (order != 0)
+        return order;
+    return a->piece.copy != b->piece.copy  ? (a->piece.copy < b->piece.copy ? -1 : 1)
+           : a->piece.file < b->piece.file ? -1
+                                           : a->piece.file > b->piece.file;
+}
+
+/* Puts one of each set of copies first, and the others behind, where a tensor has any that are not alone. */
+static dtrain_status dtrain__index_part_copies(dtrain__index *index, dtrain__index_tensor *tensor)
+{
+    dtrain__index_piece *pieces = index->pieces + tensor->first;
+    size_t marked = 0, kept = 0;
+    for (size_t i = 0; i < tensor->count; i++)
+        marked += pieces[i].copy != 0;
+    if (marked == 0)
+        return DTRAIN_OK;
+    dtrain__index_copy *copies = (dtrain__index_copy *)dtrain__alloc(index->allocator, tensor->count * sizeof *copies);
+    if (copies == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", tensor->count);
+    for (size_t i = 0; i < tensor->count; i++) {
+        dtrain__index_region(index, tensor, &pieces[i], &copies[i].region);
+        copies[i].piece = pieces[i];
+    }
+    qsort(copies, tensor->count, sizeof *copies, dtrain__index_by_region);
+    for (int spare = 0; spare < 2; spare++)
+        for (size_t i = 0; i < tensor->count; i++) {
+            int again = i > 0 && copies[i].piece.copy != copies[i - 1].piece.copy &&
+                        dtrain__region_compare(&copies[i].region, &copies[i - 1].region) == 0;
+            if (again == spare)
+                pieces[kept++] = copies[i].piece;
+            tensor->spares += (size_t)(again && spare);
+        }
+    dtrain__free(index->allocator, copies, tensor->count * sizeof *copies);
+    tensor->count -= tensor->spares;
+    return DTRAIN_OK;
+}
+
+/* Checks that pieces tile their tensor. */
+static dtrain_status dtrain__index_check_tensor(dtrain__index *index, dtrain__index_tensor *tensor)
+{
+    dtrain__region region, whole;
+    dtrain__tiling tiling;
+    dtrain_status status = dtrain__index_part_copies(index, tensor);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__index_region(index, tensor, NULL, &whole);
+    dtrain__tiling_begin(&tiling, &whole);
+    for (size_t i = 0; i < tensor->count; i++) {
+        dtrain__index_region(index, tensor, &index->pieces[tensor->first + i], &region);
+        dtrain__tiling_add(&tiling, &region);
+    }
+    if (dtrain__tiling_whole(&tiling))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "checkpoint: the pieces of tensor \"%.200s\" have %zu elements, where it has %zu: pieces must "
+                        "hold each element once%s",
+                        dtrain__index_name(index, tensor), tiling.count, whole.count,
+                        tiling.count == whole.count ? ", but some overlap and leave others out" : "");
+}
+
+/* Joins what was read, and checks it. tiled = 0: a part alone, whose pieces need not tile. */
+static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
+{
+    size_t tensors = index->tensor_count, pieces = index->piece_count, count;
+    dtrain_allocator *allocator = index->allocator;
+    dtrain__index_order *order = (dtrain__index_order *)dtrain__alloc(allocator, tensors * sizeof *order);
+    dtrain__index_tensor *joined = (dtrain__index_tensor *)dtrain__alloc(allocator, tensors * sizeof *joined);
+    size_t *moved = (size_t *)dtrain__alloc(allocator, tensors * sizeof *moved);
+    dtrain__index_piece *dealt = (dtrain__index_piece *)dtrain__alloc(allocator, pieces * sizeof *dealt);
+    dtrain_status status = order != NULL && joined != NULL && moved != NULL && dealt != NULL
+                               ? DTRAIN_OK
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
+    for (size_t i = 0; status == DTRAIN_OK && i < tensors; i++) {
+        order[i].name = dtrain__index_name(index, &index->tensors[i]);
+        order[i].length = index->tensors[i].name_length;
+        order[i].old = i;
+    }
+    if (status == DTRAIN_OK) {
+        qsort(order, tensors, sizeof *order, dtrain__index_by_name);
+        status = dtrain__index_join(index, order, joined, moved, &count);
+    }
+    if (status == DTRAIN_OK) {
+        index->tensor_count = count;
+        if (count > 0)
+            memcpy(index->tensors, joined, count * sizeof *joined);
+        dtrain__index_deal(index, dealt, moved);
+    }
+    dtrain__free(allocator, order, tensors * sizeof *order);
+    dtrain__free(allocator, joined, tensors * sizeof *joined);
+    dtrain__free(allocator, moved, tensors * sizeof *moved);
+    dtrain__free(allocator, dealt, pieces * sizeof *dealt);
+    for (size_t i = 0; status == DTRAIN_OK && tiled && i < index->tensor_count; i++)
+        status = dtrain__index_check_tensor(index, &index->tensors[i]);
+    return status;
+}
+
+/* The tensor of a name, or NULL; the index is settled. */
+static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, const char *name, const char *suffix)
+{
+    dtrain_piece key, here;
+    size_t low = 0, high = index->tensor_count;
+    memset(&key, 0, sizeof key);
+    memset(&here, 0, sizeof here);
+    key.name = name;
+    key.suffix = suffix;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        here.name = dtrain__index_name(index, &index->tensors[middle]);
+        int order = dtrain__piece_compare_names(&here, &key);
+        if (order == 0)
+            return &index->tensors[middle];
+        if (order < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return NULL;
+}
+
+#endif
+
+/* ---- >>index-text ----
+ * The JSON of an index: written, and read from whoever wrote it. Members come in any order, those that are not known
+ * are passed over; a member that comes twice, or is missing where it is needed, is an error. Numbers are whole and
+ * below 2^64 but for the optimizer's settings. */
+#ifndef DTRAIN__INDEX_TEXT
+#define DTRAIN__INDEX_TEXT
+
+#define DTRAIN__INDEX_FORMAT "dtrain checkpoint"
+#define DTRAIN__INDEX_VERSION 1
+
+/* ---- writing ---- */
+
+static void dtrain__index_key(dtrain__json_writer *json, const char *key)
+{
+    dtrain__json_write_key(json, key, strlen(key));
+}
+
+static void dtrain__index_put(dtrain__json_writer *json, const char *key, uint64_t value)
+{
+    dtrain__index_key(json, key);
+    dtrain__json_write_u64(json, value);
+}
+
+static void dtrain__index_put_text(dtrain__json_writer *json, const char *key, const char *text)
+{
+    dtrain__index_key(json, key);
+    dtrain__json_write_string(json, text, strlen(text));
+}
+
+static void dtrain__index_put_float(dtrain__json_writer *json, const char *key, double value)
+{
+    dtrain__index_key(json, key);
+    dtrain__json_write_double(json, value);
+}
+
+static void dtrain__index_put_sizes(dtrain__json_writer *json, const size_t *sizes, size_t count)
+{
+    dtrain__json_begin(json, 0);
+    for (size_t i = 0; i < count; i++)
+        dtrain__json_write_u64(json, sizes[i]);
+    dtrain__json_end(json);
+}
+
+static void dtrain__index_print_optimizer(dtrain__json_writer *json, const dtrain__index_facts *facts)
+{
+    const dtrain_optimizer_desc *o = &facts->optimizer;
+    dtrain__index_key(json, "optimizer");
+    dtrain__json_begin(json, 1);
+    dtrain__index_put_text(json, "kind", o->kind == DTRAIN_SGD ? "sgd" : o->kind == DTRAIN_ADAMW ? "adamw" : "none");
+    dtrain__index_put(json, "step", facts->optimizer_step);
+    dtrain__index_put_float(json, "beta1", (double)o->beta1);
+    dtrain__index_put_float(json, "beta2", (double)o->beta2);
+    dtrain__index_put_float(json, "eps", (double)o->eps);
+    dtrain__index_put_float(json, "weight_decay", (double)o->weight_decay);
+    dtrain__index_put_float(json, "momentum", (double)o->momentum);
+    dtrain__index_put(json, "nesterov", o->nesterov != 0);
+    dtrain__index_put(json, "decoupled_decay", o->decoupled_decay != 0);
+    dtrain__json_end(json);
+}
+
+static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__index_facts *facts)
+{
+    dtrain__index_put_text(json, "format", DTRAIN__INDEX_FORMAT);
+    dtrain__index_put(json, "version", DTRAIN__INDEX_VERSION);
+    dtrain__index_put(json, "nonce", facts->id.nonce);
+    dtrain__index_put(json, "counter", facts->id.counter);
+    dtrain__index_put(json, "step", facts->step);
+    dtrain__index_put(json, "world_size", facts->world_size);
+    dtrain__index_put(json, "seed", facts->seed);
+    dtrain__index_put(json, "random_index", facts->random_index);
+    if (facts->has_optimizer)
+        dtrain__index_print_optimizer(json, facts);
+    if (facts->has_scale) {
+        dtrain__index_put_float(json, "loss_scale", facts->loss_scale);
+        dtrain__index_put(json, "good_steps", facts->good_steps);
+    }
+    if (facts->has_sampler) {
+        dtrain__index_key(json, "sampler");
+        dtrain__json_begin(json, 1);
+        dtrain__index_put(json, "count", facts->sampler.count);
+        dtrain__index_put(json, "seed", facts->sampler.seed);
+        dtrain__index_put(json, "no_shuffle", facts->sampler.no_shuffle != 0);
+        dtrain__index_put(json, "batch", facts->sampler.batch);
+        dtrain__index_put(json, "micro_batches", (uint64_t)facts->sampler.micro_batches);
+        dtrain__index_put(json, "strided", facts->sampler.strided != 0);
+        dtrain__json_end(json);
+    }
+}
+
+static void dtrain__index_print_hashed(dtrain__json_writer *json, const dtrain__index *index,
+                                       const dtrain__index_hashed *file)
+{
+    dtrain__index_put_text(json, "name", index->texts + file->name);
+    dtrain__index_put(json, "header_bytes", file->header_bytes);
+    dtrain__index_put(json, "header_hash", file->header_hash);
+    dtrain__index_put(json, "data_bytes", file->data_bytes);
+}
+
+static void dtrain__index_print_files(dtrain__json_writer *json, const dtrain__index *index)
+{
+    dtrain__index_key(json, "files");
+    dtrain__json_begin(json, 0);
+    for (size_t i = 0; i < index->file_count; i++) {
+        const dtrain__index_file *file = &index->files[i];
+        dtrain__json_begin(json, 1);
+        dtrain__index_put(json, "rank", (uint64_t)file->rank);
+        dtrain__index_print_hashed(json, index, &file->data);
+        dtrain__index_key(json, "hashes");
+        dtrain__json_begin(json, 1);
+        dtrain__index_print_hashed(json, index, &file->hashes);
+        dtrain__index_key(json, "blocks");
+        dtrain__json_begin(json, 0);
+        for (size_t k = 0; k < file->block_count; k++)
+            dtrain__json_write_u64(json, index->numbers[file->blocks + k]);
+        dtrain__json_end(json);
+        dtrain__json_end(json);
+        dtrain__json_end(json);
+    }
+    dtrain__json_end(json);
+}
+
+static void dtrain__index_print_piece(dtrain__json_writer *json, const dtrain__index *index,
+                                      const dtrain__index_tensor *tensor, const dtrain__index_piece *piece)
+{
+    size_t ndim = (size_t)tensor->ndim;
+    dtrain__region region;
+    dtrain__index_region(index, tensor, piece, &region);
+    dtrain__json_begin(json, 1);
+    dtrain__index_put(json, "file", piece->file);
+    if (piece->number != DTRAIN__INDEX_NONE)
+        dtrain__index_put(json, "number", piece->number);
+    if (piece->box != DTRAIN__INDEX_NONE) {
+        dtrain__index_key(json, "begin");
+        dtrain__index_put_sizes(json, region.begin, ndim);
+        dtrain__index_key(json, "size");
+        dtrain__index_put_sizes(json, region.size, ndim);
+    }
+    if (piece->at > 0 || piece->count < dtrain__region_product(region.size, 0, region.ndim)) {
+        dtrain__index_put(json, "at", piece->at);
+        dtrain__index_put(json, "count", piece->count);
+    }
+    if (piece->copy > 0)
+        dtrain__index_put(json, "copy", piece->copy);
+    dtrain__json_end(json);
+}
+
+static void dtrain__index_print_tensors(dtrain__json_writer *json, const dtrain__index *index)
+{
+    dtrain__index_key(json, "tensors");
+    dtrain__json_begin(json, 1);
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        const dtrain__index_tensor *tensor = &index->tensors[i];
+        dtrain__json_write_key(json, dtrain__index_name(index, tensor), tensor->name_length);
+        dtrain__json_begin(json, 1);
+        dtrain__index_put_text(json, "dtype", dtrain_dtype_name(tensor->dtype));
+        dtrain__index_key(json, "shape");
+        dtrain__index_put_sizes(json, tensor->shape, (size_t)tensor->ndim);
+        dtrain__index_key(json, "pieces");
+        dtrain__json_begin(json, 0);
+        for (size_t k = tensor->first; k < tensor->first + tensor->count; k++)
+            dtrain__index_print_piece(json, index, tensor, &index->pieces[k]);
+        dtrain__json_end(json);
+        dtrain__json_end(json);
+    }
+    dtrain__json_end(json);
+}
+
+static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__index *index)
+{
+    dtrain__json_begin(json, 1);
+    dtrain__index_print_facts(json, &index->facts);
+    dtrain__index_key(json, "values");
+    dtrain__json_begin(json, 1);
+    for (size_t i = 0; i < index->value_count; i++) {
+        const dtrain__index_value *value = &index->values[i];
+        dtrain__json_write_key(json, index->texts + value->key, value->key_length);
+        dtrain__json_write_string(json, index->texts + value->value, value->value_length);
+    }
+    dtrain__json_end(json);
+    dtrain__index_print_files(json, index);
+    dtrain__index_print_tensors(json, index);
+    dtrain__json_end(json);
+}
+
+/* Prints a settled index into memory of its allocator, which grows: *text of *room bytes. */
+static dtrain_status dtrain__index_print(const dtrain__index *index, char **text, size_t *room, size_t *bytes)
+{
+    dtrain__json_writer json;
+    dtrain__json_write_start(&json, NULL, 0);
+    dtrain__index_print_now(&json, index);
+    if (json.broken)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "checkpoint: a name, key or value is not UTF-8, or a setting not finite");
+    *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail takes the place of the last brace */
+    char *larger = (char *)dtrain__index_grow(index->allocator, *text, 1, *bytes, 1, room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index of %zu bytes", *bytes);
+    *text = larger;
+    dtrain__json_write_start(&json, larger, *room);
+    dtrain__index_print_now(&json, index);
+    snprintf(larger + json.bytes - 1, DTRAIN__INDEX_TAIL + 1, ",\"hash\":\"%016llx\"}",
+             (unsigned long long)dtrain__xxh64_of(larger, json.bytes - 1, 0));
+    return DTRAIN_OK;
+}
+
+/* ---- reading ---- */
+
+typedef struct dtrain__index_parser {
+    dtrain__index *index;
+    dtrain__json_reader json;
+    size_t base_file; /* files of this text are numbered from here on */
+} dtrain__index_parser;
+
+static dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset, const char *what)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s", parser->index->where, offset,
+                        what);
+}
+
+/* Reads the next token, which must be of a kind; `what` says what is expected. */
+static dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
+                                          dtrain__json_kind kind, const char *what)
+{
+    if (dtrain__json_next(&parser->json, token) == kind)
+        return DTRAIN_OK;
+    return dtrain__index_bad(parser, parser->json.offset, parser->json.error != NULL ? parser->json.error : what);
+}
+
+/* Reads a whole number of at most `most`. */
+static dtrain_status dtrain__index_u64(dtrain__index_parser *parser, uint64_t most, uint64_t *value)
+{
+    dtrain__json_token token;
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected");
+    if (status == DTRAIN_OK && (!dtrain__json_u64(&parser->json, &token, value) || *value > most))
+        status = dtrain__index_bad(parser, token.begin, "not a whole number, or too large a one");
+    return status;
+}
+
+static dtrain_status dtrain__index_size(dtrain__index_parser *parser, size_t *value)
+{
+    uint64_t number = 0;
+    dtrain_status status = dtrain__index_u64(parser, SIZE_MAX - 1, &number);
+    *value = (size_t)number;
+    return status;
+}
+
+static dtrain_status dtrain__index_flag(dtrain__index_parser *parser, int *value)
+{
+    uint64_t number = 0;
+    dtrain_status status = dtrain__index_u64(parser, 1, &number);
+    *value = (int)number;
+    return status;
+}
+
+/* Reads any number; strtod wants the locale's own decimal point. */
+static dtrain_status dtrain__index_double(dtrain__index_parser *parser, double *value)
+{
+    dtrain__json_token token;
+    char text[80];
+    const char *point = localeconv()->decimal_point;
+    size_t length = 0, bytes = strlen(point);
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected");
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t at = token.begin; at < token.end; at++) {
+        int is_point = parser->json.text[at] == '.';
+        if (length + bytes + 1 >= sizeof text)
+            return dtrain__index_bad(parser, at, "too long a number");
+        memcpy(text + length, is_point ? point : (const char *)parser->json.text + at, is_point ? bytes : 1);
+        length += is_point ? bytes : 1;
+    }
+    text[length] = '\0';
+    *value = strtod(text, NULL);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__index_float(dtrain__index_parser *parser, float *value)
+{
+    double wide = 0;
+    dtrain_status status = dtrain__index_double(parser, &wide);
+    if (status == DTRAIN_OK && !(wide >= -3.4e38 && wide <= 3.4e38))
+        return dtrain__index_bad(parser, parser->json.offset, "larger than a float32");
+    *value = (float)wide;
+    return status;
+}
+
+/* Keeps the text of a STRING or KEY; zero bytes are refused where it is a name. */
+static dtrain_status dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
+                                        size_t *at, size_t *length)
+{
+    dtrain__index *index = parser->index;
+    size_t most = token->end - token->begin; /* unescaped, a text is no longer */
+    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, most + 1))
+        return DTRAIN_ERR_MEMORY;
+    *at = index->text_bytes;
+    *length = dtrain__json_string(&parser->json, token, index->texts + *at, most);
+    index->texts[*at + *length] = '\0';
+    index->text_bytes += *length + 1;
+    if (is_name && (*length == 0 || memchr(index->texts + *at, 0, *length) != NULL))
+        return dtrain__index_bad(parser, token->begin, "an empty name, or one with a zero byte");
+    return DTRAIN_OK;
+}
+
+/* Reads a string and keeps it. */
+static dtrain_status dtrain__index_string(dtrain__index_parser *parser, int is_name, size_t *at, size_t *length)
+{
+    dtrain__json_token token;
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
+    return status == DTRAIN_OK ? dtrain__index_keep(parser, &token, is_name, at, length) : status;
+}
+
+/* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so
+ * that none comes twice. */
+typedef dtrain_status (*dtrain__index_member)(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
+                                              int *which);
+
+static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__index_member member, void *out,
+                                          uint32_t *seen)
+{
+    dtrain__json_token token;
+    dtrain__json_kind kind;
+    *seen = 0;
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
+    while (status == DTRAIN_OK && (kind = dtrain__json_next(&parser->json, &token)) == DTRAIN__JSON_KEY) {
+        size_t begin = token.begin;
+        int which = -1;
+        status = member(parser, &token, out, &which);
+        if (status == DTRAIN_OK && which < 0) { /* not known: passed over */
+            dtrain__json_next(&parser->json, &token);
+            dtrain__json_skip(&parser->json, &token);
+        } else if (status == DTRAIN_OK && (*seen >> which & 1)) {
+            status = dtrain__index_bad(parser, begin, "a member that comes twice");
+        } else if (status == DTRAIN_OK) {
+            *seen |= (uint32_t)1 << which;
+        }
+    }
+    if (status == DTRAIN_OK && parser->json.error != NULL)
+        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    return status;
+}
+
+/* Finds a key among names; -1: none. */
+static int dtrain__index_which(const dtrain__index_parser *parser, const dtrain__json_token *key,
+                               const char *const *names, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (dtrain__json_is(&parser->json, key, names[i]))
+            return i;
+    return -1;
+}
+
+/* Calls `element` for each value of the array that comes next, with its first token. */
+typedef dtrain_status (*dtrain__index_element)(dtrain__index_parser *parser, void *out);
+
+static dtrain_status dtrain__index_array(dtrain__index_parser *parser, dtrain__index_element element, void *out)
+{
+    dtrain__json_token token;
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_ARRAY, "a list was expected");
+    while (status == DTRAIN_OK) {
+        dtrain__json_reader before = parser->json;
+        dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
+        if (kind == DTRAIN__JSON_ARRAY_END)
+            break;
+        if (kind == DTRAIN__JSON_ERROR)
+            return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+        parser->json = before;
+        status = element(parser, out);
+    }
+    return status;
+}
+
+/* A list of at most DTRAIN_MAX_DIMS sizes. */
+typedef struct dtrain__index_sizes {
+    size_t sizes[DTRAIN_MAX_DIMS];
+    int count;
+} dtrain__index_sizes;
+
+static dtrain_status dtrain__index_one_size(dtrain__index_parser *parser, void *out)
+{
+    dtrain__index_sizes *sizes = (dtrain__index_sizes *)out;
+    if (sizes->count == DTRAIN_MAX_DIMS)
+        return dtrain__index_bad(parser, parser->json.offset, "more than 8 dimensions");
+    return dtrain__index_size(parser, &sizes->sizes[sizes->count++]);
+}
+
+static dtrain_status dtrain__index_one_number(dtrain__index_parser *parser, void *out)
+{
+    uint64_t number;
+    dtrain_status status = dtrain__index_u64(parser, UINT64_MAX, &number);
+    if (status == DTRAIN_OK && dtrain__index_number(parser->index, number) == DTRAIN__INDEX_NONE)
+        return DTRAIN_ERR_MEMORY;
+    ++*(size_t *)out;
+    return status;
+}
+
+/* ---- pieces and tensors ---- */
+
+typedef struct dtrain__index_piece_read {
+    dtrain__index_piece piece;
+    dtrain__index_sizes begin, size;
+} dtrain__index_piece_read;
+
+static dtrain_status dtrain__index_piece_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
+                                                int *which)
+{
+    static const char *const names[] = {"file", "number", "begin", "size", "at", "count", "copy"};
+    dtrain__index_piece_read *read = (dtrain__index_piece_read *)out;
+    size_t *numbers[] = {&read->piece.file,  &read->piece.number, NULL, NULL, &read->piece.at,
+                         &read->piece.count, &read->piece.copy};
+    *which = dtrain__index_which(parser, key, names, 7);
+    if (*which < 0)
+        return DTRAIN_OK;
+    if (*which == 2 || *which == 3) {
+        dtrain__index_sizes *sizes = *which == 2 ? &read->begin : &read->size;
+        sizes->count = 0;
+        return dtrain__index_array(parser, dtrain__index_one_size, sizes);
+    }
+    return dtrain__index_size(parser, numbers[*which]);
+}
+
+/* Checks a piece against its tensor and keeps it. */
+static dtrain_status dtrain__index_take_piece(dtrain__index_parser *parser, const dtrain__index_tensor *tensor,
+                                              dtrain__index_piece_read *read, uint32_t seen)
+{
+    dtrain__index *index = parser->index;
+    size_t offset = parser->json.offset, elements = 1;
+    int boxed = (seen >> 2 & 3) == 3;
+    if (!(seen & 1))
+        return dtrain__index_bad(parser, offset, "a piece without its file");
+    if ((seen >> 2 & 3) == 1 || (seen >> 2 & 3) == 2 || (seen >> 4 & 3) == 1 || (seen >> 4 & 3) == 2)
+        return dtrain__index_bad(parser, offset, "a piece with half of a box or range");
+    if (boxed && (read->begin.count != tensor->ndim || read->size.count != tensor->ndim))
+        return dtrain__index_bad(parser, offset, "a box of other dimensions than its tensor");
+    for (int d = 0; d < tensor->ndim; d++) {
+        size_t begin = boxed ? read->begin.sizes[d] : 0, size = boxed ? read->size.sizes[d] : tensor->shape[d];
+        if (begin > tensor->shape[d] || size > tensor->shape[d] - begin)
+            return dtrain__index_bad(parser, offset, "a box that reaches beyond its tensor");
+        elements *= size; /* at most the tensor's, which were checked */
+    }
+    if (!(seen >> 4 & 1))
+        read->piece.count = elements;
+    if (read->piece.at > elements || read->piece.count > elements - read->piece.at)
+        return dtrain__index_bad(parser, offset, "a range that reaches beyond its box");
+    if (read->piece.file > SIZE_MAX - 1 - parser->base_file || read->piece.copy > INT_MAX)
+        return dtrain__index_bad(parser, offset, "a number too large");
+    read->piece.file += parser->base_file;
+    read->piece.box = boxed ? index->number_count : DTRAIN__INDEX_NONE;
+    for (int d = 0; d < 2 * tensor->ndim && boxed; d++)
+        if (dtrain__index_number(index, d < tensor->ndim ? read->begin.sizes[d] : read->size.sizes[d - tensor->ndim]) ==
+            DTRAIN__INDEX_NONE)
+            return DTRAIN_ERR_MEMORY;
+    if (!DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->pieces[index->piece_count++] = read->piece;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__index_one_piece(dtrain__index_parser *parser, void *out)
+{
+    const dtrain__index_tensor *tensor = (const dtrain__index_tensor *)out;
+    dtrain__index_piece_read read;
+    uint32_t seen;
+    memset(&read, 0, sizeof read);
+    read.piece.tensor = parser->index->tensor_count;
+    read.piece.number = DTRAIN__INDEX_NONE;
+    dtrain_status status = dtrain__index_object(parser, dtrain__index_piece_member, &read, &seen);
+    return status == DTRAIN_OK ? dtrain__index_take_piece(parser, tensor, &read, seen) : status;
+}
+
+/* dtype and shape stand before pieces, as they are written. */
+static dtrain_status dtrain__index_tensor_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
+                                                 int *which)
+{
+    static const char *const names[] = {"dtype", "shape", "pieces"};
+    dtrain__index_tensor *tensor = (dtrain__index_tensor *)out;
+    dtrain__index_sizes shape;
+    dtrain__json_token token;
+    dtrain_status status = DTRAIN_OK;
+    size_t elements = 1;
+    *which = dtrain__index_which(parser, key, names, 3);
+    if (*which == 0) {
+        status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "the name of a dtype was expected");
+        if (status == DTRAIN_OK &&
+            (dtrain_dtype_from_name(&tensor->dtype, (const char *)parser->json.text + token.begin,
+                                    token.end - token.begin) != DTRAIN_OK ||
+             dtrain_dtype_bits(tensor->dtype) < 8))
+            status = dtrain__index_bad(parser, token.begin, "no dtype of a byte or more");
+    } else if (*which == 1) {
+        shape.count = 0;
+        status = dtrain__index_array(parser, dtrain__index_one_size, &shape);
+        tensor->ndim = shape.count;
+        memcpy(tensor->shape, shape.sizes, (size_t)shape.count * sizeof shape.sizes[0]);
+        for (int d = 0; d < shape.count && status == DTRAIN_OK; d++)
+            if (!dtrain__mul_size(elements, shape.sizes[d], &elements) || elements > SIZE_MAX / 64)
+                status = dtrain__index_bad(parser, parser->json.offset, "a shape that multiplies to more than memory");
+    } else if (*which == 2) {
+        if (tensor->dtype == (dtrain_dtype)0 || tensor->ndim < 0)
+            return dtrain__index_bad(parser, key->begin, "pieces before dtype and shape");
+        status = dtrain__index_array(parser, dtrain__index_one_piece, tensor);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__index_read_tensors(dtrain__index_parser *parser)
+{
+    dtrain__index *index = parser->index;
+    dtrain__json_token token;
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
+    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+        dtrain__index_tensor tensor;
+        uint32_t seen = 0;
+        memset(&tensor, 0, sizeof tensor);
+        tensor.ndim = -1;
+        status = dtrain__index_keep(parser, &token, 1, &tensor.name, &tensor.name_length);
+        if (status == DTRAIN_OK)
+            status = dtrain__index_object(parser, dtrain__index_tensor_member, &tensor, &seen);
+        if (status == DTRAIN_OK && seen != 7)
+            status = dtrain__index_bad(parser, parser->json.offset, "a tensor without dtype, shape or pieces");
+        if (status == DTRAIN_OK &&
+            !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1))
+            return DTRAIN_ERR_MEMORY;
+        if (status == DTRAIN_OK)
+            index->tensors[index->tensor_count++] = tensor;
+    }
+    if (status == DTRAIN_OK && parser->json.error != NULL)
+        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    return status;
+}
+
+/* ---- files and values ---- */
+
+static dtrain_status dtrain__index_hashed_member(dtrain__index_parser *parser, const dtrain__json_token *key,
+                                                 dtrain__index_hashed *file, int *which)
+{
+    static const char *const names[] = {"name", "header_bytes", "header_hash", "data_bytes"};
+    uint64_t *numbers[] = {NULL, &file->header_bytes, &file->header_hash, &file->data_bytes};
+    size_t offset = parser->json.offset, length = 0;
+    *which = dtrain__index_which(parser, key, names, 4);
+    if (*which > 0)
+        return dtrain__index_u64(parser, UINT64_MAX, numbers[*which]);
+    if (*which < 0)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__index_string(parser, 1, &file->name, &length);
+    if (status == DTRAIN_OK && !dtrain__file_plain_name(parser->index->texts + file->name, length))
+        status = dtrain__index_bad(parser, offset, "a file's name that is no plain one");
+    return status;
+}
+
+static dtrain_status dtrain__index_hashes_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
+                                                 int *which)
+{
+    dtrain__index_file *file = (dtrain__index_file *)out;
+    dtrain_status status = dtrain__index_hashed_member(parser, key, &file->hashes, which);
+    if (*which >= 0 || !dtrain__json_is(&parser->json, key, "blocks"))
+        return status;
+    *which = 4;
+    file->blocks = parser->index->number_count;
+    return dtrain__index_array(parser, dtrain__index_one_number, &file->block_count);
+}
+
+static dtrain_status dtrain__index_file_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
+                                               int *which)
+{
+    dtrain__index_file *file = (dtrain__index_file *)out;
+    uint64_t rank;
+    uint32_t seen = 0;
+    dtrain_status status = dtrain__index_hashed_member(parser, key, &file->data, which);
+    if (*which >= 0)
+        return status;
+    if (dtrain__json_is(&parser->json, key, "rank")) {
+        *which = 4;
+        status = dtrain__index_u64(parser, INT_MAX, &rank);
+        file->rank = status == DTRAIN_OK ? (int)rank : 0;
+    } else if (dtrain__json_is(&parser->json, key, "hashes")) {
+        *which = 5;
+        status = dtrain__index_object(parser, dtrain__index_hashes_member, file, &seen);
+        if (status == DTRAIN_OK && seen != 31)
+            status = dtrain__index_bad(parser, parser->json.offset, "hashes without one of their members");
+    }
+    return status;
+}
+
+/* The blocks that hold this many bytes. */
+static uint64_t dtrain__index_blocks(uint64_t bytes)
+{
+    return bytes / DTRAIN__INDEX_BLOCK + (bytes % DTRAIN__INDEX_BLOCK != 0);
+}
+
+static dtrain_status dtrain__index_one_file(dtrain__index_parser *parser, void *out)
+{
+    dtrain__index *index = parser->index;
+    dtrain__index_file file;
+    uint32_t seen = 0;
+    (void)out;
+    memset(&file, 0, sizeof file);
+    file.holder = -1;
+    dtrain_status status = dtrain__index_object(parser, dtrain__index_file_member, &file, &seen);
+    if (status == DTRAIN_OK && seen != 63)
+        status = dtrain__index_bad(parser, parser->json.offset, "a file without one of its members");
+    if (status == DTRAIN_OK && (file.data.data_bytes > UINT64_MAX / 2 ||
+                                file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
+                                file.block_count != dtrain__index_blocks(file.hashes.data_bytes)))
+        status = dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
+    if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, dtrain__index_file, files, file_count, file_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    if (status == DTRAIN_OK)
+        index->files[index->file_count++] = file;
+    return status;
+}
+
+static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
+{
+    dtrain__index *index = parser->index;
+    dtrain__json_token token;
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
+    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+        dtrain__index_value value;
+        status = dtrain__index_keep(parser, &token, 1, &value.key, &value.key_length);
+        if (status == DTRAIN_OK)
+            status = dtrain__index_string(parser, 0, &value.value, &value.value_length);
+        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, dtrain__index_value, values, value_count, value_room, 1))
+            return DTRAIN_ERR_MEMORY;
+        if (status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
+            index->values[index->value_count++] = value;
+    }
+    if (status == DTRAIN_OK && parser->json.error != NULL)
+        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    return status;
+}
+
+/* ---- facts ---- */
+
+static dtrain_status dtrain__index_optimizer_member(dtrain__index_parser *parser, const dtrain__json_token *key,
+                                                    void *out, int *which)
+{
+    static const char *const names[] = {"beta1",    "beta2",           "eps",  "weight_decay", "momentum",
+                                        "nesterov", "decoupled_decay", "step", "kind"};
+    dtrain__index_facts *facts = (dtrain__index_facts *)out;
+    dtrain_optimizer_desc *desc = &facts->optimizer;
+    float *numbers[] = {&desc->beta1, &desc->beta2, &desc->eps, &desc->weight_decay, &desc->momentum};
+    dtrain__json_token token;
+    *which = dtrain__index_which(parser, key, names, 9);
+    if (*which < 0)
+        return DTRAIN_OK;
+    if (*which < 5)
+        return dtrain__index_float(parser, numbers[*which]);
+    if (*which < 7)
+        return dtrain__index_flag(parser, *which == 5 ? &desc->nesterov : &desc->decoupled_decay);
+    if (*which == 7)
+        return dtrain__index_u64(parser, UINT64_MAX, &facts->optimizer_step);
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
+    if (status == DTRAIN_OK)
+        desc->kind = dtrain__json_is(&parser->json, &token, "sgd")     ? DTRAIN_SGD
+                     : dtrain__json_is(&parser->json, &token, "adamw") ? DTRAIN_ADAMW
+                                                                       : DTRAIN_OPTIMIZER_NONE;
+    return status;
+}
+
+static dtrain_status dtrain__index_sampler_member(dtrain__index_parser *parser, const dtrain__json_token *key,
+                                                  void *out, int *which)
+{
+    static const char *const names[] = {"count", "seed", "batch", "micro_batches", "no_shuffle", "strided"};
+    dtrain_sampler_desc *desc = (dtrain_sampler_desc *)out;
+    uint64_t number = 0;
+    dtrain_status status;
+    *which = dtrain__index_which(parser, key, names, 6);
+    switch (*which) {
+    case 0: return dtrain__index_u64(parser, UINT64_MAX, &desc->count);
+    case 1: return dtrain__index_u64(parser, UINT64_MAX, &desc->seed);
+    case 2: return dtrain__index_size(parser, &desc->batch);
+    case 3:
+        status = dtrain__index_u64(parser, INT_MAX, &number);
+        desc->micro_batches = (int)number;
+        return status;
+    case 4: return dtrain__index_flag(parser, &desc->no_shuffle);
+    case 5: return dtrain__index_flag(parser, &desc->strided);
+    default: return DTRAIN_OK;
+    }
+}
+
+static dtrain_status dtrain__index_format(dtrain__index_parser *parser)
+{
+    dtrain__json_token token;
+    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
+    if (status == DTRAIN_OK && !dtrain__json_is(&parser->json, &token, DTRAIN__INDEX_FORMAT))
+        status = dtrain__index_bad(parser, token.begin, "not the format \"" DTRAIN__INDEX_FORMAT "\"");
+    return status;
+}
+
+enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 13 };
+
+static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
+                                              int *which)
+{
+    static const char *const names[] = {"format", "version",      "nonce",      "counter",    "step",      "world_size",
+                                        "seed",   "random_index", "loss_scale", "good_steps", "optimizer", "sampler",
+                                        "hash",   "values",       "files",      "tensors"};
+    dtrain__index_facts *facts = (dtrain__index_facts *)out;
+    uint64_t *numbers[] = {NULL,
+                           NULL,
+                           &facts->id.nonce,
+                           &facts->id.counter,
+                           &facts->step,
+                           &facts->world_size,
+                           &facts->seed,
+                           &facts->random_index,
+                           NULL,
+                           &facts->good_steps};
+    uint64_t version;
+    uint32_t seen;
+    *which = dtrain__index_which(parser, key, names, 16);
+    switch (*which) {
+    case 0: return dtrain__index_format(parser);
+    case 1: return dtrain__index_u64(parser, DTRAIN__INDEX_VERSION, &version);
+    case 8: facts->has_scale = 1; return dtrain__index_double(parser, &facts->loss_scale);
+    case 10:
+        facts->has_optimizer = 1;
+        return dtrain__index_object(parser, dtrain__index_optimizer_member, facts, &seen);
+    case 11:
+        facts->has_sampler = 1;
+        return dtrain__index_object(parser, dtrain__index_sampler_member, &facts->sampler, &seen);
+    case 13: return dtrain__index_read_values(parser);
+    case 14: return dtrain__index_array(parser, dtrain__index_one_file, NULL);
+    case 15: return dtrain__index_read_tensors(parser);
+    case -1: return DTRAIN_OK;
+    case 12: *which = -1; return DTRAIN_OK; /* checked before */
+    default: return dtrain__index_u64(parser, *which == 5 || *which == 9 ? INT_MAX : UINT64_MAX, numbers[*which]);
+    }
+}
+
+/* The text's last member is the hash of what comes before it. */
+static dtrain_status dtrain__index_check_hash(const char *where, const char *text, size_t bytes)
+{
+    char tail[DTRAIN__INDEX_TAIL + 1];
+    if (bytes <= DTRAIN__INDEX_TAIL)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\" has %zu bytes: it was cut", where,
+                            bytes);
+    snprintf(tail, sizeof tail, ",\"hash\":\"%016llx\"}",
+             (unsigned long long)dtrain__xxh64_of(text, bytes - DTRAIN__INDEX_TAIL, 0));
+    if (memcmp(tail, text + bytes - DTRAIN__INDEX_TAIL, DTRAIN__INDEX_TAIL) == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "checkpoint index \"%s\": its %zu bytes have not the hash that ends it: it was damaged or cut",
+                        where, bytes);
+}
+
+/* Adds a text, of a part or of a whole, to an index; `where` names it for error texts. A second part must be of the
+ * same save. */
+static dtrain_status dtrain__index_read(dtrain__index *index, const char *where, const char *text, size_t bytes)
+{
+    dtrain__index_parser parser;
+    dtrain__index_facts facts;
+    dtrain__json_token token;
+    uint32_t seen = 0;
+    size_t first_piece = index->piece_count;
+    dtrain_status status = dtrain__index_check_hash(where, text, bytes);
+    if (status != DTRAIN_OK)
+        return status;
+    index->where = where;
+    memset(&parser, 0, sizeof parser);
+    memset(&facts, 0, sizeof facts);
+    parser.index = index;
+    parser.base_file = index->file_count;
+    dtrain__json_open(&parser.json, text, bytes);
+    status = dtrain__index_object(&parser, dtrain__index_top_member, &facts, &seen);
+    if (status == DTRAIN_OK)
+        status = dtrain__index_expect(&parser, &token, DTRAIN__JSON_END, "more text after the index");
+    if (status == DTRAIN_OK && (seen & DTRAIN__INDEX_SEEN_NEEDED) != DTRAIN__INDEX_SEEN_NEEDED)
+        status = dtrain__index_bad(&parser, bytes, "the index lacks one of its members");
+    for (size_t i = first_piece; i < index->piece_count && status == DTRAIN_OK; i++)
+        if (index->pieces[i].file >= index->file_count)
+            status = dtrain__index_bad(&parser, bytes, "a piece in a file that is not listed");
+    if (status == DTRAIN_OK && index->parts > 0 &&
+        (facts.id.nonce != index->facts.id.nonce || facts.id.counter != index->facts.id.counter ||
+         facts.step != index->facts.step || facts.world_size != index->facts.world_size))
+        status =
+            dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                         "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first one of step %llu on %llu: "
+                         "save the same step on every rank",
+                         where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
+                         (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
+    if (status == DTRAIN_OK && index->parts++ == 0)
+        index->facts = facts;
+    return status;
+}
+
+#endif
+
+/* ---- >>pieces ----
+ * What a program's state consists of, as pieces: an FSDP's slices, a replicated table with its optimizer, and the
+ * program's own. The same list, made by the same calls, says what is saved and where it goes when it is loaded. */
+#ifndef DTRAIN__PIECES
+#define DTRAIN__PIECES
+
+/* Names of optimizer state end so, and no others. */
+static const char *const dtrain__piece_suffixes[] = {"@adam.m", "@adam.v", "@momentum"};
+
+/* Where pieces are listed: those beyond capacity are counted. */
+typedef struct dtrain__piece_list {
+    dtrain_piece *pieces;
+    size_t capacity, count;
+} dtrain__piece_list;
+
+static void dtrain__piece_put(dtrain__piece_list *list, const dtrain_piece *piece)
+{
+    if (list->count < list->capacity)
+        list->pieces[list->count] = *piece;
+    list->count++;
+}
+
+static const char *dtrain__piece_suffix(const dtrain_optimizer_desc *optimizer, int which)
+{
+    return dtrain__piece_suffixes[optimizer->kind == DTRAIN_ADAMW ? which : 2];
+}
+
+/* Layer `layer` of a tensor, or with -1 all of it. */
+static dtrain_piece dtrain__piece_of(const char *name, dtrain_dtype dtype, const size_t *shape, int ndim, int layer)
+{
+    dtrain_piece piece;
+    memset(&piece, 0, sizeof piece);
+    piece.name = name;
+    piece.dtype = dtype;
+    piece.ndim = ndim;
+    memcpy(piece.shape, shape, (size_t)ndim * sizeof *shape);
+    if (layer >= 0) {
+        piece.boxed = 1;
+        memcpy(piece.box_size, shape, (size_t)ndim * sizeof *shape);
+        piece.box_begin[0] = (size_t)layer;
+        piece.box_size[0] = 1;
+    }
+    piece.count = dtrain__region_product(layer >= 0 ? piece.box_size : piece.shape, 0, ndim);
+    return piece;
+}
+
+/* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
+static void dtrain__piece_fsdp(const dtrain_fsdp *fsdp, int which, dtrain__piece_list *list)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = 0; i < layout->cut_count; i++) {
+        const dtrain_slice *slice = &fsdp->slices[i];
+        if (slice->dtype != DTRAIN_F32 || (which >= 0 && !layout->cuts[i].trained))
+            continue;
+        dtrain_piece piece = dtrain__piece_of(slice->name, DTRAIN_F32, slice->shape, slice->ndim, slice->layer);
+        piece.suffix = which >= 0 ? dtrain__piece_suffix(&fsdp->optimizer, which) : NULL;
+        piece.begin = slice->begin;
+        piece.count = slice->count;
+        piece.copies = layout->copies;
+        piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
+        piece.data = which >= 0 ? slice->state[which] : slice->weights;
+        dtrain__piece_put(list, &piece);
+    }
+    for (size_t i = 0; i < layout->table_count && which < 0; i++) {
+        const dtrain_param *param = &layout->table[i];
+        if (param->dtype == DTRAIN_F32) /* others are frozen, and in full on every rank */
+            continue;
+        dtrain_piece piece = dtrain__piece_of(param->name, param->dtype, param->shape, dtrain__params_ndim(param), -1);
+        piece.copies = dtrain_comm_size(fsdp->comm);
+        piece.copy = dtrain__fsdp_rank(fsdp);
+        piece.data = param->data;
+        dtrain__piece_put(list, &piece);
+    }
+}
+
+static dtrain_status dtrain__piece_list_done(const dtrain__piece_list *list, size_t *count)
+{
+    *count = list->count;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity, size_t *count)
+{
+    dtrain__piece_list list = {pieces, capacity, 0};
+    if (fsdp == NULL || count == NULL || (pieces == NULL && capacity > 0))
+        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_pieces: fsdp, count, and room for capacity pieces are needed, got NULL");
+    int floats = (int)dtrain__plan_state_floats(&fsdp->optimizer);
+    for (int which = -1; which < floats; which++)
+        dtrain__piece_fsdp(fsdp, which, &list);
+    return dtrain__piece_list_done(&list, count);
+}
+
+/* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter. */
+static int dtrain__piece_state(const dtrain_param *param, const dtrain_optimizer *optimizer, dtrain_piece *whole,
+                               int which, dtrain__piece_list *list)
+{
+    size_t layers = dtrain__params_layers(param), each = layers > 0 ? whole->count / layers : 0;
+    for (size_t layer = 0; layer < layers && each > 0; layer++) {
+        dtrain_piece piece =
+            dtrain__piece_of(param->name, DTRAIN_F32, whole->shape, whole->ndim, param->stacked ? (int)layer : -1);
+        piece.suffix = dtrain__piece_suffix(&optimizer->desc, which);
+        piece.copies = whole->copies;
+        piece.copy = whole->copy;
+        piece.data = dtrain_optimizer_state(optimizer, (const float *)param->data + layer * each, which);
+        if (piece.data == NULL)
+            return 0;
+        dtrain__piece_put(list, &piece);
+    }
+    return 1;
+}
+
+DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
+                                              const dtrain_optimizer *optimizer, int copies, int copy,
+                                              dtrain_piece *pieces, size_t capacity, size_t *count)
+{
+    dtrain__piece_list list = {pieces, capacity, 0};
+    int states = 0;
+    dtrain_status status = dtrain_params_check(table, table_count);
+    if (status != DTRAIN_OK)
+        return status;
+    if (count == NULL || (pieces == NULL && capacity > 0) || copies < 0 || copy < 0 ||
+        copy >= (copies > 0 ? copies : 1))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_params_pieces: copy is %d of %d, count %s NULL: expected 0 to copies - 1, and room",
+                            copy, copies, count == NULL ? "is" : "is not");
+    if (optimizer != NULL)
+        states = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
+    for (int which = -1; which < states; which++)
+        for (size_t i = 0; i < table_count; i++) {
+            dtrain_piece piece =
+                dtrain__piece_of(table[i].name, table[i].dtype, table[i].shape, dtrain__params_ndim(&table[i]), -1);
+            piece.copies = copies;
+            piece.copy = copy;
+            piece.data = table[i].data;
+            if (which < 0)
+                dtrain__piece_put(&list, &piece);
+            else if (dtrain__params_trained(&table[i]) &&
+                     !dtrain__piece_state(&table[i], optimizer, &piece, which, &list))
+                return dtrain__fail(
+                    NULL, DTRAIN_ERR_INVALID,
+                    "checkpoint: the optimizer knows no parameter at \"%s\"'s data: give the table that "
+                    "it was made from",
+                    table[i].name);
+        }
+    return dtrain__piece_list_done(&list, count);
+}
+
+/* Lists all pieces of a state. */
+static dtrain_status dtrain__piece_list_state(dtrain__piece_list *list, const dtrain_checkpoint_state *state, int ranks,
+                                              int rank)
+{
+    dtrain_status status = DTRAIN_OK;
+    size_t count = 0, room;
+    if (state->fsdp != NULL) {
+        room = list->capacity > list->count ? list->capacity - list->count : 0;
+        status = dtrain_fsdp_pieces(state->fsdp, room > 0 ? list->pieces + list->count : NULL, room, &count);
+        list->count += status == DTRAIN_OK ? count : 0;
+    }
+    if (status == DTRAIN_OK && state->table_count > 0) {
+        room = list->capacity > list->count ? list->capacity - list->count : 0;
+        status = dtrain_params_pieces(state->table, state->table_count, state->optimizer, ranks, rank,
+                                      room > 0 ? list->pieces + list->count : NULL, room, &count);
+        list->count += status == DTRAIN_OK ? count : 0;
+    }
+    if (status == DTRAIN_OK && state->piece_count > 0 && state->pieces == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: %zu pieces are promised, but pieces is NULL",
+                            state->piece_count);
+    for (size_t i = 0; i < state->piece_count && status == DTRAIN_OK; i++)
+        dtrain__piece_put(list, &state->pieces[i]);
+    return status;
+}
+
+/* Whether a name that the program has given is one of optimizer state, or no UTF-8. */
+static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
+{
+    size_t length = strlen(piece->name);
+    for (int i = 0; i < 3 && piece->suffix == NULL; i++) {
+        size_t bytes = strlen(dtrain__piece_suffixes[i]);
+        if (length >= bytes && strcmp(piece->name + length - bytes, dtrain__piece_suffixes[i]) == 0)
+            return "ends as names of optimizer state do: give it another";
+    }
+    for (size_t at = 0, step; at < length; at += step) {
+        step = dtrain__json_utf8((const unsigned char *)piece->name + at, length - at);
+        if (step == 0)
+            return "is not UTF-8";
+    }
+    return NULL;
+}
+
+/* Lists and checks all pieces of a state, in memory that grows. */
+static dtrain_status dtrain__pieces_collect(dtrain_piece **pieces, size_t *room, size_t *count,
+                                            const dtrain_checkpoint_state *state, int ranks, int rank,
+                                            dtrain_allocator *allocator)
+{
+    dtrain__piece_list list = {NULL, 0, 0};
+    dtrain__region region;
+    dtrain_status status = dtrain__piece_list_state(&list, state, ranks, rank);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_piece *larger = (dtrain_piece *)dtrain__index_grow(allocator, *pieces, sizeof **pieces, 0, list.count, room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces", list.count);
+    *pieces = list.pieces = larger;
+    list.capacity = *room;
+    *count = list.count;
+    list.count = 0;
+    status = dtrain__piece_list_state(&list, state, ranks, rank);
+    for (size_t i = 0; i < *count && status == DTRAIN_OK; i++) {
+        status = dtrain__piece_check(&region, &list.pieces[i], i, "checkpoint");
+        const char *bad = status == DTRAIN_OK ? dtrain__piece_bad_name(&list.pieces[i]) : NULL;
+        if (bad != NULL)
+            status =
+                dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the name \"%.200s\" %s", list.pieces[i].name, bad);
+        if (status == DTRAIN_OK && list.pieces[i].count > 0 && list.pieces[i].data == NULL)
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a piece of \"%.200s\" has no data",
+                                  list.pieces[i].name);
+    }
+    return status;
+}
+
+#endif
+
+/* ---- >>portion ----
+ * One rank's part of a save: which of its pieces it writes, where they wait, and the three files: the data, the hashes
+ * of its blocks, and last the mark, which says that the other two are on the disk and what is in them. Files carry the
+ * number of the save, so that what an earlier one has left, or a rank that was taken for dead still writes, is never
+ * taken for this one's. */
+#ifndef DTRAIN__PORTION
+#define DTRAIN__PORTION
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define DTRAIN__PORTION_GRAIN 4096 /* elements of a copied piece that go to one rank at least */
+#define DTRAIN__PORTION_NAME 112   /* bytes of a file's name */
+
+/* One piece on its way to the file. */
+typedef struct dtrain__portion_item {
+    size_t name; /* in the file, among the texts of the part */
+    dtrain_dtype dtype;
+    int ndim;
+    size_t shape[DTRAIN_MAX_DIMS];
+    const void *data;
+    size_t bytes;
+} dtrain__portion_item;
+
+typedef struct dtrain__portion {
+    dtrain_allocator *allocator;
+    int rank, local, no_sync;
+    dtrain__index index; /* of this part alone */
+    dtrain_piece *pieces;
+    dtrain__portion_item *items;
+    dtrain_safetensors_source *sources;
+    unsigned char *staging;
+    uint64_t *blocks; /* hashes */
+    char *text;
+    size_t piece_room, piece_count, item_room, item_count, source_room, staging_room, block_room, text_room;
+} dtrain__portion;
+
+static void dtrain__portion_free(dtrain__portion *part)
+{
+    dtrain_allocator *allocator = part->allocator;
+    dtrain__index_free(&part->index);
+    dtrain__free(allocator, part->pieces, part->piece_room * sizeof *part->pieces);
+    dtrain__free(allocator, part->items, part->item_room * sizeof *part->items);
+    dtrain__free(allocator, part->sources, part->source_room * sizeof *part->sources);
+    dtrain__free(allocator, part->staging, part->staging_room);
+    dtrain__free(allocator, part->blocks, part->block_room * sizeof *part->blocks);
+    dtrain__free(allocator, part->text, part->text_room);
+}
+
+/* ---- names ---- */
+
+/* rank-00003.0123456789abcdef-7.done: rank 3's, of save 7 of the checkpointer 0123456789abcdef. */
+static void dtrain__portion_name(char out[DTRAIN__PORTION_NAME], int rank, const dtrain__save_id *id, const char *tail)
+{
+    snprintf(out, DTRAIN__PORTION_NAME, "rank-%05d.%016llx-%llu.%s", rank, (unsigned long long)id->nonce,
+             (unsigned long long)id->counter, tail);
+}
+
+/* Reads a whole number of at most 20 digits; returns what follows it, or NULL. */
+static const char *dtrain__portion_digits(const char *text, uint64_t *value)
+{
+    int digits = 0;
+    for (*value = 0; *text >= '0' && *text <= '9'; text++) {
+        uint64_t digit = (uint64_t)(*text - '0');
+        if (*value > (UINT64_MAX - digit) / 10 || ++digits > 20)
+            return NULL;
+        *value = *value * 10 + digit;
+    }
+    return digits > 0 ? text : NULL;
+}
+
+/* Takes a name apart; the dot before a temporary file's is passed over. Returns the tail, or NULL for a name of another
+ * form. */
+static const char *dtrain__portion_parse(const char *name, int *rank, dtrain__save_id *id)
+{
+    uint64_t number;
+    name += *name == '.';
+    if (strncmp(name, "rank-", 5) != 0)
+        return NULL;
+    name = dtrain__portion_digits(name + 5, &number);
+    if (name == NULL || number > INT_MAX || *name++ != '.')
+        return NULL;
+    *rank = (int)number;
+    id->nonce = 0;
+    for (int i = 0; i < 16; i++, name++) {
+        int digit = *name >= '0' && *name <= '9' ? *name - '0' : *name >= 'a' && *name <= 'f' ? *name - 'a' + 10 : -1;
+        if (digit < 0)
+            return NULL;
+        id->nonce = id->nonce << 4 | (uint64_t)digit;
+    }
+    if (*name++ != '-')
+        return NULL;
+    name = dtrain__portion_digits(name, &id->counter);
+    return name != NULL && *name == '.' ? name + 1 : NULL;
+}
+
+static void dtrain__portion_step_name(char out[32], uint64_t step)
+{
+    snprintf(out, 32, "step-%llu", (unsigned long long)step);
+}
+
+/* Whether a name is that of a step's directory. */
+static int dtrain__portion_is_step(const char *name, uint64_t *step)
+{
+    char again[32];
+    const char *end = strncmp(name, "step-", 5) == 0 ? dtrain__portion_digits(name + 5, step) : NULL;
+    if (end == NULL || *end != '\0')
+        return 0;
+    dtrain__portion_step_name(again, *step); /* no leading zeros */
+    return strcmp(again, name) == 0;
+}
+
+/* ---- what is written ---- */
+
+/* The range of its data that this rank writes of a piece: copies are dealt in grains, tensors of one grain by name. */
+static size_t dtrain__portion_share(const dtrain__portion *part, const dtrain_piece *piece, size_t *begin)
+{
+    int copies = piece->copies > 0 ? piece->copies : 1;
+    *begin = 0;
+    if (part->local || copies == 1)
+        return piece->count;
+    dtrain__xxh64 hash;
+    dtrain__xxh64_begin(&hash, 0);
+    dtrain__xxh64_add(&hash, piece->name, strlen(piece->name));
+    if (piece->suffix != NULL)
+        dtrain__xxh64_add(&hash, piece->suffix, strlen(piece->suffix));
+    uint64_t turn = (dtrain__xxh64_end(&hash) % (uint64_t)copies + (uint64_t)piece->copy) % (uint64_t)copies;
+    size_t grains = piece->count / DTRAIN__PORTION_GRAIN + (piece->count % DTRAIN__PORTION_GRAIN != 0), first;
+    size_t end = dtrain_split(grains, copies, (int)turn, &first) + first;
+    *begin = first * DTRAIN__PORTION_GRAIN;
+    end = end == grains ? piece->count : end * DTRAIN__PORTION_GRAIN;
+    *begin = *begin < end ? *begin : end;
+    return end - *begin;
+}
+
+/* Names a tensor in the index, and gives the place of its name. */
+static dtrain_status dtrain__portion_tensor(dtrain__portion *part, const dtrain_piece *piece)
+{
+    dtrain__index *index = &part->index;
+    dtrain__index_tensor tensor;
+    size_t name = strlen(piece->name), suffix = piece->suffix != NULL ? strlen(piece->suffix) : 0;
+    memset(&tensor, 0, sizeof tensor);
+    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, name + suffix + 1) ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    tensor.name = index->text_bytes;
+    tensor.name_length = name + suffix;
+    tensor.dtype = piece->dtype;
+    tensor.ndim = piece->ndim;
+    memcpy(tensor.shape, piece->shape, (size_t)piece->ndim * sizeof piece->shape[0]);
+    memcpy(index->texts + tensor.name, piece->name, name);
+    if (suffix > 0)
+        memcpy(index->texts + tensor.name + name, piece->suffix, suffix);
+    index->texts[tensor.name + name + suffix] = '\0';
+    index->text_bytes += name + suffix + 1;
+    index->tensors[index->tensor_count++] = tensor;
+    return DTRAIN_OK;
+}
+
+/* The name in the file: the tensor's own where it is there in one piece, NAME#number elsewhere. A # in the first kind
+ * would let two meet, so that it has a number, too. */
+static dtrain_status dtrain__portion_item_name(dtrain__portion *part, const dtrain__region *region, size_t number,
+                                               dtrain__portion_item *item, dtrain__index_piece *entry)
+{
+    dtrain__index *index = &part->index;
+    const dtrain__index_tensor *tensor = &index->tensors[entry->tensor];
+    size_t all = dtrain__region_product(region->shape, 0, region->ndim);
+    if (entry->count == all && strchr(dtrain__index_name(index, tensor), '#') == NULL) {
+        item->name = tensor->name;
+        return DTRAIN_OK;
+    }
+    entry->number = number;
+    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, tensor->name_length + 24))
+        return DTRAIN_ERR_MEMORY;
+    item->name = index->text_bytes;
+    memcpy(index->texts + item->name, dtrain__index_name(index, tensor), tensor->name_length);
+    int more = snprintf(index->texts + item->name + tensor->name_length, 24, "#%zu", number);
+    index->text_bytes += tensor->name_length + (size_t)more + 1;
+    return DTRAIN_OK;
+}
+
+/* Elements [begin, begin + count) of a piece's data: with the shape of its box where they are all of it. */
+static void dtrain__portion_data(dtrain__portion_item *item, const dtrain_piece *piece, const dtrain__region *region,
+                                 size_t begin, size_t count)
+{
+    item->dtype = piece->dtype;
+    item->ndim = count == dtrain__region_product(region->size, 0, region->ndim) ? region->ndim : 1;
+    memcpy(item->shape, region->size, sizeof item->shape);
+    if (item->ndim == 1)
+        item->shape[0] = count;
+    item->bytes = count * (dtrain_dtype_bits(piece->dtype) / 8);
+    item->data = (const unsigned char *)piece->data + begin * (dtrain_dtype_bits(piece->dtype) / 8);
+}
+
+/* Enters what this rank writes of a piece. */
+static dtrain_status dtrain__portion_take(dtrain__portion *part, const dtrain_piece *piece)
+{
+    dtrain__index *index = &part->index;
+    dtrain__index_piece entry;
+    dtrain__portion_item item;
+    dtrain__region region;
+    size_t begin, count = dtrain__portion_share(part, piece, &begin);
+    dtrain_status status = dtrain__portion_tensor(part, piece);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    dtrain__region_of(&region, piece);
+    memset(&item, 0, sizeof item);
+    memset(&entry, 0, sizeof entry);
+    entry.tensor = index->tensor_count - 1;
+    entry.number = entry.box = DTRAIN__INDEX_NONE;
+    entry.at = piece->begin + begin;
+    entry.count = count;
+    entry.copy = part->local ? (size_t)piece->copy : 0;
+    if (piece->boxed) {
+        entry.box = index->number_count;
+        for (int d = 0; d < 2 * piece->ndim; d++)
+            if (dtrain__index_number(index, d < piece->ndim ? region.begin[d] : region.size[d - piece->ndim]) ==
+                DTRAIN__INDEX_NONE)
+                return DTRAIN_ERR_MEMORY;
+    }
+    status = dtrain__portion_item_name(part, &region, part->item_count, &item, &entry);
+    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->pieces[index->piece_count++] = entry;
+    dtrain__portion_data(&item, piece, &region, begin, count);
+    void *larger =
+        dtrain__index_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1, &part->item_room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of pieces");
+    part->items = (dtrain__portion_item *)larger;
+    part->items[part->item_count++] = item;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__portion_values(dtrain__portion *part, const dtrain_checkpoint_state *state)
+{
+    dtrain__index *index = &part->index;
+    if (state->value_count > 0 && state->values == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: %zu values are promised, but values is NULL",
+                            state->value_count);
+    for (size_t i = 0; i < state->value_count; i++) {
+        const dtrain_safetensors_pair *pair = &state->values[i];
+        dtrain__index_value value;
+        if (pair->key == NULL || pair->value == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: value %zu has no key or no value", i);
+        value.key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
+        value.value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
+        if (value.key_length == 0 || memchr(pair->key, 0, value.key_length) != NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: the key of value %zu is empty or has a zero byte", i);
+        value.key = dtrain__index_text(index, pair->key, value.key_length);
+        value.value = dtrain__index_text(index, pair->value, value.value_length);
+        if (value.key == DTRAIN__INDEX_NONE || value.value == DTRAIN__INDEX_NONE ||
+            !DTRAIN__INDEX_ROOM(index, dtrain__index_value, values, value_count, value_room, 1))
+            return DTRAIN_ERR_MEMORY;
+        index->values[index->value_count++] = value;
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__portion_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
+{
+    facts->step = state->step;
+    facts->seed = state->seed;
+    facts->random_index = state->random_index;
+    if (state->fsdp != NULL) {
+        facts->has_optimizer = 1;
+        facts->optimizer = state->fsdp->optimizer;
+        facts->optimizer_step = dtrain_fsdp_get_step(state->fsdp);
+        facts->has_scale = state->fsdp->desc.loss_scale > 0.0f;
+        facts->loss_scale = (double)dtrain_fsdp_loss_scale(state->fsdp);
+        facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(state->fsdp);
+    } else if (state->optimizer != NULL) {
+        facts->has_optimizer = 1;
+        facts->optimizer = state->optimizer->desc;
+        facts->optimizer_step = dtrain_optimizer_get_step(state->optimizer);
+    }
+    facts->has_sampler = state->sampler != NULL;
+    if (state->sampler != NULL)
+        facts->sampler = state->sampler->desc;
+}
+
+/* Says what this rank writes of a state; data stays where it is. */
+static dtrain_status dtrain__portion_prepare(dtrain__portion *part, const dtrain_checkpoint_state *state,
+                                             const dtrain__save_id *id, int ranks)
+{
+    dtrain__index_clear(&part->index);
+    part->item_count = 0;
+    dtrain__portion_facts(&part->index.facts, state);
+    part->index.facts.id = *id;
+    part->index.facts.world_size = (uint64_t)ranks;
+    dtrain_status status = dtrain__pieces_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
+                                                  part->rank, part->allocator);
+    for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
+        status = dtrain__portion_take(part, &part->pieces[i]);
+    return status == DTRAIN_OK ? dtrain__portion_values(part, state) : status;
+}
+
+#ifdef __SSE2__
+/* 64 bytes past the caches; `to` is aligned. */
+static void dtrain__portion_stream(unsigned char *to, const unsigned char *from)
+{
+    __m128i line[4];
+    _mm_prefetch((const char *)from + 256, _MM_HINT_T0);
+    for (int i = 0; i < 4; i++)
+        line[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + 16 * i));
+    for (int i = 0; i < 4; i++)
+        _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
+}
+#endif
+
+/* Copies to a buffer that another thread reads, much later: past the caches, which spares reading the lines that are
+ * overwritten, and four pages at a time, which keeps more of the memory busy; memcpy does so for a large copy alone,
+ * and a state is many. `to` is aligned to 64 bytes. */
+static void dtrain__portion_copy(unsigned char *to, const unsigned char *from, size_t bytes)
+{
+    size_t done = 0;
+#ifdef __SSE2__
+    enum { PAGE = 4096, PAGES = 4 };
+    for (; bytes - done >= PAGES * PAGE; done += PAGES * PAGE)
+        for (size_t at = done; at < done + PAGE; at += 64)
+            for (size_t page = 0; page < PAGES; page++)
+                dtrain__portion_stream(to + at + page * PAGE, from + at + page * PAGE);
+    _mm_sfence();
+#endif
+    if (bytes > done)
+        memcpy(to + done, from + done, bytes - done);
+}
+
+/* Copies what is to be written to the staging buffer, so that the program may go on. */
+static dtrain_status dtrain__portion_stage(dtrain__portion *part)
+{
+    size_t all = 0;
+    for (size_t i = 0; i < part->item_count; i++)
+        all += (part->items[i].bytes + 63) / 64 * 64;
+    if (all > part->staging_room) { /* nothing of the old one is needed */
+        dtrain__free(part->allocator, part->staging, part->staging_room);
+        part->staging_room = 0;
+        part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
+        if (part->staging == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                "checkpoint: rank %d has no memory for a copy of the %zu bytes that it writes: save "
+                                "without _async, which needs none",
+                                part->rank, all);
+        part->staging_room = all;
+    }
+    all = 0;
+    for (size_t i = 0; i < part->item_count; i++) {
+        dtrain__portion_copy(part->staging + all, (const unsigned char *)part->items[i].data, part->items[i].bytes);
+        part->items[i].data = part->staging + all;
+        all += (part->items[i].bytes + 63) / 64 * 64;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- hashed files ---- */
+
+/* Hashes a file's header and the blocks of its data on the way to the disk. */
+typedef struct dtrain__portion_sink {
+    dtrain__file_draft draft;
+    dtrain__xxh64 hash;
+    unsigned char frame[8];
+    uint64_t seen, header_bytes, header_hash;
+    uint64_t *blocks;
+    size_t block_count;
+} dtrain__portion_sink;
+
+/* The bytes up to where the next hash ends, in which all of the header but its length is one. */
+static uint64_t dtrain__portion_left(const dtrain__portion_sink *sink)
+{
+    if (sink->seen < 8)
+        return 8 - sink->seen;
+    if (sink->seen < sink->header_bytes)
+        return sink->header_bytes - sink->seen;
+    return DTRAIN__INDEX_BLOCK - (sink->seen - sink->header_bytes) % DTRAIN__INDEX_BLOCK;
+}
+
+static dtrain_status dtrain__portion_to_file(void *user, const void *data, size_t bytes)
+{
+    dtrain__portion_sink *sink = (dtrain__portion_sink *)user;
+    const unsigned char *from = (const unsigned char *)data;
+    for (size_t left = bytes; left > 0;) {
+        uint64_t most = dtrain__portion_left(sink);
+        size_t n = left < most ? left : (size_t)most;
+        dtrain__xxh64_add(&sink->hash, from, n);
+        if (sink->seen < 8)
+            memcpy(sink->frame + sink->seen, from, n);
+        sink->seen += n;
+        from += n;
+        left -= n;
+        if (n < most)
+            continue;
+        if (sink->seen == 8)
+            sink->header_bytes = 8 + dtrain__xxh64_load(sink->frame);
+        else if (sink->seen == sink->header_bytes)
+            sink->header_hash = dtrain__xxh64_end(&sink->hash);
+        else
+            sink->blocks[sink->block_count++] = dtrain__xxh64_end(&sink->hash);
+        if (sink->seen >= sink->header_bytes)
+            dtrain__xxh64_begin(&sink->hash, 0);
+    }
+    return dtrain__file_draft_write(&sink->draft, data, bytes);
+}
+
+/* Writes a file, and says what it is hashed to; blocks has room. */
+static dtrain_status dtrain__portion_put(dtrain__portion *part, int directory, const char *name, size_t count,
+                                         dtrain__index_hashed *file, uint64_t *blocks)
+{
+    dtrain_safetensors_write_desc desc;
+    dtrain__portion_sink sink;
+    memset(&desc, 0, sizeof desc);
+    memset(&sink, 0, sizeof sink);
+    desc.allocator = part->allocator;
+    sink.blocks = blocks;
+    dtrain__xxh64_begin(&sink.hash, 0);
+    dtrain_status status = dtrain__file_draft_begin(&sink.draft, directory, name, "checkpoint");
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain_safetensors_write(dtrain__portion_to_file, &sink, part->sources, count, &desc);
+    if (status != DTRAIN_OK) {
+        dtrain__file_draft_abandon(&sink.draft);
+        return status;
+    }
+    if (sink.seen > sink.header_bytes && (sink.seen - sink.header_bytes) % DTRAIN__INDEX_BLOCK != 0)
+        sink.blocks[sink.block_count++] = dtrain__xxh64_end(&sink.hash);
+    file->header_bytes = sink.header_bytes;
+    file->header_hash = sink.header_hash;
+    file->data_bytes = sink.seen - sink.header_bytes;
+    return dtrain__file_draft_commit(&sink.draft, part->no_sync);
+}
+
+/* Writes the data file; its hashes are then in part->blocks. */
+static dtrain_status dtrain__portion_put_data(dtrain__portion *part, int directory, const char *name,
+                                              dtrain__index_hashed *file)
+{
+    dtrain_safetensors_write_desc desc;
+    uint64_t bytes = 0;
+    void *larger = dtrain__index_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1,
+                                      &part->source_room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", part->item_count);
+    part->sources = (dtrain_safetensors_source *)larger;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = part->allocator;
+    for (size_t i = 0; i < part->item_count; i++) {
+        dtrain_safetensors_source *source = &part->sources[i];
+        memset(source, 0, sizeof *source);
+        source->name = part->index.texts + part->items[i].name;
+        source->dtype = part->items[i].dtype;
+        source->ndim = part->items[i].ndim;
+        source->shape = part->items[i].shape;
+        source->data = part->items[i].data;
+    }
+    dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
+    if (status != DTRAIN_OK)
+        return status;
+    larger = dtrain__index_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
+                                (size_t)dtrain__index_blocks(bytes) + 1, &part->block_room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
+                            (unsigned long long)bytes);
+    part->blocks = (uint64_t *)larger;
+    return dtrain__portion_put(part, directory, name, part->item_count, file, part->blocks);
+}
+
+/* Writes the file of hashes; the hashes of its own blocks go to the index. */
+static dtrain_status dtrain__portion_put_hashes(dtrain__portion *part, int directory, const char *name,
+                                                dtrain__index_file *file)
+{
+    dtrain__index *index = &part->index;
+    size_t count = (size_t)dtrain__index_blocks(file->data.data_bytes);
+    file->block_count = (size_t)dtrain__index_blocks(8 * (uint64_t)count);
+    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, file->block_count + 1))
+        return DTRAIN_ERR_MEMORY;
+    file->blocks = index->number_count;
+    index->number_count += file->block_count;
+    memset(part->sources, 0, sizeof part->sources[0]);
+    part->sources[0].name = "xxh64";
+    part->sources[0].dtype = DTRAIN_U64;
+    part->sources[0].ndim = 1;
+    part->sources[0].shape = &count;
+    part->sources[0].data = part->blocks;
+    return dtrain__portion_put(part, directory, name, 1, &file->hashes, index->numbers + file->blocks);
+}
+
+/* Writes data and hashes, and enters them into the part's index, which is then printed to part->text. */
+static dtrain_status dtrain__portion_write(dtrain__portion *part, int directory, size_t *bytes)
+{
+    dtrain__index *index = &part->index;
+    char names[2][DTRAIN__PORTION_NAME];
+    dtrain__index_file file;
+    memset(&file, 0, sizeof file);
+    file.rank = part->rank;
+    file.holder = -1;
+    dtrain__portion_name(names[0], part->rank, &index->facts.id, "safetensors");
+    dtrain__portion_name(names[1], part->rank, &index->facts.id, "hashes.safetensors");
+    dtrain_status status = dtrain__portion_put_data(part, directory, names[0], &file.data);
+    if (status == DTRAIN_OK)
+        status = dtrain__portion_put_hashes(part, directory, names[1], &file);
+    if (status != DTRAIN_OK)
+        return status;
+    file.data.name = dtrain__index_text(index, names[0], strlen(names[0]));
+    file.hashes.name = dtrain__index_text(index, names[1], strlen(names[1]));
+    if (file.data.name == DTRAIN__INDEX_NONE || file.hashes.name == DTRAIN__INDEX_NONE ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_file, files, file_count, file_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->files[index->file_count++] = file;
+    status = dtrain__index_settle(index, 0);
+    return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, &part->text_room, bytes) : status;
+}
+
+#endif
+
+/* ---- >>save ----
+ * How the parts of all ranks become a checkpoint. A rank's mark follows its files to the disk; when rank 0 has seen all
+ * marks of this save it writes the index, which makes the checkpoint visible, then replaces latest, and then removes
+ * what is old. Each name is synced in its directory before the next step.
+ *
+ * What is removed, by rank 0 alone and only after its own save is visible: checkpoints before the newest keep_last; the
+ * files that the new index has replaced; and what interrupted saves have left. Files tell by the number in their name
+ * whose they are. Those of an earlier save of this checkpointer are nobody's any more: all its ranks have brought their
+ * mark of the later one, which they write after. Those of a later one are of a rank that is ahead. Those of another
+ * checkpointer may be of a save that still runs, and nothing but time tells: a save that gets no new mark for
+ * timeout_ms gives up, so that what has not changed for twice as long, by the clock of the file system, is dead. */
+#ifndef DTRAIN__SAVE
+#define DTRAIN__SAVE
+
+#define DTRAIN__SAVE_INDEX "index.json"
+#define DTRAIN__SAVE_LATEST "latest"
+#define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
+
+/* What ranks tell each other. */
+typedef struct dtrain__save_note {
+    uint64_t number;  /* that must be the same on all */
+    uint64_t counter; /* of its calls */
+    int32_t status;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__save_note;
+
+struct dtrain_checkpoint {
+    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator *allocator;
+    dtrain_comm *comm; /* NULL: alone */
+    int rank, ranks;
+    int keep_last, local, no_verify, no_sync;
+    int64_t timeout_ms;
+    int base;           /* the directory of the desc */
+    int directory;      /* where steps are: the same, or with local this rank's in it */
+    int refused;        /* the errno with which it refuses to be written; 0: none */
+    dtrain__save_id id; /* of the last call; that of the save under way is among the facts of the portion */
+    dtrain__save_id replaced;
+    int replaces;
+    dtrain__portion portion;
+    dtrain__index whole; /* rank 0: of all parts */
+    char *text;
+    size_t text_room;
+    dtrain__save_note *notes; /* of all ranks */
+    unsigned char *seen;      /* ranks whose mark is there */
+    uint64_t *steps;          /* found in the directory */
+    size_t step_room, step_count;
+    dtrain__os_thread thread;
+    int running;      /* the thread is to be joined */
+    uint32_t done;    /* set by the thread at its end */
+    uint32_t leaving; /* set by destroy: wait for no other rank's work */
+    int untold;       /* result is an error that the caller has not seen */
+    dtrain__error result, error;
+    dtrain__index loaded; /* the index that was loaded last */
+};
+
+static int dtrain__save_alone(const dtrain_checkpoint *ckpt)
+{
+    return ckpt->ranks == 1;
+}
+
+/* The number of the save under way. */
+static const dtrain__save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
+{
+    return &ckpt->portion.index.facts.id;
+}
+
+/* Gives all ranks the status of the first that failed, and its text; compared: also that their numbers are the same. */
+static dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
+                                        const char *compared)
+{
+    dtrain__save_note *notes = ckpt->notes, *mine = &notes[ckpt->rank];
+    if (dtrain__save_alone(ckpt))
+        return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+    memset(mine, 0, sizeof *mine);
+    mine->number = number;
+    mine->counter = ckpt->id.counter;
+    mine->status = (int32_t)status;
+    snprintf(mine->text, sizeof mine->text, "%s", status != DTRAIN_OK ? dtrain__thread_error.text : "");
+    dtrain_status sent = dtrain_all_gather(ckpt->comm, mine, notes, (size_t)ckpt->ranks * sizeof *notes, DTRAIN_U8);
+    if (sent != DTRAIN_OK)
+        return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
+    for (int rank = 0; rank < ckpt->ranks; rank++)
+        if (notes[rank].status != 0)
+            return dtrain__fail(&ckpt->error, (dtrain_status)notes[rank].status, "rank %d: %.600s", rank,
+                                notes[rank].text);
+    for (int rank = 1; rank < ckpt->ranks && compared != NULL; rank++)
+        if (notes[rank].number != notes[0].number)
+            return dtrain__fail(&ckpt->error, DTRAIN_ERR_MISMATCH,
+                                "checkpoint: rank %d gives %s %llu, rank 0 %llu: give every rank the same", rank,
+                                compared, (unsigned long long)notes[rank].number, (unsigned long long)notes[0].number);
+    return DTRAIN_OK;
+}
+
+/* ---- directories ---- */
+
+/* Makes a directory where there is none, brings its name to the disk, and opens it. */
+static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, int no_sync)
+{
+    if (dtrain__file_sys_mkdir(parent, name) == 0) {
+        int error = no_sync ? 0 : dtrain__file_sync_directory(parent);
+        if (error != 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: directory \"%s\" did not reach the disk: %s", name,
+                                strerror(error));
+    } else if (errno != EEXIST) {
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name, strerror(errno));
+    }
+    return dtrain__file_open_directory(fd, parent, name, "checkpoint");
+}
+
+static dtrain_status dtrain__save_open_step(dtrain_checkpoint *ckpt, int *fd)
+{
+    char name[32];
+    dtrain__portion_step_name(name, ckpt->portion.index.facts.step);
+    if (ckpt->refused != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
+                            strerror(ckpt->refused));
+    return dtrain__save_open(fd, ckpt->directory, name, ckpt->no_sync);
+}
+
+/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say. */
+static int64_t dtrain__save_changed(int directory, const char *name)
+{
+    struct stat status;
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    int64_t when =
+        fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 ? (int64_t)status.st_mtime * 1000000000 : INT64_MAX;
+    dtrain__file_close(fd);
+    return when;
+}
+
+/* Reads which save an index is of; 0: there is none, or none that can be read. */
+static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, dtrain__save_id *id)
+{
+    dtrain__error before = dtrain__thread_error;
+    dtrain__index index;
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain__index_begin(&index, ckpt->allocator);
+    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, ckpt->allocator,
+                                                 &text, &bytes, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__index_read(&index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
+    *id = index.facts.id;
+    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__index_free(&index);
+    dtrain__thread_error = before;
+    return status == DTRAIN_OK;
+}
+
+/* ---- this rank's part ---- */
+
+/* Removes this rank's files of the last save; only where no index can list them. */
+static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
+{
+    static const char *const tails[] = {"done", "safetensors", "hashes.safetensors"};
+    char name[DTRAIN__PORTION_NAME];
+    for (int i = 0; i < 3; i++) {
+        dtrain__portion_name(name, ckpt->rank, dtrain__save_current(ckpt), tails[i]);
+        dtrain__file_sys_unlink(directory, name, 0);
+    }
+}
+
+/* Writes this rank's files, and the mark last; with local, an index of this rank's own. */
+static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain__portion *portion = &ckpt->portion;
+    char mark[DTRAIN__PORTION_NAME];
+    size_t bytes = 0;
+    dtrain__portion_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
+    ckpt->replaces = (ckpt->local || ckpt->rank == 0) && dtrain__save_read_id(ckpt, directory, &ckpt->replaced);
+    dtrain_status status = dtrain__portion_write(portion, directory, &bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__file_put(directory, ckpt->local ? DTRAIN__SAVE_INDEX : mark, portion->text, bytes,
+                                  ckpt->no_sync, "checkpoint");
+    if (status != DTRAIN_OK && !ckpt->local)
+        dtrain__save_discard(ckpt, directory);
+    return status;
+}
+
+/* ---- waiting for the others ---- */
+
+typedef struct dtrain__save_marks {
+    dtrain_checkpoint *ckpt;
+    int count;   /* ranks whose mark is there */
+    int failed;  /* a rank that says it failed; -1: none */
+    int visible; /* rank 0 says that it has written the index */
+} dtrain__save_marks;
+
+static int dtrain__save_see_mark(void *user, const char *name)
+{
+    dtrain__save_marks *marks = (dtrain__save_marks *)user;
+    dtrain_checkpoint *ckpt = marks->ckpt;
+    dtrain__save_id id;
+    int rank;
+    const char *tail = *name != '.' ? dtrain__portion_parse(name, &rank, &id) : NULL;
+    if (tail == NULL || id.nonce != dtrain__save_current(ckpt)->nonce ||
+        id.counter != dtrain__save_current(ckpt)->counter || rank >= ckpt->ranks)
+        return 0;
+    if (strcmp(tail, "failed") == 0)
+        marks->failed = rank;
+    else if (strcmp(tail, "visible") == 0)
+        marks->visible = 1;
+    else if (strcmp(tail, "done") == 0 && !ckpt->seen[rank]) {
+        ckpt->seen[rank] = 1;
+        marks->count++;
+    }
+    return 0;
+}
+
+static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory, int rank)
+{
+    char name[DTRAIN__PORTION_NAME], why[DTRAIN__SAVE_WHY];
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain__portion_name(name, rank, dtrain__save_current(ckpt), "failed");
+    dtrain_status status =
+        dtrain__file_read_all(directory, name, sizeof why - 1, ckpt->allocator, &text, &bytes, "checkpoint");
+    memset(why, 0, sizeof why);
+    if (status == DTRAIN_OK && bytes > 0)
+        memcpy(why, text, bytes);
+    dtrain__free(ckpt->allocator, text, bytes);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
+                        (unsigned long long)ckpt->portion.index.facts.step, rank, why);
+}
+
+static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index)
+{
+    char ranks[200];
+    size_t used = 0;
+    ranks[0] = '\0';
+    for (int rank = 0; rank < ckpt->ranks && used < sizeof ranks - 16; rank++)
+        if (!ckpt->seen[rank])
+            used += (size_t)snprintf(ranks + used, sizeof ranks - used, "%s%d", used > 0 ? ", " : "", rank);
+    return for_index
+               ? dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index",
+                              (unsigned long long)ckpt->portion.index.facts.step, ckpt->rank,
+                              (long long)(2 * ckpt->timeout_ms))
+               : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                              "checkpoint of step %llu: nothing has come from rank %s for %lld ms: see that every "
+                              "rank saves, or give a longer timeout_ms",
+                              (unsigned long long)ckpt->portion.index.facts.step, ranks, (long long)ckpt->timeout_ms);
+}
+
+/* Waits until all marks are there; for_index: until rank 0 says that the index is. Every turn lists the directory anew,
+ * which makes network file systems look. */
+static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, int for_index)
+{
+    dtrain__save_marks marks = {ckpt, 0, -1, 0};
+    int64_t span = dtrain__os_ms_to_ns(for_index ? 2 * ckpt->timeout_ms : ckpt->timeout_ms);
+    int64_t until = dtrain__os_now_ns() + span, pause = 500000, longest = 20000000 + (int64_t)ckpt->ranks * 1000000;
+    memset(ckpt->seen, 0, (size_t)ckpt->ranks);
+    for (;;) {
+        int before = marks.count, error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
+        if (error != 0 && error != EINTR)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
+                                (unsigned long long)ckpt->portion.index.facts.step, strerror(error));
+        if (marks.failed >= 0)
+            return dtrain__save_failed(ckpt, directory, marks.failed);
+        if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
+            return DTRAIN_OK;
+        int64_t now = dtrain__os_now_ns();
+        if (marks.count > before)
+            until = now + span;
+        if (now >= until)
+            return dtrain__save_late(ckpt, for_index);
+        struct timespec turn = dtrain__os_timespec(pause);
+        nanosleep(&turn, NULL);
+        pause = pause < longest ? pause * 2 : pause;
+    }
+}
+
+/* Tells the others that this rank's part of a save will not come; what goes wrong with that, their deadline tells. */
+static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__save_id *id)
+{
+    dtrain__error kept = dtrain__thread_error;
+    char name[DTRAIN__PORTION_NAME], directory[32];
+    int fd = -1;
+    if (ckpt->local || dtrain__save_alone(ckpt) || ckpt->refused != 0)
+        return;
+    dtrain__portion_name(name, ckpt->rank, id, "failed");
+    dtrain__portion_step_name(directory, step);
+    if (dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {
+        size_t bytes = strlen(kept.text);
+        dtrain__file_put(fd, name, kept.text, bytes < DTRAIN__SAVE_WHY ? bytes : DTRAIN__SAVE_WHY - 1, 1, "checkpoint");
+        dtrain__file_close(fd);
+    }
+    dtrain__thread_error = kept;
+}
+
+/* ---- making it visible ---- */
+
+/* Reads all marks, and writes the index. */
+static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain_status status = DTRAIN_OK;
+    size_t bytes = 0;
+    dtrain__index_clear(&ckpt->whole);
+    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
+        char name[DTRAIN__PORTION_NAME];
+        void *text = NULL;
+        dtrain__portion_name(name, rank, dtrain__save_current(ckpt), "done");
+        status =
+            dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
+        if (status == DTRAIN_OK)
+            status = dtrain__index_read(&ckpt->whole, name, (const char *)text, bytes);
+        dtrain__free(ckpt->allocator, text, bytes);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__index_settle(&ckpt->whole, 1);
+    if (status == DTRAIN_ERR_CORRUPT) /* it is the program's pieces that do not fit */
+        status = DTRAIN_ERR_INVALID;
+    if (status == DTRAIN_OK)
+        status = dtrain__index_print(&ckpt->whole, &ckpt->text, &ckpt->text_room, &bytes);
+    return status == DTRAIN_OK
+               ? dtrain__file_put(directory, DTRAIN__SAVE_INDEX, ckpt->text, bytes, ckpt->no_sync, "checkpoint")
+               : status;
+}
+
+static dtrain_status dtrain__save_latest(dtrain_checkpoint *ckpt)
+{
+    char name[34];
+    dtrain__portion_step_name(name, ckpt->portion.index.facts.step);
+    strcat(name, "\n");
+    return dtrain__file_put(ckpt->directory, DTRAIN__SAVE_LATEST, name, strlen(name), ckpt->no_sync, "checkpoint");
+}
+
+/* ---- removing what is old ---- */
+
+/* A step's directory, as it is looked through. */
+typedef struct dtrain__save_tidy {
+    dtrain_checkpoint *ckpt;
+    int directory;
+    int64_t now;                     /* of the file system */
+    int has_index, has_files, mixed; /* of more than one save */
+    dtrain__save_id first, visible;
+    int prunes;
+} dtrain__save_tidy;
+
+static int dtrain__save_same(const dtrain__save_id *a, const dtrain__save_id *b)
+{
+    return a->nonce == b->nonce && a->counter == b->counter;
+}
+
+static int dtrain__save_look(void *user, const char *name)
+{
+    dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
+    dtrain__save_id id;
+    int rank;
+    if (strcmp(name, DTRAIN__SAVE_INDEX) == 0)
+        tidy->has_index = 1;
+    if (dtrain__portion_parse(name, &rank, &id) == NULL)
+        return 0;
+    if (!tidy->has_files)
+        tidy->first = id;
+    tidy->mixed |= !dtrain__save_same(&id, &tidy->first);
+    tidy->has_files = 1;
+    return 0;
+}
+
+/* Whether nothing has changed for so long that whoever wrote it has given up. */
+static int dtrain__save_old(const dtrain__save_tidy *tidy, int directory, const char *name)
+{
+    int64_t when = dtrain__save_changed(directory, name);
+    return when < tidy->now && tidy->now - when > dtrain__os_ms_to_ns(2 * tidy->ckpt->timeout_ms) + 2000000000;
+}
+
+/* Removes one file if it is nobody's. */
+static int dtrain__save_sweep(void *user, const char *name)
+{
+    dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
+    const dtrain_checkpoint *ckpt = tidy->ckpt;
+    size_t length = strlen(name);
+    int temporary = *name == '.' && length > 4 && strcmp(name + length - 4, ".tmp") == 0, rank, dead, data = 0;
+    dtrain__save_id id;
+    const char *tail = dtrain__portion_parse(name, &rank, &id);
+    if (tail == NULL) {
+        if (temporary && strncmp(name, ".index.json.", 12) == 0 && dtrain__save_old(tidy, tidy->directory, name))
+            dtrain__file_sys_unlink(tidy->directory, name, 0);
+        return 0;
+    }
+    data = !temporary && strstr(tail, "safetensors") != NULL;
+    if (tidy->has_index && !tidy->prunes && data && dtrain__save_same(&id, &tidy->visible))
+        return 0;
+    if (id.nonce == dtrain__save_current(ckpt)->nonce)
+        dead = id.counter < dtrain__save_current(ckpt)->counter;
+    else
+        dead = (ckpt->replaces && dtrain__save_same(&id, &ckpt->replaced)) ||
+               (tidy->prunes && dtrain__save_same(&id, &tidy->visible)) ||
+               dtrain__save_old(tidy, tidy->directory, name);
+    if (dead)
+        dtrain__file_sys_unlink(tidy->directory, name, 0);
+    return 0;
+}
+
+/* Removes from a step's directory what is nobody's, and with prunes the checkpoint and the directory. */
+static void dtrain__save_tidy_step(dtrain_checkpoint *ckpt, uint64_t step, int64_t now, int prunes)
+{
+    dtrain__save_tidy tidy;
+    char name[32];
+    memset(&tidy, 0, sizeof tidy);
+    tidy.ckpt = ckpt;
+    tidy.now = now;
+    tidy.prunes = prunes;
+    dtrain__portion_step_name(name, step);
+    tidy.directory = dtrain__file_sys_open(ckpt->directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    if (tidy.directory < 0)
+        return;
+    int old = dtrain__save_old(&tidy, ckpt->directory, name);
+    dtrain__file_list(tidy.directory, dtrain__save_look, &tidy);
+    tidy.visible = tidy.first;
+    if (tidy.has_index && tidy.mixed && !dtrain__save_read_id(ckpt, tidy.directory, &tidy.visible)) {
+        dtrain__file_close(tidy.directory); /* not to be told apart: left to somebody who looks */
+        return;
+    }
+    if (prunes) { /* first it is no checkpoint any more */
+        dtrain__file_sys_unlink(tidy.directory, DTRAIN__SAVE_INDEX, 0);
+        if (!ckpt->no_sync)
+            dtrain__file_sync_directory(tidy.directory);
+    }
+    dtrain__file_list(tidy.directory, dtrain__save_sweep, &tidy);
+    dtrain__file_close(tidy.directory);
+    if (prunes || (old && !tidy.has_index)) /* refused where anything is left in it */
+        dtrain__file_sys_unlink(ckpt->directory, name, AT_REMOVEDIR);
+}
+
+static int dtrain__save_find_step(void *user, const char *name)
+{
+    dtrain_checkpoint *ckpt = (dtrain_checkpoint *)user;
+    uint64_t step;
+    if (!dtrain__portion_is_step(name, &step))
+        return 0;
+    void *larger =
+        dtrain__index_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1, &ckpt->step_room);
+    if (larger == NULL)
+        return 1;
+    ckpt->steps = (uint64_t *)larger;
+    ckpt->steps[ckpt->step_count++] = step;
+    return 0;
+}
+
+static int dtrain__save_by_step(const void *left, const void *right)
+{
+    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
+    return a > b ? -1 : a < b; /* the highest first */
+}
+
+/* Lists the steps that have a directory, the highest first. Returns 0 or an errno. */
+static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
+{
+    ckpt->step_count = 0;
+    int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
+    if (ckpt->step_count > 0)
+        qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
+    return error;
+}
+
+static int dtrain__save_has_index(int directory, uint64_t step)
+{
+    char name[64];
+    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    dtrain__file_close(fd);
+    return fd >= 0;
+}
+
+/* What a save or a create that was killed has left beside the steps. */
+static int dtrain__save_sweep_base(void *user, const char *name)
+{
+    dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
+    if ((strncmp(name, ".latest.", 8) == 0 || strncmp(name, ".shared-", 8) == 0) &&
+        dtrain__save_old(tidy, tidy->directory, name))
+        dtrain__file_sys_unlink(tidy->directory, name, 0);
+    return 0;
+}
+
+/* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save. */
+static void dtrain__save_clear(dtrain_checkpoint *ckpt)
+{
+    uint64_t step = ckpt->portion.index.facts.step;
+    char name[64];
+    int kept = 1;
+    dtrain__save_tidy base;
+    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
+    int64_t now = dtrain__save_changed(ckpt->directory, name);
+    dtrain__error before = dtrain__thread_error;
+    if (now != INT64_MAX)
+        dtrain__save_list_steps(ckpt, ckpt->directory);
+    for (size_t i = 0; now != INT64_MAX && i < ckpt->step_count; i++) {
+        int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
+        kept += whole;
+        dtrain__save_tidy_step(ckpt, ckpt->steps[i], now, whole && ckpt->keep_last > 0 && kept > ckpt->keep_last);
+    }
+    memset(&base, 0, sizeof base);
+    base.ckpt = ckpt;
+    base.directory = ckpt->directory;
+    base.now = now;
+    if (now != INT64_MAX)
+        dtrain__file_list(ckpt->directory, dtrain__save_sweep_base, &base);
+    dtrain__thread_error = before;
+}
+
+/* Rank 0, when all marks are there; with local every rank, for itself. *visible: the index is in place, whatever went
+ * wrong after that. tells: the others wait for a mark that says so. */
+static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory, int tells, int *visible)
+{
+    char mark[DTRAIN__PORTION_NAME], shown[DTRAIN__PORTION_NAME];
+    dtrain_status status = ckpt->local ? DTRAIN_OK : dtrain__save_index(ckpt, directory);
+    *visible = status == DTRAIN_OK;
+    if (status == DTRAIN_OK && !ckpt->local)
+        status = dtrain__save_latest(ckpt);
+    if (status != DTRAIN_OK)
+        return status;
+    for (int rank = 0; rank < ckpt->ranks && !ckpt->local; rank++) {
+        dtrain__portion_name(mark, rank, dtrain__save_current(ckpt), "done");
+        dtrain__portion_name(shown, rank, dtrain__save_current(ckpt), "visible");
+        if (rank == 0 && tells && ckpt->ranks > 1) /* a rename needs no room on the disk */
+            dtrain__file_sys_rename(directory, mark, directory, shown);
+        else
+            dtrain__file_sys_unlink(directory, mark, 0);
+    }
+    dtrain__save_clear(ckpt);
+    return DTRAIN_OK;
+}
+
+/* All of an asynchronous save but the copy. */
+static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
+{
+    int directory = -1, visible = 0, marked = 0;
+    dtrain_status status = dtrain__save_open_step(ckpt, &directory);
+    if (status == DTRAIN_OK) {
+        status = dtrain__save_write(ckpt, directory);
+        marked = status == DTRAIN_OK;
+    }
+    if (status == DTRAIN_OK && ckpt->rank == 0 && !ckpt->local)
+        status = dtrain__save_await(ckpt, directory, 0);
+    if (status == DTRAIN_OK && (ckpt->rank == 0 || ckpt->local))
+        status = dtrain__save_commit(ckpt, directory, 1, &visible);
+    if (status != DTRAIN_OK && (!marked || ckpt->rank == 0)) {
+        dtrain__save_tell_failed(ckpt, ckpt->portion.index.facts.step, dtrain__save_current(ckpt));
+        if (directory >= 0 && !visible && marked)
+            dtrain__save_discard(ckpt, directory);
+    }
+    if (status == DTRAIN_OK && ckpt->rank > 0 && !ckpt->local)
+        status = dtrain__save_await(ckpt, directory, 1);
+    dtrain__file_close(directory);
+    return status;
+}
+
+#endif
+
+/* ---- >>verify ----
+ * Reading files whose blocks carry hashes. What is read is whole blocks, a window of them at a time, each checked
+ * before a byte of it is given out; ranges that come in the order of the file read no block twice. Hashes come from a
+ * file that is read in the same way, and whose own are in the index. */
+#ifndef DTRAIN__VERIFY
+#define DTRAIN__VERIFY
+
+#define DTRAIN__VERIFY_WINDOW 16 /* blocks at a time: 1 MiB */
+
+typedef struct dtrain__verified {
+    const char *name; /* for texts */
+    int fd;
+    dtrain_safetensors *file;
+    uint64_t data_begin, data_bytes;
+    unsigned char *window;
+    size_t window_bytes;
+    uint64_t first, blocks;        /* blocks in the window: first to first + blocks */
+    const uint64_t *hashes;        /* of the blocks; NULL: they are in `from` */
+    struct dtrain__verified *from; /* NULL too: nothing is checked */
+    uint64_t *bytes_read;
+} dtrain__verified;
+
+static void dtrain__verified_close(dtrain__verified *open, dtrain_allocator *allocator)
+{
+    dtrain_safetensors_close(open->file);
+    dtrain__file_close(open->fd);
+    dtrain__free(allocator, open->window, open->window_bytes);
+    memset(open, 0, sizeof *open);
+    open->fd = -1;
+}
+
+/* Compares a header with its hash. */
+static dtrain_status dtrain__verified_header(dtrain__verified *open, const dtrain__index_hashed *entry,
+                                             dtrain_allocator *allocator)
+{
+    if (entry->header_bytes > 100000008)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint file \"%s\": a header of %llu bytes is too large",
+                            open->name, (unsigned long long)entry->header_bytes);
+    size_t bytes = (size_t)entry->header_bytes;
+    void *header = dtrain__alloc(allocator, bytes);
+    if (header == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a header of %zu bytes", bytes);
+    dtrain_status status = dtrain__file_read_at(open->fd, header, bytes, 0, open->name, "checkpoint");
+    *open->bytes_read += bytes;
+    if (status == DTRAIN_OK && dtrain__xxh64_of(header, bytes, 0) != entry->header_hash)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "checkpoint file \"%s\": its header has not the hash that was saved: it was damaged",
+                              open->name);
+    dtrain__free(allocator, header, bytes);
+    return status;
+}
+
+/* Opens a file of an index. A failed one is closed. */
+static dtrain_status dtrain__verified_open(dtrain__verified *open, int directory, const char *name,
+                                           const dtrain__index_hashed *entry, int verify, size_t window_blocks,
+                                           dtrain_allocator *allocator, uint64_t *bytes_read)
+{
+    dtrain_safetensors_desc desc;
+    uint64_t bytes = 0;
+    memset(open, 0, sizeof *open);
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = allocator;
+    open->name = name;
+    open->bytes_read = bytes_read;
+    open->data_begin = entry->header_bytes;
+    open->data_bytes = entry->data_bytes;
+    dtrain_status status = dtrain__file_open(&open->fd, &bytes, directory, name, "checkpoint");
+    if (status != DTRAIN_OK)
+        return status;
+    if (bytes < entry->header_bytes || bytes - entry->header_bytes != entry->data_bytes)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "checkpoint file \"%s\" has %llu bytes, where the index says %llu and %llu: it was cut",
+                              name, (unsigned long long)bytes, (unsigned long long)entry->header_bytes,
+                              (unsigned long long)entry->data_bytes);
+    if (status == DTRAIN_OK && verify)
+        status = dtrain__verified_header(open, entry, allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain_safetensors_open_fd(&open->file, open->fd, &desc);
+    if (status == DTRAIN_OK && dtrain_safetensors_header_bytes(open->file) != entry->header_bytes)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "checkpoint file \"%s\": its header has another length than the "
+                              "index says",
+                              name);
+    *bytes_read += entry->header_bytes;
+    open->window_bytes = window_blocks * DTRAIN__INDEX_BLOCK;
+    if (status == DTRAIN_OK && (open->window = (unsigned char *)dtrain__alloc(allocator, open->window_bytes)) == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", open->window_bytes);
+    if (status != DTRAIN_OK) {
+        open->window_bytes = open->window != NULL ? open->window_bytes : 0;
+        dtrain__verified_close(open, allocator);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__verified_get(dtrain__verified *open, uint64_t offset, uint64_t want,
+                                          const unsigned char **data, size_t *have);
+
+/* The hash that a block should have. */
+static dtrain_status dtrain__verified_hash(dtrain__verified *open, uint64_t block, uint64_t *hash)
+{
+    const unsigned char *data;
+    size_t have;
+    if (open->hashes != NULL) {
+        *hash = open->hashes[block];
+        return DTRAIN_OK;
+    }
+    dtrain_status status = dtrain__verified_get(open->from, 8 * block, 8, &data, &have);
+    if (status == DTRAIN_OK)
+        *hash = dtrain__xxh64_load(data);
+    return status;
+}
+
+/* Checks blocks that were read to `data`, bytes of them. */
+static dtrain_status dtrain__verified_check(dtrain__verified *open, const unsigned char *data, uint64_t first,
+                                            uint64_t blocks, uint64_t bytes)
+{
+    for (uint64_t i = 0; i < blocks && (open->hashes != NULL || open->from != NULL); i++) {
+        uint64_t expected = 0, begin = i * DTRAIN__INDEX_BLOCK;
+        uint64_t n = bytes - begin < DTRAIN__INDEX_BLOCK ? bytes - begin : DTRAIN__INDEX_BLOCK;
+        dtrain_status status = dtrain__verified_hash(open, first + i, &expected);
+        if (status != DTRAIN_OK)
+            return status;
+        if (dtrain__xxh64_of(data + begin, (size_t)n, 0) != expected)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_CORRUPT,
+                "checkpoint file \"%s\": bytes %llu to %llu have not the hash that was saved: they were "
+                "damaged",
+                open->name, (unsigned long long)(open->data_begin + begin + first * DTRAIN__INDEX_BLOCK),
+                (unsigned long long)(open->data_begin + begin + first * DTRAIN__INDEX_BLOCK + n - 1));
+    }
+    return DTRAIN_OK;
+}
+
+/* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least one.
+ * The range is inside the data. */
+static dtrain_status dtrain__verified_get(dtrain__verified *open, uint64_t offset, uint64_t want,
+                                          const unsigned char **data, size_t *have)
+{
+    uint64_t block = offset / DTRAIN__INDEX_BLOCK, end = (offset + want - 1) / DTRAIN__INDEX_BLOCK + 1;
+    if (block < open->first || block >= open->first + open->blocks) {
+        uint64_t most = open->window_bytes / DTRAIN__INDEX_BLOCK, n = end - block < most ? end - block : most;
+        uint64_t begin = block * DTRAIN__INDEX_BLOCK, bytes = n * DTRAIN__INDEX_BLOCK;
+        bytes = bytes < open->data_bytes - begin ? bytes : open->data_bytes - begin;
+        open->blocks = 0;
+        dtrain_status status =
+            dtrain__file_read_at(open->fd, open->window, bytes, open->data_begin + begin, open->name, "checkpoint");
+        *open->bytes_read += bytes;
+        if (status == DTRAIN_OK)
+            status = dtrain__verified_check(open, open->window, block, n, bytes);
+        if (status != DTRAIN_OK)
+            return status;
+        open->first = block;
+        open->blocks = n;
+    }
+    uint64_t left = (open->first + open->blocks) * DTRAIN__INDEX_BLOCK - offset;
+    *data = open->window + (offset - open->first * DTRAIN__INDEX_BLOCK);
+    *have = (size_t)(want < left ? want : left);
+    return DTRAIN_OK;
+}
+
+/* Reads whole blocks straight to where they go: *bytes of the `want` from an offset on, 0 where a block does not begin
+ * there, or is in the window, or is not wanted whole. */
+static dtrain_status dtrain__verified_direct(dtrain__verified *open, uint64_t offset, uint64_t want, unsigned char *out,
+                                             size_t *bytes)
+{
+    uint64_t block = offset / DTRAIN__INDEX_BLOCK, blocks = want / DTRAIN__INDEX_BLOCK;
+    *bytes = 0;
+    if (offset % DTRAIN__INDEX_BLOCK != 0 || blocks == 0 ||
+        (block >= open->first && block < open->first + open->blocks))
+        return DTRAIN_OK;
+    blocks = blocks < DTRAIN__VERIFY_WINDOW ? blocks : DTRAIN__VERIFY_WINDOW; /* checked while in a cache */
+    *bytes = (size_t)(blocks * DTRAIN__INDEX_BLOCK);
+    dtrain_status status =
+        dtrain__file_read_at(open->fd, out, *bytes, open->data_begin + offset, open->name, "checkpoint");
+    *open->bytes_read += *bytes;
+    return status == DTRAIN_OK ? dtrain__verified_check(open, out, block, blocks, *bytes) : status;
+}
+
+/* ---- files of an index ---- */
+
+/* The file of an index that is open, with its hashes; one at a time. */
+typedef struct dtrain__shelf {
+    dtrain_allocator *allocator;
+    const dtrain__index *index;
+    int verify;
+    size_t open; /* which; NONE */
+    dtrain__verified data, hashes;
+    uint64_t bytes_read;
+} dtrain__shelf;
+
+static void dtrain__shelf_begin(dtrain__shelf *shelf, const dtrain__index *index, int verify,
+                                dtrain_allocator *allocator)
+{
+    memset(shelf, 0, sizeof *shelf);
+    shelf->allocator = allocator;
+    shelf->index = index;
+    shelf->verify = verify;
+    shelf->open = DTRAIN__INDEX_NONE;
+    shelf->data.fd = shelf->hashes.fd = -1;
+}
+
+static void dtrain__shelf_close(dtrain__shelf *shelf)
+{
+    if (shelf->open == DTRAIN__INDEX_NONE)
+        return;
+    dtrain__verified_close(&shelf->data, shelf->allocator);
+    if (shelf->hashes.file != NULL)
+        dtrain__verified_close(&shelf->hashes, shelf->allocator);
+    shelf->open = DTRAIN__INDEX_NONE;
+}
+
+static dtrain_status dtrain__shelf_open_hashes(dtrain__shelf *shelf, int directory, const dtrain__index_file *file)
+{
+    const dtrain__index *index = shelf->index;
+    dtrain_status status = dtrain__verified_open(&shelf->hashes, directory, index->texts + file->hashes.name,
+                                                 &file->hashes, 1, 1, shelf->allocator, &shelf->bytes_read);
+    if (status != DTRAIN_OK)
+        return status;
+    const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(shelf->hashes.file, "xxh64", 5);
+    shelf->hashes.hashes = index->numbers + file->blocks;
+    shelf->data.from = &shelf->hashes;
+    if (tensor != NULL && tensor->dtype == DTRAIN_U64 && tensor->begin == file->hashes.header_bytes &&
+        tensor->end - tensor->begin == file->hashes.data_bytes)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint file \"%s\" is no file of hashes",
+                        index->texts + file->hashes.name);
+}
+
+/* Opens file `number` of the index in a directory. */
+static dtrain_status dtrain__shelf_open(dtrain__shelf *shelf, int directory, size_t number)
+{
+    const dtrain__index_file *file = &shelf->index->files[number];
+    if (shelf->open == number)
+        return DTRAIN_OK;
+    dtrain__shelf_close(shelf);
+    dtrain_status status =
+        dtrain__verified_open(&shelf->data, directory, shelf->index->texts + file->data.name, &file->data,
+                              shelf->verify, DTRAIN__VERIFY_WINDOW, shelf->allocator, &shelf->bytes_read);
+    if (status != DTRAIN_OK)
+        return status;
+    shelf->open = number;
+    memset(&shelf->hashes, 0, sizeof shelf->hashes);
+    shelf->hashes.fd = -1;
+    if (shelf->verify && file->data.data_bytes > 0)
+        status = dtrain__shelf_open_hashes(shelf, directory, file);
+    if (status != DTRAIN_OK)
+        dtrain__shelf_close(shelf);
+    return status;
+}
+
+/* Finds a piece in the open file; *begin: where its data begins in the file's. */
+static dtrain_status dtrain__shelf_find(dtrain__shelf *shelf, const dtrain__index_tensor *tensor,
+                                        const dtrain__index_piece *piece, uint64_t *begin)
+{
+    const char *base = dtrain__index_name(shelf->index, tensor);
+    char number[24] = "", *name;
+    size_t room, length;
+    if (piece->number != DTRAIN__INDEX_NONE)
+        snprintf(number, sizeof number, "#%zu", piece->number);
+    length = tensor->name_length + strlen(number);
+    room = length + 1;
+    name = (char *)dtrain__alloc(shelf->allocator, room);
+    if (name == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a name");
+    memcpy(name, base, tensor->name_length);
+    memcpy(name + tensor->name_length, number, strlen(number));
+    const dtrain_safetensors_tensor *found = dtrain_safetensors_find(shelf->data.file, name, length);
+    dtrain_status status = DTRAIN_OK;
+    if (found == NULL || found->dtype != tensor->dtype || found->count != piece->count ||
+        (found->begin - shelf->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "checkpoint file \"%s\" has no tensor \"%.200s\" of %zu %s, which the index says it has",
+                              shelf->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
+    else
+        *begin = found->begin - shelf->data.data_begin;
+    dtrain__free(shelf->allocator, name, room);
+    return status;
+}
+
+/* Copies `count` elements of the open file's data from a byte on, and converts them. */
+static dtrain_status dtrain__shelf_copy(dtrain__shelf *shelf, uint64_t offset, size_t count, dtrain_dtype from,
+                                        void *out, dtrain_dtype to)
+{
+    size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
+    unsigned char *into = (unsigned char *)out, turned[4096];
+    while (count > 0) {
+        const unsigned char *data;
+        size_t have = 0, n;
+        dtrain_status status = DTRAIN_OK;
+        if (from == to && !DTRAIN__FILE_SWAP)
+            status = dtrain__verified_direct(&shelf->data, offset, (uint64_t)count * from_bytes, into, &have);
+        if (status != DTRAIN_OK)
+            return status;
+        if (have > 0) {
+            into += have;
+            offset += have;
+            count -= have / from_bytes;
+            continue;
+        }
+        status = dtrain__verified_get(&shelf->data, offset, (uint64_t)count * from_bytes, &data, &have);
+        if (status != DTRAIN_OK)
+            return status;
+        n = have / from_bytes;
+        if (DTRAIN__FILE_SWAP) { /* the window stays as it is read */
+            n = n < sizeof turned / from_bytes ? n : sizeof turned / from_bytes;
+            memcpy(turned, data, n * from_bytes);
+            dtrain__safetensors_swap(turned, n * from_bytes, from);
+            data = turned;
+        }
+        if (from == to)
+            memcpy(into, data, n * from_bytes);
+        else
+            status = dtrain_convert(data, from, into, to, n);
+        if (status != DTRAIN_OK)
+            return status;
+        into += n * to_bytes;
+        offset += n * from_bytes;
+        count -= n;
+    }
+    return DTRAIN_OK;
+}
+
+/* Reads what a stored piece, in the open file, and a wanted region share. */
+static dtrain_status dtrain__shelf_read(dtrain__shelf *shelf, const dtrain__index_tensor *tensor,
+                                        const dtrain__index_piece *piece, const dtrain__region *want, void *out,
+                                        dtrain_dtype to, uint64_t *bytes)
+{
+    size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
+    dtrain__region have;
+    dtrain__overlap overlap;
+    dtrain__overlap_run run;
+    uint64_t begin = 0;
+    dtrain__index_region(shelf->index, tensor, piece, &have);
+    if (!dtrain__overlap_begin(&overlap, &have, want))
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__shelf_find(shelf, tensor, piece, &begin);
+    while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
+        status = dtrain__shelf_copy(shelf, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
+                                    (unsigned char *)out + run.to_begin * to_bytes, to);
+        *bytes += (uint64_t)run.count * from_bytes;
+    }
+    return status;
+}
+
+#endif
+
+/* ---- >>load ----
+ * From an index to a program's state: which checkpoint, what of it is asked for, what is missing or too much, and the
+ * reading. All ranks agree after each step, so that an error of one is an error of all, and nothing is written before
+ * every rank knows that all of it fits. A plain model is read by the same steps: its tensors are listed as an index
+ * whose pieces are whole. */
+#ifndef DTRAIN__LOAD
+#define DTRAIN__LOAD
+
+/* What a wanted piece is read from. */
+typedef struct dtrain__load_want {
+    size_t tensor; /* of the index; NONE: it is not there */
+    size_t piece;  /* of the wanted ones */
+} dtrain__load_want;
+
+/* Something to be read: what a stored and a wanted piece share. */
+typedef struct dtrain__load_job {
+    size_t file, have, want;
+} dtrain__load_job;
+
+typedef struct dtrain__load {
+    dtrain_checkpoint *ckpt;
+    dtrain_checkpoint_load_desc desc;
+    dtrain_checkpoint_report report;
+    dtrain__index index;
+    dtrain_safetensors_model *model; /* a plain one; NULL: a checkpoint */
+    char step_name[32];
+    int directory; /* of the step; -1: of a model, or local */
+    int verify;
+    dtrain_piece *pieces;
+    dtrain__load_want *wants;
+    unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
+    dtrain__load_job *jobs;
+    size_t piece_room, piece_count, want_room, flag_room, job_room, job_count;
+    dtrain__shelf shelf;
+    dtrain__error failed; /* of reading for others */
+} dtrain__load;
+
+static void dtrain__load_end(dtrain__load *load)
+{
+    dtrain_allocator *allocator = load->ckpt->allocator;
+    dtrain__shelf_close(&load->shelf);
+    dtrain_safetensors_model_close(load->model);
+    dtrain__file_close(load->directory);
+    dtrain__index_free(&load->index);
+    dtrain__free(allocator, load->pieces, load->piece_room * sizeof *load->pieces);
+    dtrain__free(allocator, load->wants, load->want_room * sizeof *load->wants);
+    dtrain__free(allocator, load->flags, load->flag_room);
+    dtrain__free(allocator, load->jobs, load->job_room * sizeof *load->jobs);
+}
+
+/* ---- which checkpoint ---- */
+
+/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. */
+static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+{
+    dtrain__error before = dtrain__thread_error;
+    void *text = NULL;
+    size_t bytes = 0, length;
+    uint64_t step;
+    dtrain_status status =
+        dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
+    memset(name, 0, 32);
+    length = bytes > 0 && ((const char *)text)[bytes - 1] == '\n' ? bytes - 1 : bytes;
+    if (status == DTRAIN_OK && length > 0 && length < 32)
+        memcpy(name, text, length);
+    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__thread_error = before;
+    if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
+        return DTRAIN_OK;
+    int error = dtrain__save_list_steps(ckpt, directory);
+    for (size_t i = 0; i < ckpt->step_count; i++)
+        if (dtrain__save_has_index(directory, ckpt->steps[i])) {
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "checkpoint: latest names no checkpoint; step %llu is the highest that is whole",
+                        (unsigned long long)ckpt->steps[i]);
+            dtrain__portion_step_name(name, ckpt->steps[i]);
+            return DTRAIN_OK;
+        }
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: the directory holds no checkpoint that is whole");
+}
+
+/* Rank 0 chooses, the others are told. */
+static dtrain_status dtrain__load_choose(dtrain__load *load)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = DTRAIN_OK;
+    if (ckpt->rank == 0 && load->desc.exact)
+        dtrain__portion_step_name(load->step_name, load->desc.step);
+    else if (ckpt->rank == 0)
+        status = dtrain__load_newest(ckpt, ckpt->directory, load->step_name);
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (status == DTRAIN_OK && !dtrain__save_alone(ckpt)) {
+        status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);
+        if (status != DTRAIN_OK)
+            return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+    }
+    return status;
+}
+
+/* Reads and checks the index of a step's open directory. */
+static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *where, uint64_t *bytes_read)
+{
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, index->allocator,
+                                                 &text, &bytes, "checkpoint");
+    *bytes_read += bytes;
+    if (status == DTRAIN_OK)
+        status = dtrain__index_read(index, where, (const char *)text, bytes);
+    dtrain__free(index->allocator, text, bytes);
+    return status == DTRAIN_OK ? dtrain__index_settle(index, 1) : status;
+}
+
+static dtrain_status dtrain__load_open(dtrain__load *load)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = dtrain__load_choose(load);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__load_index(&load->index, load->directory, DTRAIN__SAVE_INDEX, &load->shelf.bytes_read);
+    return dtrain__save_agree(ckpt, status, load->index.facts.id.nonce + load->index.facts.id.counter,
+                              "a directory with the save");
+}
+
+/* ---- a model ---- */
+
+static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char *name, size_t length,
+                                               const dtrain_safetensors_tensor *from)
+{
+    dtrain__index_tensor tensor;
+    dtrain__index_piece piece;
+    if (from->ndim > DTRAIN_MAX_DIMS || length == 0 || memchr(name, 0, length) != NULL)
+        return DTRAIN_OK; /* nothing of that form can be asked for */
+    memset(&tensor, 0, sizeof tensor);
+    memset(&piece, 0, sizeof piece);
+    tensor.name = dtrain__index_text(index, name, length);
+    tensor.name_length = length;
+    tensor.dtype = from->dtype;
+    tensor.ndim = from->ndim;
+    for (int d = 0; d < from->ndim; d++)
+        tensor.shape[d] = from->shape[d];
+    piece.tensor = index->tensor_count;
+    piece.number = piece.box = DTRAIN__INDEX_NONE;
+    piece.count = from->count;
+    if (tensor.name == DTRAIN__INDEX_NONE ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1) ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->tensors[index->tensor_count++] = tensor;
+    index->pieces[index->piece_count++] = piece;
+    return DTRAIN_OK;
+}
+
+/* Lists a model's tensors; other names of tied weights are found when they are asked for. */
+static dtrain_status dtrain__load_open_model(dtrain__load *load)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_safetensors_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = ckpt->allocator;
+    dtrain_status status = dtrain_safetensors_model_open(&load->model, load->desc.path, &desc);
+    for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_count(load->model); i++) {
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(load->model, i, NULL);
+        status = dtrain__load_model_tensor(&load->index, tensor->name, tensor->name_length, tensor);
+    }
+    for (size_t i = 0; status == DTRAIN_OK && i < load->piece_count; i++) {
+        const char *name = load->pieces[i].name;
+        const dtrain_safetensors_tensor *tensor =
+            load->pieces[i].suffix == NULL ? dtrain_safetensors_model_find(load->model, name, strlen(name), NULL)
+                                           : NULL;
+        int seen = i > 0 && dtrain__piece_compare_names(&load->pieces[i], &load->pieces[i - 1]) == 0;
+        if (tensor != NULL && strcmp(tensor->name, name) != 0 && !seen)
+            status = dtrain__load_model_tensor(&load->index, name, strlen(name), tensor);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__index_settle(&load->index, 0);
+    return dtrain__save_agree(ckpt, status, load->index.tensor_count, "a model whose number of tensors is");
+}
+
+/* ---- what fits ---- */
+
+static int dtrain__load_is_float(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16 ||
+           dtype == DTRAIN_F8_E4M3 || dtype == DTRAIN_F8_E5M2;
+}
+
+/* Adds to the report's text, which ends in dots where it is full. */
+__attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
+{
+    size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
+    va_list arguments;
+    va_start(arguments, format);
+    int more = vsnprintf(load->report.text + used, room, format, arguments);
+    va_end(arguments);
+    if (more > 0 && (size_t)more >= room)
+        memcpy(load->report.text + sizeof load->report.text - 4, "...", 4);
+}
+
+static void dtrain__load_say_shape(dtrain__load *load, dtrain_dtype dtype, const size_t *shape, int ndim)
+{
+    dtrain__load_say(load, "%s {", dtrain_dtype_name(dtype));
+    for (int d = 0; d < ndim; d++)
+        dtrain__load_say(load, "%s%zu", d > 0 ? ", " : "", shape[d]);
+    dtrain__load_say(load, "}");
+}
+
+/* Whether the tensor has the piece's shape, and a dtype that converts to its. */
+static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_piece *piece)
+{
+    return tensor->ndim == piece->ndim &&
+           memcmp(tensor->shape, piece->shape, (size_t)piece->ndim * sizeof piece->shape[0]) == 0 &&
+           (tensor->dtype == piece->dtype ||
+            (dtrain__load_is_float(tensor->dtype) && dtrain__load_is_float(piece->dtype)));
+}
+
+/* State that a model does not hold is not missing. */
+static int dtrain__load_asks(const dtrain__load *load, const dtrain_piece *piece)
+{
+    return load->model == NULL || piece->suffix == NULL;
+}
+
+/* Finds each wanted piece's tensor, counts those that are missing or of another shape, and lists them. */
+static void dtrain__load_match(dtrain__load *load)
+{
+    char name[160];
+    for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
+        for (size_t i = 0, listed = 0; i < load->piece_count; i++) {
+            const dtrain_piece *piece = &load->pieces[i];
+            const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
+            int again = i > 0 && dtrain__piece_compare_names(piece, &load->pieces[i - 1]) == 0;
+            int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
+            load->wants[i].piece = i;
+            load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
+            if (tensor != NULL)
+                load->flags[tensor - load->index.tensors] = 1;
+            if (piece->suffix != NULL)
+                load->flags[load->index.tensor_count] = 1;
+            if (again || !asks || fits || (pass == 0) != (tensor == NULL)) {
+                load->report.loaded += pass == 0 && fits && asks && !again;
+                continue;
+            }
+            dtrain__load_say(load, "%s\"%s\"",
+                             listed++ > 0 ? ", "
+                             : pass == 0  ? "; missing: "
+                                          : "; of another shape: ",
+                             dtrain__piece_name(name, piece));
+            load->report.missing += pass == 0;
+            load->report.reshaped += pass == 1;
+            if (pass == 0)
+                continue;
+            dtrain__load_say(load, " is ");
+            dtrain__load_say_shape(load, tensor->dtype, tensor->shape, tensor->ndim);
+            dtrain__load_say(load, ", wanted as ");
+            dtrain__load_say_shape(load, piece->dtype, piece->shape, piece->ndim);
+        }
+}
+
+static int dtrain__load_is_state(const char *name, size_t length)
+{
+    for (int i = 0; i < 3; i++) {
+        size_t bytes = strlen(dtrain__piece_suffixes[i]);
+        if (length > bytes && memcmp(name + length - bytes, dtrain__piece_suffixes[i], bytes) == 0)
+            return 1;
+    }
+    return 0;
+}
+
+/* Counts and lists what nobody asked for; flags are of all ranks. */
+static void dtrain__load_extra(dtrain__load *load)
+{
+    const dtrain__index *index = &load->index;
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        const char *name = dtrain__index_name(index, &index->tensors[i]);
+        int state = dtrain__load_is_state(name, index->tensors[i].name_length);
+        if (load->flags[i] || (state && !load->flags[index->tensor_count]))
+            continue;
+        dtrain__load_say(load, "%s\"%.120s\"", load->report.extra++ > 0 ? ", " : "; extra: ", name);
+    }
+}
+
+static void dtrain__load_compare_sampler(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    const dtrain_sampler_desc *then = &load->index.facts.sampler, *now;
+    if (state->sampler == NULL || !load->index.facts.has_sampler)
+        return;
+    now = &state->sampler->desc;
+    if (then->count == now->count && then->seed == now->seed && (then->no_shuffle != 0) == (now->no_shuffle != 0) &&
+        then->batch == now->batch && then->micro_batches == now->micro_batches &&
+        (then->strided != 0) == (now->strided != 0))
+        return;
+    dtrain__load_say(
+        load,
+        "; another sampler: %llu examples, seed %llu, batch %zu x %d were saved, this run has %llu, %llu, %zu "
+        "x %d, so that other examples would follow",
+        (unsigned long long)then->count, (unsigned long long)then->seed, then->batch, then->micro_batches,
+        (unsigned long long)now->count, (unsigned long long)now->seed, now->batch, now->micro_batches);
+}
+
+/* Says how the state and the index fit together; an error where they do not and that is asked for. */
+static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    size_t tensors = load->index.tensor_count;
+    dtrain_status status = DTRAIN_OK;
+    void *wants =
+        dtrain__index_grow(ckpt->allocator, NULL, sizeof *load->wants, 0, load->piece_count, &load->want_room);
+    void *flags = dtrain__index_grow(ckpt->allocator, NULL, 1, 0, tensors + 1, &load->flag_room);
+    load->wants = (dtrain__load_want *)wants;
+    load->flags = (unsigned char *)flags;
+    if (wants == NULL || flags == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->piece_count);
+    if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
+        return status;
+    memset(load->flags, 0, tensors + 1);
+    dtrain__load_match(load);
+    if (!dtrain__save_alone(ckpt)) {
+        status = dtrain_all_reduce(ckpt->comm, load->flags, load->flags, tensors + 1, DTRAIN_U8, DTRAIN_OR);
+        if (status != DTRAIN_OK)
+            return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+    }
+    dtrain__load_extra(load);
+    dtrain__load_compare_sampler(load, state);
+    if (load->report.text[0] != '\0')
+        memmove(load->report.text, load->report.text + 2, strlen(load->report.text) - 1);
+    if (load->report.text[0] != '\0' && !load->desc.lenient)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "checkpoint %.40s and the program's state differ: %.560s",
+                              load->model != NULL ? "" : load->step_name, load->report.text);
+    else if (load->report.text[0] != '\0' && ckpt->rank == 0)
+        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: %.600s", load->report.text);
+    return dtrain__save_agree(ckpt, status, 0, NULL);
+}
+
+/* ---- reading ---- */
+
+static int dtrain__load_by_tensor(const void *left, const void *right)
+{
+    const dtrain__load_want *a = (const dtrain__load_want *)left, *b = (const dtrain__load_want *)right;
+    if (a->tensor != b->tensor)
+        return a->tensor < b->tensor ? -1 : 1;
+    return a->piece < b->piece ? -1 : a->piece > b->piece;
+}
+
+static int dtrain__load_by_file(const void *left, const void *right)
+{
+    const dtrain__load_job *a = (const dtrain__load_job *)left, *b = (const dtrain__load_job *)right;
+    if (a->file != b->file)
+        return a->file < b->file ? -1 : 1;
+    if (a->have != b->have)
+        return a->have < b->have ? -1 : 1;
+    return a->want < b->want ? -1 : a->want > b->want;
+}
+
+/* Of a stored piece that another rank has, a copy that this one can reach, if there is one. */
+static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index_tensor *tensor, size_t piece)
+{
+    const dtrain__index *index = &load->index;
+    dtrain__region region, spare;
+    if (index->files[index->pieces[piece].file].holder < 0)
+        return piece;
+    dtrain__index_region(index, tensor, &index->pieces[piece], &region);
+    for (size_t k = tensor->first + tensor->count; k < tensor->first + tensor->count + tensor->spares; k++) {
+        dtrain__index_region(index, tensor, &index->pieces[k], &spare);
+        if (index->files[index->pieces[k].file].holder < 0 && dtrain__region_compare(&region, &spare) == 0)
+            return k;
+    }
+    return piece;
+}
+
+/* Lists what stored and wanted pieces share, file by file. */
+static dtrain_status dtrain__load_plan(dtrain__load *load)
+{
+    const dtrain__index *index = &load->index;
+    if (load->piece_count > 0)
+        qsort(load->wants, load->piece_count, sizeof *load->wants, dtrain__load_by_tensor);
+    for (size_t i = 0; i < load->piece_count && load->wants[i].tensor != DTRAIN__INDEX_NONE; i++) {
+        const dtrain__index_tensor *tensor = &index->tensors[load->wants[i].tensor];
+        dtrain__region want, have;
+        dtrain__overlap overlap;
+        dtrain__region_of(&want, &load->pieces[load->wants[i].piece]);
+        for (size_t k = tensor->first; k < tensor->first + tensor->count && want.count > 0; k++) {
+            dtrain__index_region(index, tensor, &index->pieces[k], &have);
+            if (!dtrain__overlap_begin(&overlap, &have, &want))
+                continue;
+            void *larger = dtrain__index_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1,
+                                              &load->job_room);
+            if (larger == NULL)
+                return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu reads", load->job_count);
+            load->jobs = (dtrain__load_job *)larger;
+            size_t near = load->model == NULL ? dtrain__load_nearest(load, tensor, k) : k;
+            load->jobs[load->job_count].file = index->pieces[near].file;
+            load->jobs[load->job_count].have = near;
+            load->jobs[load->job_count++].want = load->wants[i].piece;
+        }
+    }
+    if (load->job_count > 0)
+        qsort(load->jobs, load->job_count, sizeof *load->jobs, dtrain__load_by_file);
+    return DTRAIN_OK;
+}
+
+/* The directory of a file of the index, to be closed by dtrain__load_leave. */
+static dtrain_status dtrain__load_enter(dtrain__load *load, size_t file, int *directory)
+{
+    char name[80];
+    *directory = load->directory;
+    if (!load->ckpt->local)
+        return DTRAIN_OK;
+    snprintf(name, sizeof name, "rank-%05d/%s", load->index.files[file].rank, load->step_name);
+    return dtrain__file_open_directory(directory, load->ckpt->base, name, "checkpoint");
+}
+
+static void dtrain__load_leave(dtrain__load *load, int directory)
+{
+    if (load->ckpt->local)
+        dtrain__file_close(directory);
+}
+
+/* Opens the file of a stored piece. */
+static dtrain_status dtrain__load_open_file(dtrain__load *load, size_t file)
+{
+    int directory = -1;
+    if (load->shelf.open == file)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__load_enter(load, file, &directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__shelf_open(&load->shelf, directory, file);
+    dtrain__load_leave(load, directory);
+    return status;
+}
+
+/* Reads every job whose file this rank can reach. */
+static dtrain_status dtrain__load_read(dtrain__load *load)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < load->job_count && status == DTRAIN_OK; i++) {
+        const dtrain__load_job *job = &load->jobs[i];
+        const dtrain__index_piece *have = &load->index.pieces[job->have];
+        const dtrain_piece *want = &load->pieces[job->want];
+        dtrain__region region;
+        if (load->index.files[job->file].holder >= 0)
+            continue;
+        dtrain__region_of(&region, want);
+        status = dtrain__load_open_file(load, job->file);
+        if (status == DTRAIN_OK)
+            status = dtrain__shelf_read(&load->shelf, &load->index.tensors[have->tensor], have, &region, want->data,
+                                        want->dtype, &load->report.bytes);
+    }
+    return status;
+}
+
+/* One box of a wanted piece, read from a model. */
+typedef struct dtrain__load_box {
+    dtrain_safetensors *file;
+    const dtrain_safetensors_tensor *tensor;
+    const dtrain_piece *want;
+    size_t done; /* elements of the piece */
+} dtrain__load_box;
+
+static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
+{
+    dtrain__load_box *box = (dtrain__load_box *)user;
+    unsigned char *out = (unsigned char *)box->want->data + box->done * (dtrain_dtype_bits(box->want->dtype) / 8);
+    box->done += dtrain__region_product(region->size, 0, region->ndim);
+    return dtrain_safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
+}
+
+static dtrain_status dtrain__load_read_model(dtrain__load *load)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
+        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
+        dtrain__region region;
+        dtrain__load_box box;
+        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
+            continue;
+        memset(&box, 0, sizeof box);
+        box.want = want;
+        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
+        dtrain__region_of(&region, want);
+        status = dtrain__region_boxes(&region, dtrain__load_model_box, &box);
+        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
+    }
+    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
+        dtrain_safetensors *file = dtrain_safetensors_model_file(load->model, i);
+        load->shelf.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
+    }
+    return status;
+}
+
+/* Sets counters, and publishes new weights. */
+static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
+{
+    const dtrain__index_facts *facts = &load->index.facts;
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = DTRAIN_OK;
+    if (load->model == NULL) {
+        state->step = facts->step;
+        state->seed = facts->seed;
+        state->random_index = facts->random_index;
+        if (facts->has_optimizer && state->optimizer != NULL)
+            dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
+    }
+    if (state->fsdp == NULL)
+        return DTRAIN_OK;
+    status = dtrain_fsdp_publish(state->fsdp);
+    if (status == DTRAIN_OK && facts->has_optimizer)
+        status = dtrain_fsdp_set_step(state->fsdp, facts->optimizer_step);
+    if (status == DTRAIN_OK && facts->has_scale && state->fsdp->desc.loss_scale > 0.0f)
+        status = dtrain_fsdp_set_loss_scale(state->fsdp, (float)facts->loss_scale, (int)facts->good_steps);
+    return status == DTRAIN_OK ? status
+                               : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+}
+
+#endif
+
+/* ---- >>local ----
+ * Checkpoints on disks that ranks do not share. A rank keeps its own in directory/rank-NNNNN, each with an index of its
+ * own part, and may be started on another host later, in another number: so every rank lists all parts that it can see.
+ * The newest save whose parts, wherever they are, hold everything is the one that is loaded; a rank reads what it can
+ * reach, and asks the others for the rest, one request of a few MiB a rank and turn. */
+#ifndef DTRAIN__LOCAL
+#define DTRAIN__LOCAL
+
+#define DTRAIN__LOCAL_TURN ((size_t)4 << 20) /* bytes of one request at most */
+
+/* A part that a rank can see. */
+typedef struct dtrain__local_part {
+    uint64_t step, nonce, counter, world_size;
+    uint64_t rank;   /* that wrote it */
+    uint64_t holder; /* that sees it */
+} dtrain__local_part;
+
+typedef struct dtrain__local_list {
+    dtrain_checkpoint *ckpt;
+    dtrain__local_part *parts;
+    size_t count, room;
+    int rank; /* whose directory is being looked through */
+    dtrain_status status;
+} dtrain__local_list;
+
+/* Adds the part of one step of the rank whose directory is open. A damaged index is no part. */
+static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, uint64_t step)
+{
+    dtrain_checkpoint *ckpt = list->ckpt;
+    char name[32];
+    dtrain__index index;
+    int fd = -1;
+    void *text = NULL, *larger;
+    size_t bytes = 0;
+    dtrain__portion_step_name(name, step);
+    dtrain__index_begin(&index, ckpt->allocator);
+    dtrain_status status = dtrain__file_open_directory(&fd, directory, name, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__file_read_all(fd, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes,
+                                       "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__index_read(&index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
+    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__file_close(fd);
+    if (status == DTRAIN_OK && index.facts.step == step && index.file_count == 1 && index.files[0].rank == list->rank) {
+        dtrain__local_part part = {step,
+                                   index.facts.id.nonce,
+                                   index.facts.id.counter,
+                                   index.facts.world_size,
+                                   (uint64_t)list->rank,
+                                   (uint64_t)ckpt->rank};
+        larger = dtrain__index_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1, &list->room);
+        if (larger != NULL) {
+            list->parts = (dtrain__local_part *)larger;
+            list->parts[list->count++] = part;
+        } else {
+            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of parts");
+        }
+    } else if (status == DTRAIN_ERR_CORRUPT) {
+        dtrain__log(DTRAIN_LOG_WARN, "%.600s", dtrain__thread_error.text);
+    }
+    dtrain__index_free(&index);
+    return status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
+}
+
+/* Lists the parts of one rank's directory. */
+static int dtrain__local_look(void *user, const char *name)
+{
+    dtrain__local_list *list = (dtrain__local_list *)user;
+    uint64_t rank;
+    int fd = -1;
+    const char *end = strncmp(name, "rank-", 5) == 0 ? dtrain__portion_digits(name + 5, &rank) : NULL;
+    if (end == NULL || *end != '\0' || rank > INT_MAX)
+        return 0;
+    list->rank = (int)rank;
+    if (dtrain__file_open_directory(&fd, list->ckpt->base, name, "checkpoint") != DTRAIN_OK)
+        return 0;
+    dtrain__save_list_steps(list->ckpt, fd);
+    for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
+        list->status = dtrain__local_add(list, fd, list->ckpt->steps[i]);
+    dtrain__file_close(fd);
+    return list->status != DTRAIN_OK;
+}
+
+/* Gathers bytes of any number from every rank: *all of *bytes, to be freed. */
+static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *mine, size_t mine_bytes, void **all,
+                                          size_t *bytes)
+{
+    size_t ranks = (size_t)ckpt->ranks;
+    uint64_t *sizes = (uint64_t *)dtrain__alloc(ckpt->allocator, ranks * sizeof *sizes);
+    size_t *counts = (size_t *)dtrain__alloc(ckpt->allocator, ranks * sizeof *counts);
+    dtrain_status status = sizes != NULL && counts != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+    *all = NULL;
+    *bytes = 0;
+    if (status == DTRAIN_OK) {
+        sizes[ckpt->rank] = mine_bytes;
+        if (ranks > 1)
+            status = dtrain_all_gather(ckpt->comm, &sizes[ckpt->rank], sizes, ranks, DTRAIN_U64);
+    }
+    for (size_t rank = 0; status == DTRAIN_OK && rank < ranks; rank++) {
+        counts[rank] = (size_t)sizes[rank];
+        *bytes += counts[rank];
+    }
+    if (status == DTRAIN_OK && (*all = dtrain__alloc(ckpt->allocator, *bytes)) == NULL)
+        status = DTRAIN_ERR_MEMORY;
+    if (status == DTRAIN_OK && ranks > 1)
+        status = dtrain_all_gather_v(ckpt->comm, mine, *all, counts, NULL, DTRAIN_U8);
+    else if (status == DTRAIN_OK && mine_bytes > 0)
+        memcpy(*all, mine, mine_bytes);
+    dtrain__free(ckpt->allocator, sizes, ranks * sizeof *sizes);
+    dtrain__free(ckpt->allocator, counts, ranks * sizeof *counts);
+    if (status == DTRAIN_ERR_MEMORY)
+        dtrain__fail(NULL, status, "checkpoint: no memory for %zu bytes of lists", *bytes);
+    return status;
+}
+
+static int dtrain__local_newer(const void *left, const void *right)
+{
+    const dtrain__local_part *a = (const dtrain__local_part *)left, *b = (const dtrain__local_part *)right;
+    const uint64_t x[] = {b->step, b->nonce, b->counter, a->rank, a->holder};
+    const uint64_t y[] = {a->step, a->nonce, a->counter, b->rank, b->holder};
+    for (int i = 0; i < 5; i++)
+        if (x[i] != y[i])
+            return x[i] < y[i] ? -1 : 1;
+    return 0;
+}
+
+/* Reads the index of a part that this rank sees. */
+static dtrain_status dtrain__local_read(dtrain__load *load, const dtrain__local_part *part, void **text, size_t *bytes)
+{
+    char name[80], step[32];
+    int fd = -1;
+    dtrain__portion_step_name(step, part->step);
+    snprintf(name, sizeof name, "rank-%05d/%s", (int)part->rank, step);
+    dtrain_status status = dtrain__file_open_directory(&fd, load->ckpt->base, name, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__file_read_all(fd, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, load->ckpt->allocator, text, bytes,
+                                       "checkpoint");
+    load->shelf.bytes_read += *bytes;
+    dtrain__file_close(fd);
+    return status;
+}
+
+/* Tries the save whose parts are parts[0] to parts[count - 1], of which the first of each rank is used: every rank gets
+ * all their indexes. *whole: they hold everything. The same on every rank. */
+static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_part *parts, size_t count, int *whole)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = DTRAIN_OK, sent;
+    dtrain__index_clear(&load->index);
+    *whole = 1;
+    for (size_t i = 0; i < count && *whole; i++) {
+        void *text = NULL, *all = NULL;
+        size_t bytes = 0, all_bytes = 0;
+        if (i > 0 && parts[i].rank == parts[i - 1].rank)
+            continue;
+        if (parts[i].holder == (uint64_t)ckpt->rank)
+            status = dtrain__local_read(load, &parts[i], &text, &bytes);
+        sent = dtrain__local_gather(ckpt, text, status == DTRAIN_OK ? bytes : 0, &all, &all_bytes);
+        if (sent == DTRAIN_OK) {
+            status = dtrain__index_read(&load->index, DTRAIN__SAVE_INDEX, (const char *)all, all_bytes);
+            *whole = status == DTRAIN_OK;
+        }
+        dtrain__free(ckpt->allocator, text, bytes);
+        dtrain__free(ckpt->allocator, all, all_bytes);
+        if (sent != DTRAIN_OK)
+            return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
+        if (*whole)
+            load->index.files[load->index.file_count - 1].holder = (int)parts[i].holder;
+    }
+    for (size_t k = 0; k < count; k++) /* what this rank sees, it reads */
+        for (size_t i = 0; i < load->index.file_count && parts[k].holder == (uint64_t)ckpt->rank; i++)
+            if ((uint64_t)load->index.files[i].rank == parts[k].rank)
+                load->index.files[i].holder = -1;
+    status = *whole ? dtrain__index_settle(&load->index, 1) : status;
+    *whole = *whole && status == DTRAIN_OK;
+    return status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
+}
+
+/* Goes through the saves that anybody sees, the newest first, until one is whole. */
+static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part *parts, size_t count)
+{
+    dtrain_status status = DTRAIN_OK;
+    int whole = 0;
+    if (count > 0)
+        qsort(parts, count, sizeof *parts, dtrain__local_newer);
+    for (size_t i = 0, end; i < count && !whole; i = end) {
+        for (end = i; end < count && parts[end].step == parts[i].step && parts[end].nonce == parts[i].nonce &&
+                      parts[end].counter == parts[i].counter;
+             end++)
+            continue;
+        if (load->desc.exact && parts[i].step != load->desc.step)
+            continue;
+        status = dtrain__local_try(load, parts + i, end - i, &whole);
+        status = dtrain__save_agree(load->ckpt, status, 0, NULL);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__portion_step_name(load->step_name, parts[i].step);
+        if (!whole && load->ckpt->rank == 0)
+            dtrain__log(DTRAIN_LOG_WARN, "checkpoint: of step %llu not everything is there: %.400s",
+                        (unsigned long long)parts[i].step, dtrain__thread_error.text);
+    }
+    if (whole)
+        return DTRAIN_OK;
+    return dtrain__fail(&load->ckpt->error, DTRAIN_ERR_IO,
+                        "checkpoint: among the disks of %d ranks no step is whole: %zu parts are there",
+                        load->ckpt->ranks, count);
+}
+
+/* As dtrain__load_open, where files are not shared. */
+static dtrain_status dtrain__local_open(dtrain__load *load)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain__local_list list;
+    void *all = NULL;
+    size_t bytes = 0;
+    memset(&list, 0, sizeof list);
+    list.ckpt = ckpt;
+    int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
+    dtrain_status status = list.status;
+    if (status == DTRAIN_OK && error != 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (status == DTRAIN_OK) {
+        status = dtrain__local_gather(ckpt, list.parts, list.count * sizeof *list.parts, &all, &bytes);
+        if (status != DTRAIN_OK)
+            status = dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__local_choose(load, (dtrain__local_part *)all, bytes / sizeof(dtrain__local_part));
+    dtrain__free(ckpt->allocator, list.parts, list.room * sizeof *list.parts);
+    dtrain__free(ckpt->allocator, all, bytes);
+    return status;
+}
+
+/* ---- what others hold ---- */
+
+/* What one rank asks for in a turn: what a stored piece shares with a range of a box. */
+typedef struct dtrain__local_request {
+    uint64_t holder, piece, bytes; /* bytes 0: nothing */
+    uint64_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS], at, count;
+} dtrain__local_request;
+
+typedef struct dtrain__local_turn {
+    dtrain__load *load;
+    dtrain__local_request *requests; /* of all ranks */
+    unsigned char *out, *in;         /* in: what was asked for, and before it whether it is good */
+    size_t out_bytes;
+    size_t *counts[2];
+    size_t job, done; /* of which this many elements of the wanted piece were asked for */
+} dtrain__local_turn;
+
+/* The region that a request is about. */
+static void dtrain__local_region(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *region)
+{
+    const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[request->piece].tensor];
+    dtrain__index_region(&load->index, tensor, NULL, region);
+    for (int d = 0; d < tensor->ndim; d++) {
+        region->begin[d] = (size_t)request->begin[d];
+        region->size[d] = (size_t)request->size[d];
+    }
+    region->at = (size_t)request->at;
+    region->count = (size_t)request->count;
+    dtrain__region_settle(region);
+}
+
+/* Fills in this rank's next request: of the wanted piece a range of at most a turn's bytes, that shares something. */
+static void dtrain__local_ask(dtrain__local_turn *turn)
+{
+    dtrain__load *load = turn->load;
+    dtrain__local_request *request = &turn->requests[load->ckpt->rank];
+    memset(request, 0, sizeof *request);
+    for (; turn->job < load->job_count && load->failed.status == DTRAIN_OK; turn->job++, turn->done = 0) {
+        const dtrain__load_job *job = &load->jobs[turn->job];
+        const dtrain_piece *want = &load->pieces[job->want];
+        const dtrain__index_piece *piece = &load->index.pieces[job->have];
+        const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+        size_t bytes = dtrain_dtype_bits(tensor->dtype) / 8, most = DTRAIN__LOCAL_TURN / bytes;
+        dtrain__region have, region;
+        dtrain__overlap overlap;
+        if (load->index.files[job->file].holder < 0)
+            continue;
+        dtrain__index_region(&load->index, tensor, piece, &have);
+        dtrain__region_of(&region, want);
+        while (turn->done < want->count) {
+            size_t left = want->count - turn->done;
+            region.at = want->begin + turn->done;
+            region.count = left < most ? left : most;
+            turn->done += region.count;
+            if (!dtrain__overlap_begin(&overlap, &have, &region))
+                continue;
+            for (int d = 0; d < tensor->ndim; d++) {
+                request->begin[d] = region.begin[d];
+                request->size[d] = region.size[d];
+            }
+            request->holder = (uint64_t)load->index.files[job->file].holder;
+            request->piece = job->have;
+            request->at = region.at;
+            request->count = region.count;
+            request->bytes = (uint64_t)dtrain__overlap_count(&overlap) * bytes;
+            return;
+        }
+    }
+}
+
+/* Reads what another rank asked for, packed in the order of elements; the byte before it says whether it is good. */
+static void dtrain__local_serve(dtrain__local_turn *turn, const dtrain__local_request *request, unsigned char *out)
+{
+    dtrain__load *load = turn->load;
+    const dtrain__index_piece *piece = &load->index.pieces[request->piece];
+    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    size_t bytes = dtrain_dtype_bits(tensor->dtype) / 8;
+    dtrain__region have, region;
+    dtrain__overlap overlap;
+    dtrain__overlap_run run;
+    uint64_t begin = 0;
+    unsigned char *to = out + 1;
+    dtrain__local_region(load, request, &region);
+    dtrain__index_region(&load->index, tensor, piece, &have);
+    dtrain_status status = dtrain__load_open_file(load, piece->file);
+    if (status == DTRAIN_OK)
+        status = dtrain__shelf_find(&load->shelf, tensor, piece, &begin);
+    dtrain__overlap_begin(&overlap, &have, &region);
+    while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
+        status = dtrain__shelf_copy(&load->shelf, begin + (uint64_t)run.from_begin * bytes, run.count, tensor->dtype,
+                                    to, tensor->dtype);
+        to += run.count * bytes;
+    }
+    *out = status != DTRAIN_OK;
+    if (status != DTRAIN_OK && load->failed.status == DTRAIN_OK)
+        load->failed = dtrain__thread_error;
+}
+
+/* Puts what was asked for in its place. */
+static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
+{
+    dtrain__load *load = turn->load;
+    const dtrain__local_request *request = &turn->requests[load->ckpt->rank];
+    const dtrain__load_job *job = &load->jobs[turn->job];
+    const dtrain_piece *want = &load->pieces[job->want];
+    const dtrain__index_piece *piece = &load->index.pieces[job->have];
+    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8;
+    const unsigned char *from = turn->in + 1;
+    dtrain__region have, region;
+    dtrain__overlap overlap;
+    dtrain__overlap_run run;
+    dtrain_status status = DTRAIN_OK;
+    if (turn->in[0] != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: rank %llu could not read its part for rank %d",
+                            (unsigned long long)request->holder, load->ckpt->rank);
+    dtrain__local_region(load, request, &region);
+    dtrain__index_region(&load->index, tensor, piece, &have);
+    dtrain__overlap_begin(&overlap, &have, &region);
+    while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
+        unsigned char *to = (unsigned char *)want->data + (region.at - want->begin + run.to_begin) * to_bytes;
+        if (tensor->dtype == want->dtype)
+            memcpy(to, from, run.count * to_bytes);
+        else
+            status = dtrain_convert(from, tensor->dtype, to, want->dtype, run.count);
+        from += run.count * from_bytes;
+    }
+    load->report.bytes += request->bytes;
+    return status;
+}
+
+/* One turn: everybody asks one rank, reads for those that ask it, and gets what it asked for. *more: somebody asked. */
+static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
+{
+    dtrain_checkpoint *ckpt = turn->load->ckpt;
+    const dtrain__local_request *mine = &turn->requests[ckpt->rank];
+    size_t ranks = (size_t)ckpt->ranks, out = 0;
+    dtrain__local_ask(turn);
+    dtrain_status status = dtrain_all_gather(ckpt->comm, mine, turn->requests, ranks * sizeof *mine, DTRAIN_U8);
+    if (status != DTRAIN_OK)
+        return status;
+    *more = 0;
+    for (size_t rank = 0; rank < ranks; rank++) {
+        const dtrain__local_request *request = &turn->requests[rank];
+        *more |= request->bytes > 0;
+        turn->counts[0][rank] =
+            request->bytes > 0 && request->holder == (uint64_t)ckpt->rank ? (size_t)request->bytes + 1 : 0;
+        turn->counts[1][rank] = mine->bytes > 0 && mine->holder == rank ? (size_t)mine->bytes + 1 : 0;
+        out += turn->counts[0][rank];
+    }
+    if (!*more)
+        return DTRAIN_OK;
+    void *larger = dtrain__index_grow(ckpt->allocator, turn->out, 1, 0, out, &turn->out_bytes);
+    if (larger == NULL) /* the others wait for it: they learn when this rank leaves */
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes that others ask for", out);
+    turn->out = (unsigned char *)larger;
+    out = 0;
+    for (size_t rank = 0; rank < ranks; rank++) {
+        if (turn->counts[0][rank] > 0)
+            dtrain__local_serve(turn, &turn->requests[rank], turn->out + out);
+        out += turn->counts[0][rank];
+    }
+    status =
+        dtrain_all_to_all_v(ckpt->comm, turn->out, turn->counts[0], NULL, turn->in, turn->counts[1], NULL, DTRAIN_U8);
+    if (status == DTRAIN_OK && mine->bytes > 0 && dtrain__local_take(turn) != DTRAIN_OK &&
+        turn->load->failed.status == DTRAIN_OK)
+        turn->load->failed = dtrain__thread_error;
+    return status;
+}
+
+/* Gets what this rank cannot read itself. Every rank calls it; `own` is how its own reading went. */
+static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain__local_turn turn;
+    size_t ranks = (size_t)ckpt->ranks;
+    int more = 1;
+    memset(&turn, 0, sizeof turn);
+    turn.load = load;
+    if (own != DTRAIN_OK)
+        load->failed = dtrain__thread_error;
+    turn.requests = (dtrain__local_request *)dtrain__alloc(ckpt->allocator, ranks * sizeof *turn.requests);
+    turn.in = (unsigned char *)dtrain__alloc(ckpt->allocator, DTRAIN__LOCAL_TURN + 1);
+    turn.counts[0] = (size_t *)dtrain__alloc(ckpt->allocator, 2 * ranks * sizeof(size_t));
+    dtrain_status status = turn.requests != NULL && turn.in != NULL && turn.counts[0] != NULL
+                               ? DTRAIN_OK
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for requests");
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    turn.counts[1] = turn.counts[0] != NULL ? turn.counts[0] + ranks : NULL;
+    while (status == DTRAIN_OK && more && ranks > 1)
+        status = dtrain__local_exchange(&turn, &more);
+    dtrain__free(ckpt->allocator, turn.requests, ranks * sizeof *turn.requests);
+    dtrain__free(ckpt->allocator, turn.in, DTRAIN__LOCAL_TURN + 1);
+    dtrain__free(ckpt->allocator, turn.counts[0], 2 * ranks * sizeof(size_t));
+    dtrain__free(ckpt->allocator, turn.out, turn.out_bytes);
+    return status != DTRAIN_OK ? status : dtrain__report(&load->failed);
+}
+
+#endif
+
+/* ---- >>checkpoint-calls ----
+ * The checkpointer: made and destroyed, its saves in the caller's thread and in one of its own, its loads. The number
+ * of a save is agreed on without a word: rank 0's random number, told at creation, and a count of the calls, which
+ * every call raises on every rank, whatever becomes of it. */
+#ifndef DTRAIN__CHECKPOINT
+#define DTRAIN__CHECKPOINT
+
+/* ---- creation ---- */
+
+/* Makes the directory and those above it that are not there, and opens it. */
+static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char *path)
+{
+    char part[1024];
+    size_t length = strlen(path);
+    int error = 0;
+    if (length == 0 || length >= sizeof part)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_create: directory has %zu bytes, expected 1 to 1,023", length);
+    for (size_t at = 1; at <= length; at++) { /* one that cannot be made may still be opened */
+        if (path[at] != '/' && path[at] != '\0')
+            continue;
+        memcpy(part, path, at);
+        part[at] = '\0';
+        error = dtrain__file_sys_mkdir(DTRAIN__FILE_HERE, part) == 0 || errno == EEXIST ? 0 : errno;
+    }
+    dtrain_status status =
+        dtrain__file_open_directory(&ckpt->base, DTRAIN__FILE_HERE, path, "dtrain_checkpoint_create");
+    if (status != DTRAIN_OK && error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: making directory \"%s\": %s", path,
+                            strerror(error));
+    return status;
+}
+
+static int dtrain__checkpoint_refuses(int error)
+{
+    return error == EROFS || error == EACCES || error == EPERM;
+}
+
+/* With local, opens this rank's own directory; where it cannot be made, what others have can still be loaded. */
+static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
+{
+    char name[32];
+    ckpt->directory = ckpt->base;
+    if (!ckpt->local)
+        return DTRAIN_OK;
+    ckpt->directory = -1;
+    snprintf(name, sizeof name, "rank-%05d", ckpt->rank);
+    if (dtrain__file_sys_mkdir(ckpt->base, name) != 0 && dtrain__checkpoint_refuses(errno)) {
+        ckpt->refused = errno;
+        return DTRAIN_OK;
+    }
+    if (!ckpt->no_sync)
+        dtrain__file_sync_directory(ckpt->base); /* the first save fails where this matters */
+    return dtrain__save_open(&ckpt->directory, ckpt->base, name, ckpt->no_sync);
+}
+
+static void dtrain__checkpoint_shared_name(const dtrain_checkpoint *ckpt, char name[40])
+{
+    snprintf(name, 40, ".shared-%016llx", (unsigned long long)ckpt->id.nonce);
+}
+
+/* Rank 0 leaves a file that the others are to find. */
+static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
+{
+    char name[40];
+    int fd;
+    dtrain__checkpoint_shared_name(ckpt, name);
+    do
+        fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
+    while (fd < 0 && errno == EINTR);
+    if (fd < 0 && !dtrain__checkpoint_refuses(errno))
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
+                            strerror(errno));
+    ckpt->refused = fd < 0 ? errno : 0;
+    dtrain__file_close(fd);
+    return DTRAIN_OK;
+}
+
+/* Whether this rank sees rank 0's file, given a moment: a network file system may not look at once. */
+static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt)
+{
+    char name[40];
+    struct timespec turn = dtrain__os_timespec(50000000);
+    dtrain__checkpoint_shared_name(ckpt, name);
+    for (int attempt = 0; attempt < 60; attempt++) {
+        int fd = dtrain__file_sys_open(ckpt->base, name, O_RDONLY);
+        dtrain__file_close(fd);
+        if (fd >= 0)
+            return 1;
+        nanosleep(&turn, NULL);
+    }
+    return 0;
+}
+
+/* Finds out whether all ranks see one file system. Rank 0 may not be able to write there: then loading will tell. */
+static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
+{
+    char name[40], text[160];
+    size_t used = 0;
+    int sees, strangers = 0;
+    dtrain_status status =
+        ckpt->rank == 0 && !ckpt->local && !dtrain__save_alone(ckpt) ? dtrain__checkpoint_leave(ckpt) : DTRAIN_OK;
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (status != DTRAIN_OK || dtrain__save_alone(ckpt) || ckpt->local)
+        return status;
+    int32_t refused = ckpt->refused;
+    status = dtrain_broadcast(ckpt->comm, &refused, 1, DTRAIN_I32, 0);
+    ckpt->refused = refused;
+    if (status != DTRAIN_OK || refused != 0)
+        return status;
+    sees = ckpt->rank == 0 || dtrain__checkpoint_sees(ckpt);
+    memset(&ckpt->notes[ckpt->rank], 0, sizeof ckpt->notes[0]);
+    ckpt->notes[ckpt->rank].number = (uint64_t)sees;
+    status = dtrain_all_gather(ckpt->comm, &ckpt->notes[ckpt->rank], ckpt->notes,
+                               (size_t)ckpt->ranks * sizeof ckpt->notes[0], DTRAIN_U8);
+    if (ckpt->rank == 0) {
+        dtrain__checkpoint_shared_name(ckpt, name);
+        dtrain__file_sys_unlink(ckpt->base, name, 0);
+    }
+    text[0] = '\0';
+    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
+        if (ckpt->notes[rank].number != 0)
+            continue;
+        strangers++;
+        if (used < sizeof text - 16)
+            used += (size_t)snprintf(text + used, sizeof text - used, "%s%d", used > 0 ? ", " : "", rank);
+    }
+    if (strangers == 0)
+        return status;
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "dtrain_checkpoint_create: rank %s sees in its directory no file that rank 0 makes there: give a "
+        "directory on a file system that all share, or set local",
+        text);
+}
+
+static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
+{
+    uint64_t nonce = 0;
+    int error = ckpt->rank == 0 ? dtrain__os_random(&nonce, sizeof nonce) : 0;
+    dtrain_status status = error == 0 ? DTRAIN_OK
+                                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                                     "dtrain_checkpoint_create: no random number: %s", strerror(error));
+    if (!dtrain__save_alone(ckpt)) {
+        dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
+        status = status == DTRAIN_OK ? sent : status;
+    }
+    ckpt->id.nonce = nonce;
+    return status;
+}
+
+static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtrain_checkpoint_desc *desc)
+{
+    uint64_t settings =
+        (uint64_t)(uint32_t)desc->keep_last << 32 | (uint64_t)(desc->local != 0) << 1 | (uint64_t)(desc->no_sync != 0);
+    dtrain_status status = DTRAIN_OK;
+    if (desc->directory == NULL || desc->keep_last < 0 || desc->timeout_ms < 0)
+        status = dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_checkpoint_create: directory is %s, keep_last %d, timeout_ms %lld: expected a path, "
+            "and numbers of at least 0",
+            desc->directory != NULL ? desc->directory : "NULL", desc->keep_last, (long long)desc->timeout_ms);
+    if (status == DTRAIN_OK)
+        status = dtrain__checkpoint_open(ckpt, desc->directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__checkpoint_open_own(ckpt);
+    status = dtrain__save_agree(ckpt, status, settings, "a desc of value");
+    if (status == DTRAIN_OK)
+        status = dtrain__checkpoint_number(ckpt);
+    return status == DTRAIN_OK ? dtrain__checkpoint_compare(ckpt) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
+                                                  const dtrain_checkpoint_desc *desc)
+{
+    dtrain_allocator own = {NULL, NULL, 0, 0};
+    if (ckpt == NULL || desc == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: ckpt and desc are needed, got NULL");
+    *ckpt = NULL;
+    dtrain_allocator *allocator = desc->allocator != NULL ? desc->allocator : &own;
+    dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__alloc(allocator, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for %zu bytes", sizeof *made);
+    made->own = own;
+    made->allocator = desc->allocator != NULL ? desc->allocator : &made->own;
+    made->comm = comm;
+    made->rank = comm != NULL ? dtrain_comm_rank(comm) : 0;
+    made->ranks = comm != NULL ? dtrain_comm_size(comm) : 1;
+    made->local = desc->local != 0;
+    made->keep_last = made->local && desc->keep_last < 2 ? 2 : desc->keep_last;
+    made->no_verify = desc->no_verify;
+    made->no_sync = desc->no_sync;
+    made->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 300000;
+    made->base = made->directory = -1;
+    made->portion.allocator = made->allocator;
+    made->portion.rank = made->rank;
+    made->portion.local = made->local;
+    made->portion.no_sync = made->no_sync;
+    dtrain__index_begin(&made->portion.index, made->allocator);
+    dtrain__index_begin(&made->whole, made->allocator);
+    dtrain__index_begin(&made->loaded, made->allocator);
+    made->notes = (dtrain__save_note *)dtrain__alloc(made->allocator, (size_t)made->ranks * sizeof *made->notes);
+    made->seen = (unsigned char *)dtrain__alloc(made->allocator, (size_t)made->ranks);
+    dtrain_status status = made->notes != NULL && made->seen != NULL
+                               ? dtrain__checkpoint_init(made, desc)
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory");
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_checkpoint_destroy(made);
+        return dtrain__report(&cause);
+    }
+    *ckpt = made;
+    return DTRAIN_OK;
+}
+
+/* ---- saving ---- */
+
+/* Takes the thread's result, when it has ended or is waited for. */
+static void dtrain__checkpoint_join(dtrain_checkpoint *ckpt)
+{
+    if (!ckpt->running)
+        return;
+    dtrain__os_thread_join(&ckpt->thread);
+    ckpt->running = 0;
+    ckpt->untold = ckpt->result.status != DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
+{
+    if (ckpt == NULL)
+        return;
+    __atomic_store_n(&ckpt->leaving, 1, __ATOMIC_RELEASE);
+    dtrain__checkpoint_join(ckpt);
+    dtrain_allocator own = ckpt->own;
+    dtrain_allocator *allocator = ckpt->allocator == &ckpt->own ? &own : ckpt->allocator;
+    if (ckpt->directory != ckpt->base)
+        dtrain__file_close(ckpt->directory);
+    dtrain__file_close(ckpt->base);
+    dtrain__portion_free(&ckpt->portion);
+    dtrain__index_free(&ckpt->whole);
+    dtrain__index_free(&ckpt->loaded);
+    dtrain__free(ckpt->allocator, ckpt->text, ckpt->text_room);
+    dtrain__free(ckpt->allocator, ckpt->notes, (size_t)ckpt->ranks * sizeof *ckpt->notes);
+    dtrain__free(ckpt->allocator, ckpt->seen, (size_t)ckpt->ranks);
+    dtrain__free(ckpt->allocator, ckpt->steps, ckpt->step_room * sizeof *ckpt->steps);
+    own = ckpt->own;
+    dtrain__free(allocator, ckpt, sizeof *ckpt);
+}
+
+DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt)
+{
+    return ckpt != NULL ? ckpt->error.text : "";
+}
+
+/* Begins a save: whether one may begin now, and what this rank writes. */
+static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+{
+    ckpt->id.counter++;
+    if (ckpt->running && __atomic_load_n(&ckpt->done, __ATOMIC_ACQUIRE))
+        dtrain__checkpoint_join(ckpt);
+    if (ckpt->running)
+        return dtrain__fail(
+            &ckpt->error, DTRAIN_ERR_INVALID,
+            "checkpoint: rank %d still writes its part of step %llu: call dtrain_checkpoint_wait before "
+            "the next save",
+            ckpt->rank, (unsigned long long)ckpt->portion.index.facts.step);
+    if (ckpt->untold) {
+        ckpt->untold = 0;
+        return dtrain__fail(&ckpt->error, ckpt->result.status, "the save before this one, which was not begun: %.560s",
+                            ckpt->result.text);
+    }
+    memset(&ckpt->result, 0, sizeof ckpt->result);
+    if (state == NULL)
+        return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL: say what to save");
+    dtrain_status status = dtrain__portion_prepare(&ckpt->portion, state, &ckpt->id, ckpt->ranks);
+    return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+}
+
+/* A rank that has left out an asynchronous save is behind in the count of calls: here all hear of each other. */
+static void dtrain__checkpoint_catch_up(dtrain_checkpoint *ckpt)
+{
+    for (int rank = 0; rank < ckpt->ranks; rank++)
+        if (ckpt->notes[rank].counter > ckpt->id.counter)
+            ckpt->id.counter = ckpt->notes[rank].counter;
+    if (!ckpt->running)
+        ckpt->portion.index.facts.id.counter = ckpt->id.counter;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+{
+    int directory = -1, visible = 0;
+    if (ckpt == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_save: the checkpointer is NULL: create it first");
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
+    status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
+    dtrain__checkpoint_catch_up(ckpt);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__save_open_step(ckpt, &directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__save_write(ckpt, directory);
+    if (status != DTRAIN_OK)
+        dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
+    else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
+        status = dtrain__save_await(ckpt, directory, 0);
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (status != DTRAIN_OK) {
+        if (directory >= 0 && !ckpt->local)
+            dtrain__save_discard(ckpt, directory);
+        dtrain__file_close(directory);
+        return status;
+    }
+    if (ckpt->rank == 0 || ckpt->local)
+        status = dtrain__save_commit(ckpt, directory, 0, &visible);
+    if (status != DTRAIN_OK && !visible && !ckpt->local)
+        dtrain__save_discard(ckpt, directory);
+    dtrain__file_close(directory);
+    return dtrain__save_agree(ckpt, status, 0, NULL);
+}
+
+static void dtrain__checkpoint_work(void *pointer)
+{
+    dtrain_checkpoint *ckpt = (dtrain_checkpoint *)pointer;
+    dtrain_status status = dtrain__save_alone_now(ckpt);
+    if (status != DTRAIN_OK) {
+        dtrain__fail(&ckpt->result, status, "rank %d: %.600s", ckpt->rank, dtrain__thread_error.text);
+        ckpt->result.status = status;
+    }
+    __atomic_store_n(&ckpt->done, 1, __ATOMIC_RELEASE);
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+{
+    if (ckpt == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_save_async: the checkpointer is NULL: create it first");
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
+    if (status == DTRAIN_OK && (status = dtrain__portion_stage(&ckpt->portion)) != DTRAIN_OK)
+        status = dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+    if (status == DTRAIN_OK) {
+        ckpt->done = 0;
+        int error = dtrain__os_thread_start(&ckpt->thread, dtrain__checkpoint_work, ckpt, 0);
+        ckpt->running = error == 0;
+        if (error != 0)
+            status = dtrain__fail(&ckpt->error, DTRAIN_ERR_IO, "checkpoint: rank %d cannot start a thread: %s",
+                                  ckpt->rank, strerror(error));
+    }
+    if (status != DTRAIN_OK && state != NULL)
+        dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
+    return status;
+}
+
+DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt)
+{
+    return ckpt == NULL || !ckpt->running || __atomic_load_n(&ckpt->done, __ATOMIC_ACQUIRE) != 0;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
+{
+    if (ckpt == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_wait: the checkpointer is NULL: create it first");
+    dtrain__checkpoint_join(ckpt);
+    ckpt->untold = 0;
+    if (ckpt->result.status != DTRAIN_OK)
+        ckpt->error = ckpt->result;
+    return dtrain__report(&ckpt->result);
+}
+
+/* ---- loading ---- */
+
+static int dtrain__checkpoint_by_name(const void *left, const void *right)
+{
+    return dtrain__piece_compare_names((const dtrain_piece *)left, (const dtrain_piece *)right);
+}
+
+/* Lists what the program has room for, by name. */
+static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = dtrain__pieces_collect(&load->pieces, &load->piece_room, &load->piece_count, state,
+                                                  ckpt->ranks, ckpt->rank, ckpt->allocator);
+    if (status == DTRAIN_OK && load->piece_count > 0)
+        qsort(load->pieces, load->piece_count, sizeof *load->pieces, dtrain__checkpoint_by_name);
+    return dtrain__save_agree(ckpt, status, 0, NULL);
+}
+
+static void dtrain__checkpoint_fill_report(dtrain__load *load)
+{
+    const dtrain__index_facts *facts = &load->index.facts;
+    load->report.step = facts->step;
+    load->report.world_size = (int)facts->world_size;
+    if (facts->has_optimizer)
+        load->report.optimizer = facts->optimizer;
+}
+
+static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoint_state *state)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = dtrain__checkpoint_collect(load, state);
+    if (status == DTRAIN_OK)
+        status = load->desc.path != NULL ? dtrain__load_open_model(load)
+                 : ckpt->local           ? dtrain__local_open(load)
+                                         : dtrain__load_open(load);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__checkpoint_fill_report(load);
+    status = dtrain__load_compare(load, state);
+    if (status != DTRAIN_OK)
+        return status;
+    if (load->model != NULL) {
+        status = dtrain__load_read_model(load);
+    } else {
+        status = dtrain__load_plan(load);
+        if (status == DTRAIN_OK)
+            status = dtrain__load_read(load);
+        if (ckpt->local)
+            status = dtrain__local_fetch(load, status);
+    }
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
+}
+
+/* One attempt at a load; *moved: what was chosen was replaced or removed while it was read, perhaps. */
+static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
+                                                const dtrain_checkpoint_load_desc *desc,
+                                                dtrain_checkpoint_report *report, int *moved)
+{
+    dtrain__load load;
+    memset(&load, 0, sizeof load);
+    load.ckpt = ckpt;
+    load.directory = -1;
+    if (desc != NULL)
+        load.desc = *desc;
+    dtrain__index_begin(&load.index, ckpt->allocator);
+    dtrain__shelf_begin(&load.shelf, &load.index, !ckpt->no_verify && !load.desc.no_verify, ckpt->allocator);
+    dtrain_status status = dtrain__checkpoint_load(&load, state);
+    dtrain__error cause = dtrain__thread_error;
+    *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
+             (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
+    load.report.bytes_read = load.shelf.bytes_read;
+    if (report != NULL)
+        *report = load.report;
+    if (status == DTRAIN_OK && load.model == NULL) { /* kept for its values */
+        dtrain__index kept = ckpt->loaded;
+        ckpt->loaded = load.index;
+        load.index = kept;
+    }
+    dtrain__load_end(&load);
+    return status == DTRAIN_OK ? status : dtrain__report(&cause);
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
+                                                const dtrain_checkpoint_load_desc *desc,
+                                                dtrain_checkpoint_report *report)
+{
+    dtrain_status status = DTRAIN_OK;
+    int moved = 1;
+    if (ckpt == NULL || state == NULL)
+        return dtrain__fail(ckpt != NULL ? &ckpt->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_load: a checkpointer and a state are needed, got NULL");
+    dtrain__checkpoint_join(ckpt); /* what is being written may be what is to be read */
+    /* A run that saves into the same directory may remove what was chosen: then there is a newer one. */
+    for (int attempt = 0; attempt < 5 && moved; attempt++)
+        status = dtrain__checkpoint_attempt(ckpt, state, desc, report, &moved);
+    return status;
+}
+
+DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, const char *key, size_t *length)
+{
+    size_t bytes = key != NULL ? strlen(key) : 0;
+    for (size_t i = 0; ckpt != NULL && key != NULL && i < ckpt->loaded.value_count; i++) {
+        const dtrain__index_value *value = &ckpt->loaded.values[i];
+        if (value->key_length != bytes || memcmp(ckpt->loaded.texts + value->key, key, bytes) != 0)
+            continue;
+        if (length != NULL)
+            *length = value->value_length;
+        return ckpt->loaded.texts + value->value;
+    }
+    return NULL;
+}
+
+#endif
+
+/* ---- >>export ----
+ * A checkpoint without the program that wrote it: checked from end to end, or written as one file. */
+#ifndef DTRAIN__EXPORT
+#define DTRAIN__EXPORT
+
+typedef struct dtrain__export {
+    dtrain_allocator memory;
+    dtrain__index index;
+    dtrain__shelf shelf;
+    int directory;
+    dtrain_safetensors_source *sources;
+    struct dtrain__export_tensor *tensors; /* of the sources */
+    size_t count;
+} dtrain__export;
+
+/* What a source's fill is given. */
+typedef struct dtrain__export_tensor {
+    dtrain__export *whole;
+    const dtrain__index_tensor *tensor;
+} dtrain__export_tensor;
+
+static void dtrain__export_end(dtrain__export *all)
+{
+    size_t tensors = all->index.tensor_count;
+    dtrain__shelf_close(&all->shelf);
+    dtrain__file_close(all->directory);
+    dtrain__free(&all->memory, all->sources, tensors * sizeof *all->sources);
+    dtrain__free(&all->memory, all->tensors, tensors * sizeof *all->tensors);
+    dtrain__index_free(&all->index);
+}
+
+/* Opens a step's directory, or the newest in a directory of steps, and reads its index. */
+static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
+{
+    dtrain_checkpoint finder; /* to look for the newest */
+    char name[32];
+    int base = -1;
+    memset(all, 0, sizeof *all);
+    memset(&finder, 0, sizeof finder);
+    all->directory = -1;
+    finder.allocator = &all->memory;
+    dtrain__index_begin(&all->index, &all->memory);
+    dtrain__shelf_begin(&all->shelf, &all->index, 1, &all->memory);
+    if (path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: path is NULL, expected a directory");
+    dtrain_status status = dtrain__file_open_directory(&all->directory, DTRAIN__FILE_HERE, path, "checkpoint");
+    int fd =
+        status == DTRAIN_OK ? dtrain__file_sys_open(all->directory, DTRAIN__SAVE_INDEX, O_RDONLY | O_NONBLOCK) : -1;
+    dtrain__file_close(fd);
+    if (status == DTRAIN_OK && fd < 0) {
+        base = all->directory;
+        all->directory = -1;
+        status = dtrain__load_newest(&finder, base, name);
+        if (status == DTRAIN_OK)
+            status = dtrain__file_open_directory(&all->directory, base, name, "checkpoint");
+        dtrain__file_close(base);
+        dtrain__free(&all->memory, finder.steps, finder.step_room * sizeof *finder.steps);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__load_index(&all->index, all->directory, DTRAIN__SAVE_INDEX, &all->shelf.bytes_read);
+    return status;
+}
+
+/* Checks every block of one file, and that its pieces are there. */
+static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
+{
+    const dtrain__index *index = &all->index;
+    dtrain_status status = dtrain__shelf_open(&all->shelf, all->directory, file);
+    for (uint64_t at = 0; status == DTRAIN_OK && at < all->shelf.data.data_bytes;) {
+        const unsigned char *data;
+        size_t have = 0;
+        status = dtrain__verified_get(&all->shelf.data, at, all->shelf.data.data_bytes - at, &data, &have);
+        at += have;
+    }
+    for (size_t i = 0; status == DTRAIN_OK && i < index->tensor_count; i++)
+        for (size_t k = index->tensors[i].first;
+             status == DTRAIN_OK && k < index->tensors[i].first + index->tensors[i].count; k++) {
+            uint64_t begin;
+            if (index->pieces[k].file == file)
+                status = dtrain__shelf_find(&all->shelf, &index->tensors[i], &index->pieces[k], &begin);
+        }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
+{
+    dtrain__export all;
+    dtrain_status status = dtrain__export_begin(&all, path);
+    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
+        status = dtrain__export_check_file(&all, file);
+    dtrain__export_end(&all);
+    return status;
+}
+
+/* Supplies a range of a tensor, from whatever pieces hold it. */
+static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out, size_t bytes)
+{
+    const dtrain__export_tensor *from = (const dtrain__export_tensor *)user;
+    dtrain__export *all = from->whole;
+    const dtrain__index_tensor *tensor = from->tensor;
+    size_t each = dtrain_dtype_bits(tensor->dtype) / 8;
+    uint64_t ignored = 0;
+    dtrain__region region, have;
+    dtrain__overlap overlap;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__index_region(&all->index, tensor, NULL, &region);
+    region.at = (size_t)(offset / each);
+    region.count = bytes / each;
+    for (size_t k = tensor->first; k < tensor->first + tensor->count && status == DTRAIN_OK; k++) {
+        const dtrain__index_piece *piece = &all->index.pieces[k];
+        dtrain__index_region(&all->index, tensor, piece, &have);
+        if (!dtrain__overlap_begin(&overlap, &have, &region))
+            continue;
+        status = dtrain__shelf_open(&all->shelf, all->directory, piece->file);
+        if (status == DTRAIN_OK)
+            status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, &ignored);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__export_list(dtrain__export *all, int with_optimizer)
+{
+    const dtrain__index *index = &all->index;
+    all->sources = (dtrain_safetensors_source *)dtrain__alloc(&all->memory, index->tensor_count * sizeof *all->sources);
+    all->tensors = (dtrain__export_tensor *)dtrain__alloc(&all->memory, index->tensor_count * sizeof *all->tensors);
+    if (all->sources == NULL || all->tensors == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu tensors", index->tensor_count);
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        const dtrain__index_tensor *tensor = &index->tensors[i];
+        dtrain_safetensors_source *source = &all->sources[all->count];
+        if (!with_optimizer && dtrain__load_is_state(dtrain__index_name(index, tensor), tensor->name_length))
+            continue;
+        all->tensors[all->count].whole = all;
+        all->tensors[all->count].tensor = tensor;
+        source->name = dtrain__index_name(index, tensor);
+        source->name_length = tensor->name_length;
+        source->dtype = tensor->dtype;
+        source->ndim = tensor->ndim;
+        source->shape = tensor->shape;
+        source->fill = dtrain__export_fill;
+        source->user = &all->tensors[all->count++];
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *file, int with_optimizer)
+{
+    dtrain__export all;
+    dtrain_status status = dtrain__export_begin(&all, path);
+    if (status == DTRAIN_OK)
+        status = dtrain__export_list(&all, with_optimizer);
+    if (status == DTRAIN_OK)
+        status = dtrain_safetensors_save(file, all.sources, all.count, NULL);
+    dtrain__export_end(&all);
     return status;
 }
 

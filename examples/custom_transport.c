@@ -2,6 +2,7 @@
  * processes train one weight and compare it.
  *
  * cc -O2 -I. examples/custom_transport.c -o build/custom_transport -lpthread -lm && build/custom_transport */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -3,6 +3,7 @@
  *
  * cc -O2 -I. examples/frame_loop.c -o build/frame_loop -lpthread -lm
  * build/frame_loop */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

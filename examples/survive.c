@@ -7,6 +7,7 @@
  *
  * Where every slice is on one rank alone, it is lost with it; under hybrid sharding each is on two. With the argument
  * "barrier" the rank dies later, when gradients are complete everywhere: then the others apply the step by hand. */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

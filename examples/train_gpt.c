@@ -7,7 +7,10 @@
  * A decoder-only transformer: learned positions, pre-norm blocks, GELU, untied output. --batch is sequences a
  * micro-batch, --micro micro-batches a step over all ranks together, dealt in turn; with a power of two of them, 1, 2,
  * 4 and 8 ranks end with the same weights, bit for bit, under every strategy. The last tenth of the text is held out.
+ * With --save a run leaves checkpoints, from which --resume goes on, on any number of ranks, as if it had never
+ * stopped.
  */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -26,17 +29,17 @@
 #define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
 
 typedef struct gpt_flags {
-    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size;
+    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until;
     double lr, clip;
-    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace;
-    int quiet;
+    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save;
+    int quiet, resume;
 } gpt_flags;
 
 typedef struct gpt_job {
     gpt_flags flags;
     unsigned char *text;
     size_t text_bytes, train_bytes;
-    double *losses; /* [steps], written by rank 0 */
+    double *losses; /* [steps], of rank 0; saved with the model */
     long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
     report_file csv, svg;
     dtrain_comm *world; /* of processes, when a launcher has started several; else NULL */
@@ -291,6 +294,7 @@ typedef struct gpt_progress {
     int64_t started_ns, blocked_ns;
     dtrain_fsdp_stats stats;
     size_t planned_bytes; /* by FSDP; 0: nobody asked */
+    long first;           /* the step, counted from 0, that it began with */
 } gpt_progress;
 
 /* Nanoseconds in which this rank could not compute because it waited for others. */
@@ -308,10 +312,10 @@ static void gpt_show(const gpt_job *job, const gpt_progress *progress, const gpt
     char text[256];
     if (job->flags.quiet)
         return;
-    tokens = (double)done * (double)(job->flags.micro * job->flags.batch * job->flags.context);
+    tokens = (double)(done - progress->first) * (double)(job->flags.micro * job->flags.batch * job->flags.context);
     snprintf(text, sizeof text, "%ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s comm %.1f%% left %.0f s", done,
              steps, loss, lr, norm, tokens / seconds, 100 * blocked / seconds,
-             seconds / (double)done * (double)(steps - done));
+             seconds / (double)(done - progress->first) * (double)(steps - done));
     report_step(text, done, steps);
 }
 
@@ -383,7 +387,8 @@ static dtrain_status gpt_digest(gpt *m, int root, unsigned char digest[32])
 static void gpt_result(const gpt_job *job, const gpt *m, dtrain_comm *world, const gpt_progress *progress,
                        const dtrain_fsdp_stats *stats, double seconds, int64_t blocked_ns)
 {
-    double tokens = (double)job->flags.steps * (double)(job->flags.micro * job->flags.batch * job->flags.context);
+    double tokens = (double)(job->flags.steps - progress->first) *
+                    (double)(job->flags.micro * job->flags.batch * job->flags.context);
     double communicated = (double)(stats->communicated_ns - progress->stats.communicated_ns);
     double waited = (double)(stats->waited_ns - progress->stats.waited_ns);
     size_t peak = dtrain_fsdp_get_stats(m->fsdp).peak_bytes;
@@ -422,25 +427,84 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
     return DTRAIN_OK;
 }
 
-static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t planned_bytes, unsigned char *tokens,
-                              double *losses)
+/* ---- checkpoints ---- */
+
+/* What is saved beside the model: the losses so far, which rank 0 has. */
+typedef struct gpt_saver {
+    dtrain_checkpoint *ckpt; /* NULL: nothing is saved */
+    dtrain_checkpoint_state state;
+    dtrain_piece losses;
+} gpt_saver;
+
+/* Collective. Makes the checkpointer, and with --resume goes on from the newest checkpoint; *step: where. */
+static dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_job *job, gpt *m, dtrain_comm *world, long *step)
 {
-    int root = dtrain_comm_rank(world) == 0;
+    dtrain_checkpoint_desc desc;
+    memset(saver, 0, sizeof *saver);
+    memset(&desc, 0, sizeof desc);
+    if (job->flags.save == NULL)
+        return DTRAIN_OK;
+    desc.directory = job->flags.save;
+    desc.keep_last = 2;
+    saver->losses.name = "losses";
+    saver->losses.dtype = DTRAIN_F64;
+    saver->losses.ndim = 1;
+    saver->losses.shape[0] = (size_t)job->flags.steps;
+    saver->losses.count = dtrain_comm_rank(world) == 0 ? (size_t)job->flags.steps : 0;
+    saver->losses.data = job->losses;
+    saver->state.fsdp = m->fsdp;
+    saver->state.pieces = &saver->losses;
+    saver->state.piece_count = 1;
+    dtrain_status status = dtrain_checkpoint_create(&saver->ckpt, world, &desc);
+    if (status == DTRAIN_OK && job->flags.resume)
+        status = dtrain_checkpoint_load(saver->ckpt, &saver->state, NULL, NULL);
+    *step = (long)saver->state.step;
+    if (status == DTRAIN_OK && job->flags.resume && saver->state.seed != (uint64_t)job->flags.seed)
+        fprintf(stderr, "train_gpt: the checkpoint is of --seed %llu: other examples follow\n",
+                (unsigned long long)saver->state.seed);
+    return status;
+}
+
+/* After `done` steps: writes every so many, while training goes on, and at the end. */
+static dtrain_status gpt_saver_step(gpt_saver *saver, const gpt_job *job, long done, long end)
+{
+    if (saver->ckpt == NULL || (done % job->flags.every != 0 && done != end))
+        return DTRAIN_OK;
+    saver->state.step = (uint64_t)done;
+    saver->state.seed = (uint64_t)job->flags.seed;
+    dtrain_status status = dtrain_checkpoint_wait(saver->ckpt); /* the one before */
+    if (status == DTRAIN_OK)
+        status = dtrain_checkpoint_save_async(saver->ckpt, &saver->state);
+    return status == DTRAIN_OK && done == end ? dtrain_checkpoint_wait(saver->ckpt) : status;
+}
+
+static dtrain_schedule gpt_schedule(const gpt_flags *flags)
+{
     dtrain_schedule schedule;
-    gpt_progress progress;
-    double loss = 0, norm = 0;
-    dtrain_status status = DTRAIN_OK;
     memset(&schedule, 0, sizeof schedule);
     schedule.kind = DTRAIN_SCHEDULE_COSINE;
-    schedule.lr = (float)job->flags.lr;
+    schedule.lr = (float)flags->lr;
     schedule.min_lr = schedule.lr / 10;
-    schedule.total_steps = (uint64_t)job->flags.steps;
-    schedule.warmup_steps = (uint64_t)job->flags.steps / 10;
+    schedule.total_steps = (uint64_t)flags->steps;
+    schedule.warmup_steps = (uint64_t)flags->steps / 10;
+    return schedule;
+}
+
+static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t planned_bytes, gpt_saver *saver,
+                              long first, unsigned char *tokens, double *losses)
+{
+    int root = dtrain_comm_rank(world) == 0;
+    long end = job->flags.until > 0 && job->flags.until < job->flags.steps ? job->flags.until : job->flags.steps;
+    dtrain_schedule schedule = gpt_schedule(&job->flags);
+    gpt_progress progress;
+    double loss = first > 0 && root ? job->losses[first - 1] : 0, norm = 0;
+    dtrain_status status = DTRAIN_OK;
     progress.started_ns = gpt_now_ns();
     progress.blocked_ns = gpt_blocked_ns(m, world);
     progress.stats = dtrain_fsdp_get_stats(m->fsdp);
     progress.planned_bytes = planned_bytes;
-    for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
+    progress.first = first;
+    for (long step = first; step < end && status == DTRAIN_OK; step++) {
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
         status = gpt_step(job, m, world, step, tokens, losses, lr, &loss, &norm);
         if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
@@ -448,12 +512,14 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
                 job->diverged = step + 1;
             return DTRAIN_OK;
         }
-        if (status != DTRAIN_OK || !root)
-            continue;
-        job->losses[step] = loss;
-        if (job->csv.file != NULL)
-            fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g\n", step + 1, loss, (double)lr, norm);
-        gpt_show(job, &progress, m, world, step, loss, (double)lr, norm);
+        if (status == DTRAIN_OK && root) {
+            job->losses[step] = loss;
+            if (job->csv.file != NULL)
+                fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g\n", step + 1, loss, (double)lr, norm);
+            gpt_show(job, &progress, m, world, step, loss, (double)lr, norm);
+        }
+        if (status == DTRAIN_OK)
+            status = gpt_saver_step(saver, job, step + 1, end);
     }
     return status == DTRAIN_OK ? gpt_finish(job, m, world, &progress, loss) : status;
 }
@@ -462,10 +528,13 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
 {
     gpt_job *job = (gpt_job *)user;
     gpt model;
+    gpt_saver saver;
     dtrain_tensor tokens, losses;
+    long first = 0;
     dtrain_allocator *allocator = dtrain_comm_allocator(world);
     size_t bytes = 2 * (size_t)(job->flags.batch * job->flags.context), micro = (size_t)job->flags.micro, planned = 0;
     dtrain_status status;
+    memset(&saver, 0, sizeof saver);
     memset(&tokens, 0, sizeof tokens);
     memset(&losses, 0, sizeof losses);
     if (dtrain_comm_rank(world) == 0 && !job->flags.quiet)
@@ -476,7 +545,11 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&losses, DTRAIN_F64, 1, &micro, allocator);
     if (status == DTRAIN_OK)
-        status = gpt_loop(job, &model, world, planned, (unsigned char *)tokens.data, (double *)losses.data);
+        status = gpt_saver_open(&saver, job, &model, world, &first);
+    if (status == DTRAIN_OK)
+        status =
+            gpt_loop(job, &model, world, planned, &saver, first, (unsigned char *)tokens.data, (double *)losses.data);
+    dtrain_checkpoint_destroy(saver.ckpt);
     dtrain_tensor_destroy(&tokens);
     dtrain_tensor_destroy(&losses);
     gpt_destroy(&model);
@@ -573,6 +646,8 @@ static int gpt_check_flags(const gpt_flags *f)
 {
     static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
     static const char *const strategies[] = {"full", "grad", "none", "hybrid", NULL};
+    if (f->resume && f->save == NULL)
+        return report_complain("flag", "--resume", "needs --save DIR, where the checkpoint is");
     if (f->width % f->heads != 0)
         return report_complain("flag", "--width", "must be a multiple of --heads");
     return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
@@ -595,13 +670,15 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
                    {"--steps", &f->steps, 1, 1e9},
                    {"--seed", &f->seed, 0, 4e9},
                    {"--ranks", &f->ranks, 1, 1024},
-                   {"--shard-size", &f->shard_size, 1, 65536}};
+                   {"--shard-size", &f->shard_size, 1, 65536},
+                   {"--every", &f->every, 1, 1e9},
+                   {"--until", &f->until, 1, 1e9}};
     struct {
         const char *name;
         const char **value;
     } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
                  {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
-                 {"--trace", &f->trace}};
+                 {"--trace", &f->trace},         {"--save", &f->save}};
     for (int i = 1; i < argc; i++) {
         size_t n = sizeof numbers / sizeof numbers[0], t = sizeof texts / sizeof texts[0], k;
         double value;
@@ -628,6 +705,8 @@ static int gpt_parse(gpt_flags *f, int argc, char **argv)
             i++;
         } else if (strcmp(argv[i], "--quiet") == 0)
             f->quiet = 1;
+        else if (strcmp(argv[i], "--resume") == 0)
+            f->resume = 1;
         else
             return report_complain("flag", argv[i], "is unknown; --help lists them");
     }
@@ -643,6 +722,7 @@ static gpt_flags gpt_defaults(void)
     f.batch = 8;
     f.shard_size = 2;
     f.steps = 100;
+    f.every = 50;
     f.lr = 1e-3;
     f.clip = 1;
     f.seed = f.ranks = 1;
@@ -698,6 +778,9 @@ static int gpt_help(void)
          "  --ranks 1        threads that share the work\n"
          "  --text dtrain.h  what to learn; its last tenth is held out\n"
          "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
+         "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
+         "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy\n"
+         "  --until N        stops after step N of --steps\n"
          "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
          "  --quiet          only the result");
     return 0;
@@ -732,7 +815,8 @@ static int gpt_main(int argc, char **argv)
     bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_join(&job) || gpt_settle(&job) ||
           gpt_open_outputs(&job) || gpt_run(&job);
     if (!bad && job.svg.file != NULL) {
-        report_draw_curve(job.svg.file, job.losses, job.flags.steps);
+        report_draw_curve(job.svg.file, job.losses,
+                          job.flags.until > 0 && job.flags.until < job.flags.steps ? job.flags.until : job.flags.steps);
         bad = report_close(&job.csv) | report_close(&job.svg);
         if (fflush(stdout) != 0 || ferror(stdout))
             bad = report_complain("output", "of the result", "could not be written");

@@ -3,6 +3,7 @@
  *
  * cc -O3 -march=native -fno-math-errno -I. examples/train_mlp.c -o build/train_mlp -lpthread -lm && build/train_mlp 2
  */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -18,6 +18,8 @@
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
+ *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
+ *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from
  *
  * DATA-PARALLEL IN AN EXISTING TRAINER
  *
@@ -51,6 +53,14 @@
  *     ...                                              backward: gather, compute, dtrain_fsdp_reduce(fsdp, layer)
  *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
+ * CHECKPOINTS: each rank saves what it holds; any number of ranks, under any strategy, goes on from there.
+ *
+ *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));      desc.directory = "run"
+ *     state.fsdp = fsdp;                                                or table and optimizer, or pieces of your own
+ *     DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));   state.step says where to go on
+ *     ...
+ *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));               or dtrain_checkpoint_save_async
  *
  * CONVENTIONS
  *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's

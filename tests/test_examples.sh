@@ -37,7 +37,7 @@ build_example() { # name; leaves it in $dir
         return 1
     fi
     make -s "build/$1" >"$dir/log" 2>&1 && cp "build/$1" "$dir/" || return 1
-    sed '/^#define DTRAIN_IMPLEMENTATION$/d' "examples/$1.c" >"$dir/$1.c"
+    sed '/^#define DTRAIN_IMPLEMENTATION$/d; /^#define DTRAIN_API static$/d' "examples/$1.c" >"$dir/$1.c"
     printf '%s\n' "$line" | sed "s|^cc |${CC:-cc} -D_DEFAULT_SOURCE $warnings -Iexamples -c |; s|examples/$1.c|$dir/$1.c|
         s|-o .*|-o $dir/$1.o|" >"$dir/build.sh"
     sh "$dir/build.sh" >"$dir/log" 2>&1

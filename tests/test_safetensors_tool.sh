@@ -3,6 +3,8 @@
 set -u
 cd "$(dirname "$0")/.."
 tool=$PWD/build/safetensors
+gpt=$PWD/build/train_gpt
+text=$PWD/README.md
 work=$(mktemp -d "${TMPDIR:-/tmp}/safetensors.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 cd "$work" || exit 1
@@ -127,6 +129,28 @@ ends "convert in place" 0 "$tool" convert half.safetensors half.safetensors --dt
 ends "cat of a double" 0 "$tool" cat half.safetensors w 1
 prints "cat of a double" -2
 ends "convert to what is no float" 2 "$tool" convert a.safetensors b2.safetensors --dtype i32
+
+ends "training" 0 "$gpt" --ranks 2 --layers 1 --heads 2 --width 32 --context 16 --steps 2 --every 1 --quiet \
+    --text "$text" --csv loss.csv --svg loss.svg --save run
+ends "verify of checkpoints" 0 "$tool" verify run run/step-1 run/step-2
+prints "verify of checkpoints" 'run: ok, a checkpoint
+run/step-1: ok, a checkpoint
+run/step-2: ok, a checkpoint'
+ends "export" 0 "$tool" export run weights.safetensors
+ends "export of an older step" 0 "$tool" export run/step-1 older.safetensors --optimizer
+ends "verify of exported" 0 "$tool" verify weights.safetensors older.safetensors
+"$tool" ls weights.safetensors >out
+if grep -q '^F32 .* wte \[256,32\]$' out && ! grep -q adam out; then good; else bad "ls of exported"; fi
+"$tool" ls older.safetensors >out
+if grep -q '^F32 .* wte \[256,32\]$' out && grep -q 'wte@adam.v \[256,32\]$' out; then good; else bad "ls of all exported"; fi
+damaged=$(ls run/step-2/rank-00001.*.safetensors | grep -v hashes)
+printf '\001' | dd of="$damaged" bs=1 seek=4000 conv=notrunc 2>dd.log
+ends "verify of a damaged checkpoint" 1 "$tool" verify run/step-2
+says "verify of a damaged checkpoint" "$(basename "$damaged")"
+ends "export of a damaged checkpoint" 1 "$tool" export run/step-2 damaged.safetensors
+if [ ! -e damaged.safetensors ]; then good; else bad "a file was exported of damaged data"; fi
+ends "export of nothing" 2 "$tool" export absent some.safetensors
+ends "export to nowhere" 2 "$tool" export run
 
 ends "no command" 2 "$tool"
 ends "a wrong command" 2 "$tool" frobnicate a.safetensors

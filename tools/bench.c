@@ -6,7 +6,8 @@
  *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
  *                all-reduce as it is written by hand, tools/bench_ring.h), fsdp (steps of a sharded stack of layers
  *                beside the same unsharded, tools/bench_fsdp.h), gemm, adamw; file_open, file_header,
- *                file_read, file_save, file_load (safetensors files, tools/bench_files.h)
+ *                file_read, file_save, file_load (safetensors files, tools/bench_files.h); save_async (how long
+ *                it holds the caller up, beside one memcpy of the state), reload (tools/bench_checkpoint.h)
  *   ranks=2      threads that take part
  *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
@@ -31,6 +32,7 @@
  * fused is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets the
  * compiler vectorise its square root. */
 #define _GNU_SOURCE /* sched_setaffinity */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -102,12 +104,14 @@ typedef enum bench_op {
     FILE_READ,
     FILE_SAVE,
     FILE_LOAD,
+    SAVE_ASYNC,
+    RELOAD,
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",   "all_to_all",
     "fused",      "barrier",        "ring",       "fsdp",      "gemm",     "adamw",
-    "file_open",  "file_header",    "file_read",  "file_save", "file_load"};
+    "file_open",  "file_header",    "file_read",  "file_save", "file_load", "save_async", "reload"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -587,6 +591,7 @@ static int bench_adam_run(bench *b)
 }
 
 #include "bench_files.h"
+#include "bench_checkpoint.h"
 
 static int bench_complain(const char *what, const char *why)
 {
@@ -672,6 +677,7 @@ int main(int argc, char **argv)
     b.ranks = op >= ADAMW ? 1 : 2;
     b.runs = 11;
     b.bytes = op == ADAMW || op == FILE_HEADER ? 100000000
+              : op >= SAVE_ASYNC               ? (size_t)256 << 20
               : op == FILE_OPEN                ? (size_t)10000000000
               : op >= FILE_READ                ? (size_t)1 << 30
               : op == FUSED                    ? BENCH_FUSED * (size_t)4096
@@ -691,6 +697,8 @@ int main(int argc, char **argv)
     b.bytes = op == BARRIER || op == FSDP ? 0 : b.bytes / sizeof(float) * sizeof(float);
     b.count = b.bytes / sizeof(float);
     b.threads = processors > 0 && processors < b.ranks ? (int)processors : b.ranks;
+    if (op >= SAVE_ASYNC)
+        return checkpoint_run(&b);
     if (op >= FILE_OPEN)
         return files_run(&b);
     if (op == GEMM || op == ADAMW)

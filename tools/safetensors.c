@@ -5,13 +5,16 @@
  *   safetensors ls PATH                        every tensor: dtype, shape, bytes, name; and the metadata
  *   safetensors cat PATH NAME [BEGIN [COUNT]]  its elements, one a line
  *   safetensors diff A B                       what one has and the other has not; 1 when there is anything
- *   safetensors verify PATH...                 whether it keeps every rule of the format: ok, or the rule and the place
- *   safetensors merge MODEL FILE               a model of several files as one
+ *   safetensors verify PATH...                 whether it keeps every rule of the format: ok, or the rule and the
+ * place; of a checkpoint, with every hash safetensors merge MODEL FILE               a model of several files as one
  *   safetensors split PATH DIRECTORY [--size 5GB]   a file or model as one of several files of that many bytes
  *   safetensors convert PATH FILE --dtype bf16 the same with every F64, F32, F16, BF16, F8_E4M3 and F8_E5M2 as another
  *                                              of these
+ *   safetensors export CHECKPOINT FILE [--optimizer]   the weights of a checkpoint, whole, as one file; its optimizer
+ *                                              state too
  *
- * PATH is a .safetensors file, a model.safetensors.index.json, or a directory with one of them. merge, split and
+ * PATH is a .safetensors file, a model.safetensors.index.json, or a directory with one of them;
+ * CHECKPOINT a directory NAME/step-N, or NAME for the newest in it. merge, split and
  * convert hold no tensor in memory. Ends with 0; with 1 for a file that breaks a rule, or a difference; with 2 for a
  * wrong call, or when the system refuses. */
 #define DTRAIN_API static
@@ -379,13 +382,38 @@ static int diff(const dtrain_safetensors_model *a, const char *path)
     return (result & FAILED) != 0 ? FAILED : result;
 }
 
-/* ---- verify ---- */
+/* ---- verify, export ---- */
+
+/* Whether a path is a directory that holds no model. */
+static int is_checkpoint(const char *path)
+{
+    int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int is = directory >= 0 && !dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE) &&
+             !dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX);
+    if (directory >= 0)
+        close(directory);
+    return is;
+}
+
+static int verify_checkpoint(const char *path)
+{
+    dtrain_status status = dtrain_checkpoint_verify(path);
+    if (status != DTRAIN_OK)
+        return complain(status);
+    printf("%s: ok, a checkpoint\n", path);
+    return GOOD;
+}
 
 static int verify(int count, char **paths)
 {
     int result = GOOD;
     for (int i = 0; i < count; i++) {
         dtrain_safetensors_model *model;
+        if (is_checkpoint(paths[i])) {
+            int checkpoint = verify_checkpoint(paths[i]);
+            result = checkpoint > result ? checkpoint : result;
+            continue;
+        }
         dtrain_status status = dtrain_safetensors_model_open(&model, paths[i], NULL);
         int one = status == DTRAIN_OK ? GOOD : complain(status);
         if (status == DTRAIN_OK)
@@ -396,6 +424,15 @@ static int verify(int count, char **paths)
         result = one > result ? one : result;
     }
     return result;
+}
+
+static int export_checkpoint(int argc, char **argv)
+{
+    int with_optimizer = argc == 3 && strcmp(argv[2], "--optimizer") == 0;
+    if (argc != 2 && !with_optimizer)
+        return usage("export takes a checkpoint, a file and perhaps --optimizer");
+    dtrain_status status = dtrain_checkpoint_export(argv[0], argv[1], with_optimizer);
+    return status == DTRAIN_OK ? GOOD : complain(status);
 }
 
 /* ---- merge, split, convert ---- */
@@ -510,6 +547,8 @@ int main(int argc, char **argv)
         return usage(argc < 2 ? "no command" : "no path");
     if (strcmp(argv[1], "verify") == 0)
         return verify(argc - 2, argv + 2);
+    if (strcmp(argv[1], "export") == 0)
+        return export_checkpoint(argc - 2, argv + 2);
     for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
         known |= strcmp(argv[1], commands[i]) == 0;
     if (!known)

@@ -279,7 +279,7 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
     int weighted = call->form == DTRAIN__WEIGHTED;
     uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
     const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
-    char dtype[16], detail[32] = "", root[32] = "", fused[32] = "", elements[24] = "";
+    char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
     size_t n = 0;
     int reduces =
         call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;

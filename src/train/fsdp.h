@@ -339,6 +339,16 @@ DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
  * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
 
+/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The same
+ * on every rank.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a scale that is not above 0 or not finite, negative steps; gradients of a step are not
+ *                                used yet
+ *
+ * one thread per object; never blocks */
+DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp);
+DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps);
+
 /* What an object has done since it was made. */
 typedef struct dtrain_fsdp_stats {
     uint64_t steps;          /* applied */

@@ -383,6 +383,30 @@ DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
     return fsdp != NULL ? fsdp->loss_scale : 1.0f;
 }
 
+DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->good_steps : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_loss_scale", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
+                            "0 and steps of at least 0",
+                            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
+    if (fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set_loss_scale: gradients of a step are not used yet on rank %d: end it first",
+                            dtrain__fsdp_rank(fsdp));
+    fsdp->loss_scale = scale;
+    fsdp->good_steps = good_steps;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
 {
     dtrain_fsdp_stats stats;

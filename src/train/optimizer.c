@@ -186,6 +186,30 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return DTRAIN_OK;
 }
 
+DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
+{
+    return optimizer != NULL ? optimizer->step : 0;
+}
+
+DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step)
+{
+    if (optimizer != NULL)
+        optimizer->step = step;
+}
+
+DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
+{
+    size_t done = 0;
+    if (optimizer == NULL || data == NULL || which < 0 || (size_t)which * optimizer->count >= optimizer->state_count)
+        return NULL;
+    for (size_t i = 0; i < optimizer->params.range_count; i++) {
+        if (optimizer->params.ranges[i].data == data && optimizer->params.ranges[i].count > 0)
+            return optimizer->state + (size_t)which * optimizer->count + done;
+        done += optimizer->params.ranges[i].count;
+    }
+    return NULL;
+}
+
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 {
     if (optimizer == NULL)

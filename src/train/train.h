@@ -211,6 +211,23 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
  * one thread per object; allocates nothing */
 DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
 
+/* Return and set the number of steps that the optimizer has made, by which AdamW corrects its averages: part of what is
+ * saved and resumed.
+ *
+ * one thread per object */
+DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer);
+DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
+
+/* Returns the optimizer's state of a parameter, or of a layer of a stacked one, as many floats as that has; it may be
+ * read and written between steps.
+ *
+ *   data      where the parameter, or the layer, begins
+ *   which     AdamW: 0 for m, 1 for v; SGD with momentum: 0 for the velocity
+ *   returns   NULL where there is none
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which);
+
 /* Frees an optimizer; NULL is legal.
  *
  * one thread per object */

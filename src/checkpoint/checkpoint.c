@@ -1,0 +1,485 @@
+/* ---- >>checkpoint-calls ----
+ * The checkpointer: made and destroyed, its saves in the caller's thread and in one of its own, its loads. The number
+ * of a save is agreed on without a word: rank 0's random number, told at creation, and a count of the calls, which
+ * every call raises on every rank, whatever becomes of it. */
+#ifndef DTRAIN__CHECKPOINT
+#define DTRAIN__CHECKPOINT
+#include "local.c"
+
+/* ---- creation ---- */
+
+/* Makes the directory and those above it that are not there, and opens it. */
+static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char *path)
+{
+    char part[1024];
+    size_t length = strlen(path);
+    int error = 0;
+    if (length == 0 || length >= sizeof part)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_create: directory has %zu bytes, expected 1 to 1,023", length);
+    for (size_t at = 1; at <= length; at++) { /* one that cannot be made may still be opened */
+        if (path[at] != '/' && path[at] != '\0')
+            continue;
+        memcpy(part, path, at);
+        part[at] = '\0';
+        error = dtrain__file_sys_mkdir(DTRAIN__FILE_HERE, part) == 0 || errno == EEXIST ? 0 : errno;
+    }
+    dtrain_status status =
+        dtrain__file_open_directory(&ckpt->base, DTRAIN__FILE_HERE, path, "dtrain_checkpoint_create");
+    if (status != DTRAIN_OK && error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: making directory \"%s\": %s", path,
+                            strerror(error));
+    return status;
+}
+
+static int dtrain__checkpoint_refuses(int error)
+{
+    return error == EROFS || error == EACCES || error == EPERM;
+}
+
+/* With local, opens this rank's own directory; where it cannot be made, what others have can still be loaded. */
+static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
+{
+    char name[32];
+    ckpt->directory = ckpt->base;
+    if (!ckpt->local)
+        return DTRAIN_OK;
+    ckpt->directory = -1;
+    snprintf(name, sizeof name, "rank-%05d", ckpt->rank);
+    if (dtrain__file_sys_mkdir(ckpt->base, name) != 0 && dtrain__checkpoint_refuses(errno)) {
+        ckpt->refused = errno;
+        return DTRAIN_OK;
+    }
+    if (!ckpt->no_sync)
+        dtrain__file_sync_directory(ckpt->base); /* the first save fails where this matters */
+    return dtrain__save_open(&ckpt->directory, ckpt->base, name, ckpt->no_sync);
+}
+
+static void dtrain__checkpoint_shared_name(const dtrain_checkpoint *ckpt, char name[40])
+{
+    snprintf(name, 40, ".shared-%016llx", (unsigned long long)ckpt->id.nonce);
+}
+
+/* Rank 0 leaves a file that the others are to find. */
+static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
+{
+    char name[40];
+    int fd;
+    dtrain__checkpoint_shared_name(ckpt, name);
+    do
+        fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
+    while (fd < 0 && errno == EINTR);
+    if (fd < 0 && !dtrain__checkpoint_refuses(errno))
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
+                            strerror(errno));
+    ckpt->refused = fd < 0 ? errno : 0;
+    dtrain__file_close(fd);
+    return DTRAIN_OK;
+}
+
+/* Whether this rank sees rank 0's file, given a moment: a network file system may not look at once. */
+static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt)
+{
+    char name[40];
+    struct timespec turn = dtrain__os_timespec(50000000);
+    dtrain__checkpoint_shared_name(ckpt, name);
+    for (int attempt = 0; attempt < 60; attempt++) {
+        int fd = dtrain__file_sys_open(ckpt->base, name, O_RDONLY);
+        dtrain__file_close(fd);
+        if (fd >= 0)
+            return 1;
+        nanosleep(&turn, NULL);
+    }
+    return 0;
+}
+
+/* Finds out whether all ranks see one file system. Rank 0 may not be able to write there: then loading will tell. */
+static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
+{
+    char name[40], text[160];
+    size_t used = 0;
+    int sees, strangers = 0;
+    dtrain_status status =
+        ckpt->rank == 0 && !ckpt->local && !dtrain__save_alone(ckpt) ? dtrain__checkpoint_leave(ckpt) : DTRAIN_OK;
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (status != DTRAIN_OK || dtrain__save_alone(ckpt) || ckpt->local)
+        return status;
+    int32_t refused = ckpt->refused;
+    status = dtrain_broadcast(ckpt->comm, &refused, 1, DTRAIN_I32, 0);
+    ckpt->refused = refused;
+    if (status != DTRAIN_OK || refused != 0)
+        return status;
+    sees = ckpt->rank == 0 || dtrain__checkpoint_sees(ckpt);
+    memset(&ckpt->notes[ckpt->rank], 0, sizeof ckpt->notes[0]);
+    ckpt->notes[ckpt->rank].number = (uint64_t)sees;
+    status = dtrain_all_gather(ckpt->comm, &ckpt->notes[ckpt->rank], ckpt->notes,
+                               (size_t)ckpt->ranks * sizeof ckpt->notes[0], DTRAIN_U8);
+    if (ckpt->rank == 0) {
+        dtrain__checkpoint_shared_name(ckpt, name);
+        dtrain__file_sys_unlink(ckpt->base, name, 0);
+    }
+    text[0] = '\0';
+    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
+        if (ckpt->notes[rank].number != 0)
+            continue;
+        strangers++;
+        if (used < sizeof text - 16)
+            used += (size_t)snprintf(text + used, sizeof text - used, "%s%d", used > 0 ? ", " : "", rank);
+    }
+    if (strangers == 0)
+        return status;
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "dtrain_checkpoint_create: rank %s sees in its directory no file that rank 0 makes there: give a "
+        "directory on a file system that all share, or set local",
+        text);
+}
+
+static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
+{
+    uint64_t nonce = 0;
+    int error = ckpt->rank == 0 ? dtrain__os_random(&nonce, sizeof nonce) : 0;
+    dtrain_status status = error == 0 ? DTRAIN_OK
+                                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                                     "dtrain_checkpoint_create: no random number: %s", strerror(error));
+    if (!dtrain__save_alone(ckpt)) {
+        dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
+        status = status == DTRAIN_OK ? sent : status;
+    }
+    ckpt->id.nonce = nonce;
+    return status;
+}
+
+static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtrain_checkpoint_desc *desc)
+{
+    uint64_t settings =
+        (uint64_t)(uint32_t)desc->keep_last << 32 | (uint64_t)(desc->local != 0) << 1 | (uint64_t)(desc->no_sync != 0);
+    dtrain_status status = DTRAIN_OK;
+    if (desc->directory == NULL || desc->keep_last < 0 || desc->timeout_ms < 0)
+        status = dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_checkpoint_create: directory is %s, keep_last %d, timeout_ms %lld: expected a path, "
+            "and numbers of at least 0",
+            desc->directory != NULL ? desc->directory : "NULL", desc->keep_last, (long long)desc->timeout_ms);
+    if (status == DTRAIN_OK)
+        status = dtrain__checkpoint_open(ckpt, desc->directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__checkpoint_open_own(ckpt);
+    status = dtrain__save_agree(ckpt, status, settings, "a desc of value");
+    if (status == DTRAIN_OK)
+        status = dtrain__checkpoint_number(ckpt);
+    return status == DTRAIN_OK ? dtrain__checkpoint_compare(ckpt) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
+                                                  const dtrain_checkpoint_desc *desc)
+{
+    dtrain_allocator own = {NULL, NULL, 0, 0};
+    if (ckpt == NULL || desc == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: ckpt and desc are needed, got NULL");
+    *ckpt = NULL;
+    dtrain_allocator *allocator = desc->allocator != NULL ? desc->allocator : &own;
+    dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__alloc(allocator, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for %zu bytes", sizeof *made);
+    made->own = own;
+    made->allocator = desc->allocator != NULL ? desc->allocator : &made->own;
+    made->comm = comm;
+    made->rank = comm != NULL ? dtrain_comm_rank(comm) : 0;
+    made->ranks = comm != NULL ? dtrain_comm_size(comm) : 1;
+    made->local = desc->local != 0;
+    made->keep_last = made->local && desc->keep_last < 2 ? 2 : desc->keep_last;
+    made->no_verify = desc->no_verify;
+    made->no_sync = desc->no_sync;
+    made->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 300000;
+    made->base = made->directory = -1;
+    made->portion.allocator = made->allocator;
+    made->portion.rank = made->rank;
+    made->portion.local = made->local;
+    made->portion.no_sync = made->no_sync;
+    dtrain__index_begin(&made->portion.index, made->allocator);
+    dtrain__index_begin(&made->whole, made->allocator);
+    dtrain__index_begin(&made->loaded, made->allocator);
+    made->notes = (dtrain__save_note *)dtrain__alloc(made->allocator, (size_t)made->ranks * sizeof *made->notes);
+    made->seen = (unsigned char *)dtrain__alloc(made->allocator, (size_t)made->ranks);
+    dtrain_status status = made->notes != NULL && made->seen != NULL
+                               ? dtrain__checkpoint_init(made, desc)
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory");
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_checkpoint_destroy(made);
+        return dtrain__report(&cause);
+    }
+    *ckpt = made;
+    return DTRAIN_OK;
+}
+
+/* ---- saving ---- */
+
+/* Takes the thread's result, when it has ended or is waited for. */
+static void dtrain__checkpoint_join(dtrain_checkpoint *ckpt)
+{
+    if (!ckpt->running)
+        return;
+    dtrain__os_thread_join(&ckpt->thread);
+    ckpt->running = 0;
+    ckpt->untold = ckpt->result.status != DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
+{
+    if (ckpt == NULL)
+        return;
+    __atomic_store_n(&ckpt->leaving, 1, __ATOMIC_RELEASE);
+    dtrain__checkpoint_join(ckpt);
+    dtrain_allocator own = ckpt->own;
+    dtrain_allocator *allocator = ckpt->allocator == &ckpt->own ? &own : ckpt->allocator;
+    if (ckpt->directory != ckpt->base)
+        dtrain__file_close(ckpt->directory);
+    dtrain__file_close(ckpt->base);
+    dtrain__portion_free(&ckpt->portion);
+    dtrain__index_free(&ckpt->whole);
+    dtrain__index_free(&ckpt->loaded);
+    dtrain__free(ckpt->allocator, ckpt->text, ckpt->text_room);
+    dtrain__free(ckpt->allocator, ckpt->notes, (size_t)ckpt->ranks * sizeof *ckpt->notes);
+    dtrain__free(ckpt->allocator, ckpt->seen, (size_t)ckpt->ranks);
+    dtrain__free(ckpt->allocator, ckpt->steps, ckpt->step_room * sizeof *ckpt->steps);
+    own = ckpt->own;
+    dtrain__free(allocator, ckpt, sizeof *ckpt);
+}
+
+DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt)
+{
+    return ckpt != NULL ? ckpt->error.text : "";
+}
+
+/* Begins a save: whether one may begin now, and what this rank writes. */
+static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+{
+    ckpt->id.counter++;
+    if (ckpt->running && __atomic_load_n(&ckpt->done, __ATOMIC_ACQUIRE))
+        dtrain__checkpoint_join(ckpt);
+    if (ckpt->running)
+        return dtrain__fail(
+            &ckpt->error, DTRAIN_ERR_INVALID,
+            "checkpoint: rank %d still writes its part of step %llu: call dtrain_checkpoint_wait before "
+            "the next save",
+            ckpt->rank, (unsigned long long)ckpt->portion.index.facts.step);
+    if (ckpt->untold) {
+        ckpt->untold = 0;
+        return dtrain__fail(&ckpt->error, ckpt->result.status, "the save before this one, which was not begun: %.560s",
+                            ckpt->result.text);
+    }
+    memset(&ckpt->result, 0, sizeof ckpt->result);
+    if (state == NULL)
+        return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL: say what to save");
+    dtrain_status status = dtrain__portion_prepare(&ckpt->portion, state, &ckpt->id, ckpt->ranks);
+    return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+}
+
+/* A rank that has left out an asynchronous save is behind in the count of calls: here all hear of each other. */
+static void dtrain__checkpoint_catch_up(dtrain_checkpoint *ckpt)
+{
+    for (int rank = 0; rank < ckpt->ranks; rank++)
+        if (ckpt->notes[rank].counter > ckpt->id.counter)
+            ckpt->id.counter = ckpt->notes[rank].counter;
+    if (!ckpt->running)
+        ckpt->portion.index.facts.id.counter = ckpt->id.counter;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+{
+    int directory = -1, visible = 0;
+    if (ckpt == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_save: the checkpointer is NULL: create it first");
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
+    status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
+    dtrain__checkpoint_catch_up(ckpt);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__save_open_step(ckpt, &directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__save_write(ckpt, directory);
+    if (status != DTRAIN_OK)
+        dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
+    else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
+        status = dtrain__save_await(ckpt, directory, 0);
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (status != DTRAIN_OK) {
+        if (directory >= 0 && !ckpt->local)
+            dtrain__save_discard(ckpt, directory);
+        dtrain__file_close(directory);
+        return status;
+    }
+    if (ckpt->rank == 0 || ckpt->local)
+        status = dtrain__save_commit(ckpt, directory, 0, &visible);
+    if (status != DTRAIN_OK && !visible && !ckpt->local)
+        dtrain__save_discard(ckpt, directory);
+    dtrain__file_close(directory);
+    return dtrain__save_agree(ckpt, status, 0, NULL);
+}
+
+static void dtrain__checkpoint_work(void *pointer)
+{
+    dtrain_checkpoint *ckpt = (dtrain_checkpoint *)pointer;
+    dtrain_status status = dtrain__save_alone_now(ckpt);
+    if (status != DTRAIN_OK) {
+        dtrain__fail(&ckpt->result, status, "rank %d: %.600s", ckpt->rank, dtrain__thread_error.text);
+        ckpt->result.status = status;
+    }
+    __atomic_store_n(&ckpt->done, 1, __ATOMIC_RELEASE);
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+{
+    if (ckpt == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_save_async: the checkpointer is NULL: create it first");
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
+    if (status == DTRAIN_OK && (status = dtrain__portion_stage(&ckpt->portion)) != DTRAIN_OK)
+        status = dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+    if (status == DTRAIN_OK) {
+        ckpt->done = 0;
+        int error = dtrain__os_thread_start(&ckpt->thread, dtrain__checkpoint_work, ckpt, 0);
+        ckpt->running = error == 0;
+        if (error != 0)
+            status = dtrain__fail(&ckpt->error, DTRAIN_ERR_IO, "checkpoint: rank %d cannot start a thread: %s",
+                                  ckpt->rank, strerror(error));
+    }
+    if (status != DTRAIN_OK && state != NULL)
+        dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
+    return status;
+}
+
+DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt)
+{
+    return ckpt == NULL || !ckpt->running || __atomic_load_n(&ckpt->done, __ATOMIC_ACQUIRE) != 0;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
+{
+    if (ckpt == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_wait: the checkpointer is NULL: create it first");
+    dtrain__checkpoint_join(ckpt);
+    ckpt->untold = 0;
+    if (ckpt->result.status != DTRAIN_OK)
+        ckpt->error = ckpt->result;
+    return dtrain__report(&ckpt->result);
+}
+
+/* ---- loading ---- */
+
+static int dtrain__checkpoint_by_name(const void *left, const void *right)
+{
+    return dtrain__piece_compare_names((const dtrain_piece *)left, (const dtrain_piece *)right);
+}
+
+/* Lists what the program has room for, by name. */
+static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = dtrain__pieces_collect(&load->pieces, &load->piece_room, &load->piece_count, state,
+                                                  ckpt->ranks, ckpt->rank, ckpt->allocator);
+    if (status == DTRAIN_OK && load->piece_count > 0)
+        qsort(load->pieces, load->piece_count, sizeof *load->pieces, dtrain__checkpoint_by_name);
+    return dtrain__save_agree(ckpt, status, 0, NULL);
+}
+
+static void dtrain__checkpoint_fill_report(dtrain__load *load)
+{
+    const dtrain__index_facts *facts = &load->index.facts;
+    load->report.step = facts->step;
+    load->report.world_size = (int)facts->world_size;
+    if (facts->has_optimizer)
+        load->report.optimizer = facts->optimizer;
+}
+
+static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoint_state *state)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = dtrain__checkpoint_collect(load, state);
+    if (status == DTRAIN_OK)
+        status = load->desc.path != NULL ? dtrain__load_open_model(load)
+                 : ckpt->local           ? dtrain__local_open(load)
+                                         : dtrain__load_open(load);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__checkpoint_fill_report(load);
+    status = dtrain__load_compare(load, state);
+    if (status != DTRAIN_OK)
+        return status;
+    if (load->model != NULL) {
+        status = dtrain__load_read_model(load);
+    } else {
+        status = dtrain__load_plan(load);
+        if (status == DTRAIN_OK)
+            status = dtrain__load_read(load);
+        if (ckpt->local)
+            status = dtrain__local_fetch(load, status);
+    }
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
+}
+
+/* One attempt at a load; *moved: what was chosen was replaced or removed while it was read, perhaps. */
+static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
+                                                const dtrain_checkpoint_load_desc *desc,
+                                                dtrain_checkpoint_report *report, int *moved)
+{
+    dtrain__load load;
+    memset(&load, 0, sizeof load);
+    load.ckpt = ckpt;
+    load.directory = -1;
+    if (desc != NULL)
+        load.desc = *desc;
+    dtrain__index_begin(&load.index, ckpt->allocator);
+    dtrain__shelf_begin(&load.shelf, &load.index, !ckpt->no_verify && !load.desc.no_verify, ckpt->allocator);
+    dtrain_status status = dtrain__checkpoint_load(&load, state);
+    dtrain__error cause = dtrain__thread_error;
+    *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
+             (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
+    load.report.bytes_read = load.shelf.bytes_read;
+    if (report != NULL)
+        *report = load.report;
+    if (status == DTRAIN_OK && load.model == NULL) { /* kept for its values */
+        dtrain__index kept = ckpt->loaded;
+        ckpt->loaded = load.index;
+        load.index = kept;
+    }
+    dtrain__load_end(&load);
+    return status == DTRAIN_OK ? status : dtrain__report(&cause);
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
+                                                const dtrain_checkpoint_load_desc *desc,
+                                                dtrain_checkpoint_report *report)
+{
+    dtrain_status status = DTRAIN_OK;
+    int moved = 1;
+    if (ckpt == NULL || state == NULL)
+        return dtrain__fail(ckpt != NULL ? &ckpt->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_load: a checkpointer and a state are needed, got NULL");
+    dtrain__checkpoint_join(ckpt); /* what is being written may be what is to be read */
+    /* A run that saves into the same directory may remove what was chosen: then there is a newer one. */
+    for (int attempt = 0; attempt < 5 && moved; attempt++)
+        status = dtrain__checkpoint_attempt(ckpt, state, desc, report, &moved);
+    return status;
+}
+
+DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, const char *key, size_t *length)
+{
+    size_t bytes = key != NULL ? strlen(key) : 0;
+    for (size_t i = 0; ckpt != NULL && key != NULL && i < ckpt->loaded.value_count; i++) {
+        const dtrain__index_value *value = &ckpt->loaded.values[i];
+        if (value->key_length != bytes || memcmp(ckpt->loaded.texts + value->key, key, bytes) != 0)
+            continue;
+        if (length != NULL)
+            *length = value->value_length;
+        return ckpt->loaded.texts + value->value;
+    }
+    return NULL;
+}
+
+#endif

@@ -1,0 +1,267 @@
+/* ---- >>checkpoint ----
+ * The state of a training run on disk, whole or not at all, for any number of ranks to go on from.
+ *
+ *     dtrain_checkpoint_desc desc = {};  desc.directory = "run";  desc.keep_last = 3;
+ *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));
+ *     dtrain_checkpoint_state state = {};  state.fsdp = fsdp;                       or table and optimizer
+ *     if (resume) { DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL)); step = state.step; }
+ *     ...
+ *     state.step = step;
+ *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));                           or dtrain_checkpoint_save_async
+ *
+ * A checkpoint is a directory: run/step-50/ has one safetensors file a rank, with the parts that this rank writes, a
+ * file of hashes beside each, and index.json, which names every tensor's full shape and says which file has which range
+ * of it. run/latest holds the name of the newest. What several ranks have alike is written once, its parts dealt to
+ * them. Files carry the number of their save, so that two saves of one step never meet; the index makes a save visible,
+ * at once, when all ranks have brought theirs to the disk: killed at any moment, the last checkpoint is whole and
+ * found.
+ *
+ * Loading reads what a rank needs, wherever it lies: from any number of ranks, strategy or split onto any other. Every
+ * 64 KiB of data, every header and the index carry a hash (XXH64), which finds what disks and networks do to bytes; it
+ * is no signature.
+ *
+ * Tensors are named as parameters are; optimizer state is NAME@adam.m and NAME@adam.v, or NAME@momentum. No other name
+ * may end so. With local set, ranks share no file system: see dtrain_checkpoint_desc. */
+#ifndef DTRAIN__CHECKPOINT_H
+#define DTRAIN__CHECKPOINT_H
+#include "safetensors.h"
+#include "../comm/comm.h"
+#include "../train/train.h"
+#include "../train/fsdp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What one rank holds of one tensor: a range of a box of it. Zero what does not apply.
+ *
+ * A program that splits tensors its own way lists its pieces; together those of all ranks must tile each tensor. A
+ * column of a matrix {R, C} is boxed, with box_begin {0, c} and box_size {R, 1}, begin 0 and count R. */
+typedef struct dtrain_piece {
+    const char *name;              /* of the tensor, UTF-8 */
+    const char *suffix;            /* follows the name: "@adam.m"; NULL: nothing does */
+    dtrain_dtype dtype;            /* of a byte or more */
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the tensor in full */
+    int ndim;                      /* 0: a scalar */
+    int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
+    size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
+    size_t begin, count; /* elements of the box, counted row by row, that this piece has; count may be 0 */
+    int copies;          /* ranks that hold the very same piece; 0: 1 */
+    int copy;            /* which of them this is: 0 to copies - 1 */
+    void *data;          /* count elements, packed */
+} dtrain_piece;
+
+/* Elements that go from a piece that exists to one that is wanted. */
+typedef struct dtrain_reshard_copy {
+    size_t from, to;             /* which pieces */
+    size_t from_begin, to_begin; /* elements of their data */
+    size_t count;
+} dtrain_reshard_copy;
+
+/* Says which elements of the pieces that exist make up those that are wanted, without touching either: what a load
+ * does, for data that is kept in no file.
+ *
+ *   have     pieces of any number of ranks; of copies of one piece the first in the list is used. Data is not read
+ *   want     pieces, likewise
+ *   copies   out: room for capacity of them, by wanted piece, in the order of its elements; may be NULL with 0
+ *   count    out: how many there are, also when there is no room for them
+ *   errors   DTRAIN_ERR_INVALID   a bad piece; shapes or dtypes of one tensor differ; pieces overlap that are no copies
+ *            DTRAIN_ERR_MISMATCH  elements that are wanted are nowhere; the text names the first tensor
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_reshard_plan(const dtrain_piece *have, size_t have_count, const dtrain_piece *want,
+                                             size_t want_count, dtrain_reshard_copy *copies, size_t capacity,
+                                             size_t *count);
+
+/* Lists this rank's pieces of an FSDP: weights, then optimizer state. Data points into it, as of dtrain_fsdp_local.
+ *
+ *   pieces   out: room for capacity of them; may be NULL with 0
+ *   count    out: how many there are
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity, size_t *count);
+
+/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`.
+ *
+ *   optimizer   made from the same table; NULL: none
+ *   others      as dtrain_fsdp_pieces
+ *   errors      DTRAIN_ERR_INVALID  the optimizer was made from another table
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
+                                              const dtrain_optimizer *optimizer, int copies, int copy,
+                                              dtrain_piece *pieces, size_t capacity, size_t *count);
+
+/* What is saved, and where it goes when it is loaded: any of fsdp, table and pieces, together too. Names are unique
+ * over all of them. */
+typedef struct dtrain_checkpoint_state {
+    uint64_t step;             /* the program's count; load sets it */
+    dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
+    const dtrain_param *table; /* data that every rank has in full, as under DDP */
+    size_t table_count;
+    dtrain_optimizer *optimizer; /* of that table; NULL: none */
+    const dtrain_piece *pieces;  /* anything else */
+    size_t piece_count;
+    uint64_t seed, random_index;           /* of the program's random stream; load sets them */
+    const dtrain_sampler *sampler;         /* whose desc is saved, and compared by load; NULL: none */
+    const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's; load: see dtrain_checkpoint_value */
+    size_t value_count;
+} dtrain_checkpoint_state;
+
+typedef struct dtrain_checkpoint_desc {
+    const char *directory;       /* made where it is not there */
+    int keep_last;               /* checkpoints that stay: the newest and those before it; 0: all. Later ones, of a run
+                                    that was turned back, stay until they are saved again. local: 0 is 2, 1 is 2 */
+    int local;                   /* 1: each rank keeps its own on a disk of its own, in directory/rank-NNNNN; copies are
+                                    kept by all that hold them. To load, the ranks find the newest step that is whole
+                                    among them, and hand each other what they lack */
+    int no_verify;               /* 1: loading trusts the disk, and checks no hash but the index's */
+    int no_sync;                 /* 1: leaves it to the system when files reach the disk; a power failure may then cost
+                                    the newest checkpoint, never a kill */
+    int64_t timeout_ms;          /* that ranks wait for the slowest to write its part; 0: 300,000 */
+    dtrain_allocator *allocator; /* NULL: the C library; must outlive the object, and serve
+                                    the thread that writes as well */
+} dtrain_checkpoint_desc;
+
+typedef struct dtrain_checkpoint dtrain_checkpoint;
+
+/* Makes a checkpointer, and finds out whether the ranks share the directory's file system. Where rank 0 may not write
+ * there, it can still load.
+ *
+ *   comm     must outlive it; NULL: a program that is alone
+ *   desc     read by the call; the same on every rank but for directory, which may have another path on each host
+ *   errors   the same on every rank:
+ *            DTRAIN_ERR_INVALID   no directory, or a bad field
+ *            DTRAIN_ERR_IO        the directory cannot be made or opened; or ranks do not share it: the text lists them
+ *            DTRAIN_ERR_MISMATCH  descs differ
+ *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms of comm */
+DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
+                                                  const dtrain_checkpoint_desc *desc);
+
+/* Frees it; NULL is legal. Waits for a save under way: for its own part; rank 0 until it is visible or has failed.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
+
+/* Returns the text of the last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
+
+/* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
+ *
+ *   errors   the same on every rank; what was there before is untouched, and the next call may succeed:
+ *            DTRAIN_ERR_INVALID   a bad or doubled piece; pieces do not tile their tensor; an asynchronous save is
+ *                                 under way
+ *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
+ *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or the last
+ *                                 asynchronous save has failed, and no wait has told: its status; this one was not
+ * begun DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come DTRAIN_ERR_MEMORY; those of
+ * dtrain_all_gather
+ *
+ * Under DTRAIN_PROGRESS_POLL, files that take longer than heartbeat_ms to write need dtrain_checkpoint_save_async.
+ *
+ * collective: every rank of comm, same order; blocks while files are written, and up to timeout_ms for other ranks;
+ * with local, up to timeout_ms of comm */
+DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
+
+/* Copies what this rank writes to a buffer that stays for later saves, and returns; a thread writes it. The ranks tell
+ * each other through files that they are done: nothing is sent.
+ *
+ *   errors   on this rank alone: bad pieces; no memory; the one before is under way (see dtrain_checkpoint_wait) or has
+ *            failed and no wait has told. Then no rank's save becomes visible. Others from dtrain_checkpoint_wait
+ *
+ * every rank of comm, same order as the other saves; never waits for a rank or a disk */
+DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
+
+/* Says whether no asynchronous save is under way on this rank; 1 for NULL. Another rank may take longer: wait before
+ * the next save rather than ask.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt);
+
+/* Waits until the last asynchronous save is visible, and returns how it went; again when called again, until the next
+ * save. DTRAIN_OK where there was none. With local, this rank's part alone.
+ *
+ * one thread per object; blocks up to timeout_ms beyond the writing */
+DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt);
+
+typedef struct dtrain_checkpoint_load_desc {
+    const char *path; /* a safetensors file or Hugging Face model (see dtrain_safetensors_model_open), which every rank
+                         can read: weights alone; state, step and random numbers stay as they are. NULL: a checkpoint */
+    int exact;        /* 1: the checkpoint of `step`; 0: the newest */
+    uint64_t step;
+    int lenient;   /* 1: loads what fits, and reports the rest; 0: anything that is missing, extra or of another
+                      shape is an error, and nothing is loaded */
+    int no_verify; /* 1: as in dtrain_checkpoint_desc */
+} dtrain_checkpoint_load_desc;
+
+typedef struct dtrain_checkpoint_report {
+    uint64_t step;
+    int world_size;      /* of the ranks that saved it; 0: a file or model */
+    size_t loaded;       /* tensors of which this rank got what it asked for */
+    size_t missing;      /* tensors that this rank asked for and are not there */
+    size_t extra;        /* that are there, and no rank asked for. Optimizer state is none where no rank has a place
+                            for any */
+    size_t reshaped;     /* of another shape, or a dtype that does not convert */
+    char text[1024];     /* lists them; empty: none */
+    uint64_t bytes;      /* that this rank needed, as stored */
+    uint64_t bytes_read; /* that it read of files for them: index, headers and hashes included */
+    dtrain_optimizer_desc optimizer; /* the settings of the run that saved it; kind 0: unknown */
+} dtrain_checkpoint_report;
+
+/* Loads a checkpoint into weights, optimizer state and counters, converting floats where dtypes differ; then publishes
+ * the weights of an FSDP. Each rank reads what it needs. Hashes are checked unless no_verify says otherwise. An
+ * asynchronous save of this checkpointer is waited for first.
+ *
+ *   state    as of a save; step, seed and random_index are set
+ *   desc     NULL: the newest checkpoint, strictly
+ *   report   out; may be NULL. Filled also on DTRAIN_ERR_MISMATCH
+ *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH and DTRAIN_ERR_INVALID what was to be loaded is
+ *            undefined:
+ *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read
+ *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape; or the sampler's desc
+ *                                 differs, so that other examples would follow
+ *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where
+ *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather and dtrain_fsdp_publish
+ *
+ * collective: every rank of comm, same order; blocks while files are read, and up to timeout_ms of comm for other ranks
+ */
+DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
+                                                const dtrain_checkpoint_load_desc *desc,
+                                                dtrain_checkpoint_report *report);
+
+/* Returns the value of a key, saved with the checkpoint that was loaded last; NULL for none. It ends with a zero byte.
+ *
+ *   length   out: its bytes; may be NULL
+ *
+ * one thread per object; until the next load */
+DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, const char *key, size_t *length);
+
+/* Checks a checkpoint from end to end: that its index is whole, its pieces tile their tensors, its files keep the rules
+ * of safetensors, and that every hash is right.
+ *
+ *   path     of a checkpoint's directory, "run/step-50"; or "run", for the newest in it
+ *   errors   DTRAIN_ERR_CORRUPT  the text names the file and the place; DTRAIN_ERR_IO, DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path);
+
+/* Writes a checkpoint as one safetensors file, tensors whole, for others to read.
+ *
+ *   path             as dtrain_checkpoint_verify
+ *   file             to be written
+ *   with_optimizer   1: optimizer state too
+ *   errors           as dtrain_checkpoint_verify and dtrain_safetensors_save
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *file, int with_optimizer);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

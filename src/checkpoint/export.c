@@ -1,0 +1,159 @@
+/* ---- >>export ----
+ * A checkpoint without the program that wrote it: checked from end to end, or written as one file. */
+#ifndef DTRAIN__EXPORT
+#define DTRAIN__EXPORT
+#include "checkpoint.c"
+
+typedef struct dtrain__export {
+    dtrain_allocator memory;
+    dtrain__index index;
+    dtrain__shelf shelf;
+    int directory;
+    dtrain_safetensors_source *sources;
+    struct dtrain__export_tensor *tensors; /* of the sources */
+    size_t count;
+} dtrain__export;
+
+/* What a source's fill is given. */
+typedef struct dtrain__export_tensor {
+    dtrain__export *whole;
+    const dtrain__index_tensor *tensor;
+} dtrain__export_tensor;
+
+static void dtrain__export_end(dtrain__export *all)
+{
+    size_t tensors = all->index.tensor_count;
+    dtrain__shelf_close(&all->shelf);
+    dtrain__file_close(all->directory);
+    dtrain__free(&all->memory, all->sources, tensors * sizeof *all->sources);
+    dtrain__free(&all->memory, all->tensors, tensors * sizeof *all->tensors);
+    dtrain__index_free(&all->index);
+}
+
+/* Opens a step's directory, or the newest in a directory of steps, and reads its index. */
+static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
+{
+    dtrain_checkpoint finder; /* to look for the newest */
+    char name[32];
+    int base = -1;
+    memset(all, 0, sizeof *all);
+    memset(&finder, 0, sizeof finder);
+    all->directory = -1;
+    finder.allocator = &all->memory;
+    dtrain__index_begin(&all->index, &all->memory);
+    dtrain__shelf_begin(&all->shelf, &all->index, 1, &all->memory);
+    if (path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: path is NULL, expected a directory");
+    dtrain_status status = dtrain__file_open_directory(&all->directory, DTRAIN__FILE_HERE, path, "checkpoint");
+    int fd =
+        status == DTRAIN_OK ? dtrain__file_sys_open(all->directory, DTRAIN__SAVE_INDEX, O_RDONLY | O_NONBLOCK) : -1;
+    dtrain__file_close(fd);
+    if (status == DTRAIN_OK && fd < 0) {
+        base = all->directory;
+        all->directory = -1;
+        status = dtrain__load_newest(&finder, base, name);
+        if (status == DTRAIN_OK)
+            status = dtrain__file_open_directory(&all->directory, base, name, "checkpoint");
+        dtrain__file_close(base);
+        dtrain__free(&all->memory, finder.steps, finder.step_room * sizeof *finder.steps);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__load_index(&all->index, all->directory, DTRAIN__SAVE_INDEX, &all->shelf.bytes_read);
+    return status;
+}
+
+/* Checks every block of one file, and that its pieces are there. */
+static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
+{
+    const dtrain__index *index = &all->index;
+    dtrain_status status = dtrain__shelf_open(&all->shelf, all->directory, file);
+    for (uint64_t at = 0; status == DTRAIN_OK && at < all->shelf.data.data_bytes;) {
+        const unsigned char *data;
+        size_t have = 0;
+        status = dtrain__verified_get(&all->shelf.data, at, all->shelf.data.data_bytes - at, &data, &have);
+        at += have;
+    }
+    for (size_t i = 0; status == DTRAIN_OK && i < index->tensor_count; i++)
+        for (size_t k = index->tensors[i].first;
+             status == DTRAIN_OK && k < index->tensors[i].first + index->tensors[i].count; k++) {
+            uint64_t begin;
+            if (index->pieces[k].file == file)
+                status = dtrain__shelf_find(&all->shelf, &index->tensors[i], &index->pieces[k], &begin);
+        }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
+{
+    dtrain__export all;
+    dtrain_status status = dtrain__export_begin(&all, path);
+    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
+        status = dtrain__export_check_file(&all, file);
+    dtrain__export_end(&all);
+    return status;
+}
+
+/* Supplies a range of a tensor, from whatever pieces hold it. */
+static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out, size_t bytes)
+{
+    const dtrain__export_tensor *from = (const dtrain__export_tensor *)user;
+    dtrain__export *all = from->whole;
+    const dtrain__index_tensor *tensor = from->tensor;
+    size_t each = dtrain_dtype_bits(tensor->dtype) / 8;
+    uint64_t ignored = 0;
+    dtrain__region region, have;
+    dtrain__overlap overlap;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__index_region(&all->index, tensor, NULL, &region);
+    region.at = (size_t)(offset / each);
+    region.count = bytes / each;
+    for (size_t k = tensor->first; k < tensor->first + tensor->count && status == DTRAIN_OK; k++) {
+        const dtrain__index_piece *piece = &all->index.pieces[k];
+        dtrain__index_region(&all->index, tensor, piece, &have);
+        if (!dtrain__overlap_begin(&overlap, &have, &region))
+            continue;
+        status = dtrain__shelf_open(&all->shelf, all->directory, piece->file);
+        if (status == DTRAIN_OK)
+            status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, &ignored);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__export_list(dtrain__export *all, int with_optimizer)
+{
+    const dtrain__index *index = &all->index;
+    all->sources = (dtrain_safetensors_source *)dtrain__alloc(&all->memory, index->tensor_count * sizeof *all->sources);
+    all->tensors = (dtrain__export_tensor *)dtrain__alloc(&all->memory, index->tensor_count * sizeof *all->tensors);
+    if (all->sources == NULL || all->tensors == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu tensors", index->tensor_count);
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        const dtrain__index_tensor *tensor = &index->tensors[i];
+        dtrain_safetensors_source *source = &all->sources[all->count];
+        if (!with_optimizer && dtrain__load_is_state(dtrain__index_name(index, tensor), tensor->name_length))
+            continue;
+        all->tensors[all->count].whole = all;
+        all->tensors[all->count].tensor = tensor;
+        source->name = dtrain__index_name(index, tensor);
+        source->name_length = tensor->name_length;
+        source->dtype = tensor->dtype;
+        source->ndim = tensor->ndim;
+        source->shape = tensor->shape;
+        source->fill = dtrain__export_fill;
+        source->user = &all->tensors[all->count++];
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *file, int with_optimizer)
+{
+    dtrain__export all;
+    dtrain_status status = dtrain__export_begin(&all, path);
+    if (status == DTRAIN_OK)
+        status = dtrain__export_list(&all, with_optimizer);
+    if (status == DTRAIN_OK)
+        status = dtrain_safetensors_save(file, all.sources, all.count, NULL);
+    dtrain__export_end(&all);
+    return status;
+}
+
+#endif

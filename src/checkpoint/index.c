@@ -1,0 +1,382 @@
+/* ---- >>index ----
+ * What a checkpoint consists of: its files, its tensors and their pieces, and the numbers and texts beside them. One
+ * JSON form serves for a rank's part, which is an index with one file, and for the whole: parts are read one after the
+ * other into one index, which is then settled: tensors are sorted and those of one name joined, and their pieces
+ * checked to tile them. The text ends with the hash of all that comes before.
+ *
+ * A text may be hostile. Memory grows with what was read of it, and is a small multiple of that. */
+#ifndef DTRAIN__INDEX
+#define DTRAIN__INDEX
+#include "checkpoint.h"
+#include "file.c"
+#include "reshard.c"
+#include "../base/json.c"
+
+#include <locale.h>
+
+#define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the most that is read */
+#define DTRAIN__INDEX_NONE ((size_t)-1)
+#define DTRAIN__INDEX_TAIL 27 /* bytes of ,"hash":"0123456789abcdef"} */
+#define DTRAIN__INDEX_BLOCK 65536
+
+/* The number of a save: a checkpointer's own, and how many saves it has begun. */
+typedef struct dtrain__save_id {
+    uint64_t nonce, counter;
+} dtrain__save_id;
+
+/* One file of an index, and the hashes that it is checked by. */
+typedef struct dtrain__index_hashed {
+    size_t name; /* among the texts; NONE: there is none */
+    uint64_t header_bytes, header_hash, data_bytes;
+} dtrain__index_hashed;
+
+typedef struct dtrain__index_file {
+    dtrain__index_hashed data, hashes;
+    size_t blocks, block_count; /* hashes of the hashes file's blocks, among the numbers */
+    int rank;
+    int holder; /* the rank that has it, where files are not shared; -1: this one */
+} dtrain__index_file;
+
+typedef struct dtrain__index_tensor {
+    size_t name, name_length;
+    dtrain_dtype dtype;
+    int ndim;
+    size_t shape[DTRAIN_MAX_DIMS];
+    size_t first, count; /* its pieces, when settled */
+    size_t spares;       /* after them, copies of some of them */
+} dtrain__index_tensor;
+
+typedef struct dtrain__index_piece {
+    size_t tensor, file;
+    size_t number; /* it is NAME#number in the file; NONE: NAME */
+    size_t box;    /* ndim begins and ndim sizes among the numbers; NONE: the whole tensor */
+    size_t at, count;
+    size_t copy; /* copies beyond the first are left out when settled */
+} dtrain__index_piece;
+
+typedef struct dtrain__index_value {
+    size_t key, key_length, value, value_length;
+} dtrain__index_value;
+
+/* What is not about tensors; a part's and the whole's. */
+typedef struct dtrain__index_facts {
+    dtrain__save_id id;
+    uint64_t step, world_size;
+    uint64_t seed, random_index;
+    uint64_t optimizer_step;
+    int has_optimizer, has_scale, has_sampler;
+    double loss_scale;
+    uint64_t good_steps;
+    dtrain_optimizer_desc optimizer;
+    dtrain_sampler_desc sampler;
+} dtrain__index_facts;
+
+typedef struct dtrain__index {
+    dtrain_allocator *allocator;
+    const char *where; /* of the text being read, for error texts */
+    int parts;         /* read so far */
+    dtrain__index_facts facts;
+    char *texts; /* each with a zero byte after it */
+    uint64_t *numbers;
+    dtrain__index_file *files;
+    dtrain__index_tensor *tensors;
+    dtrain__index_piece *pieces;
+    dtrain__index_value *values;
+    size_t text_bytes, text_room, number_count, number_room, file_count, file_room, tensor_count, tensor_room,
+        piece_count, piece_room, value_count, value_room;
+} dtrain__index;
+
+static void dtrain__index_free(dtrain__index *index)
+{
+    dtrain__free(index->allocator, index->texts, index->text_room);
+    dtrain__free(index->allocator, index->numbers, index->number_room * sizeof *index->numbers);
+    dtrain__free(index->allocator, index->files, index->file_room * sizeof *index->files);
+    dtrain__free(index->allocator, index->tensors, index->tensor_room * sizeof *index->tensors);
+    dtrain__free(index->allocator, index->pieces, index->piece_room * sizeof *index->pieces);
+    dtrain__free(index->allocator, index->values, index->value_room * sizeof *index->values);
+}
+
+static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocator)
+{
+    memset(index, 0, sizeof *index);
+    index->allocator = allocator;
+}
+
+/* Makes it empty, and keeps its memory. */
+static void dtrain__index_clear(dtrain__index *index)
+{
+    index->text_bytes = index->number_count = index->file_count = index->tensor_count = index->piece_count =
+        index->value_count = 0;
+    index->parts = 0;
+    memset(&index->facts, 0, sizeof index->facts);
+}
+
+/* Makes room for `more` elements of `size` bytes after `count`; returns the array, or NULL. */
+static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more,
+                                size_t *room)
+{
+    size_t wanted = *room > 0 ? *room : 16, bytes;
+    if (more > SIZE_MAX / 2 - count)
+        return NULL;
+    while (wanted < count + more)
+        wanted *= 2;
+    if (wanted == *room)
+        return array;
+    if (!dtrain__mul_size(wanted, size, &bytes))
+        return NULL;
+    void *larger = dtrain__resize(allocator, array, *room * size, bytes);
+    *room = larger != NULL ? wanted : *room;
+    return larger;
+}
+
+#define DTRAIN__INDEX_ROOM(index, type, array, counted, room, more)                                                    \
+    dtrain__index_room((index), (void **)&(index)->array, sizeof(type), (index)->counted, (more), &(index)->room)
+
+/* Returns 0 where there is no memory, which is reported. */
+static int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
+{
+    void *old, *larger;
+    memcpy(&old, array, sizeof old);
+    larger = dtrain__index_grow(index->allocator, old, size, count, more, room);
+    if (larger == NULL) {
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu entries of an index", count + more);
+        return 0;
+    }
+    memcpy(array, &larger, sizeof larger);
+    return 1;
+}
+
+/* Keeps a text; gives where, or NONE. */
+static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
+{
+    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, length + 1))
+        return DTRAIN__INDEX_NONE;
+    size_t at = index->text_bytes;
+    if (length > 0)
+        memcpy(index->texts + at, text, length);
+    index->texts[at + length] = '\0';
+    index->text_bytes += length + 1;
+    return at;
+}
+
+/* Keeps numbers one after the other; gives where, or NONE. */
+static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
+{
+    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, 1))
+        return DTRAIN__INDEX_NONE;
+    index->numbers[index->number_count] = value;
+    return index->number_count++;
+}
+
+static void dtrain__index_region(const dtrain__index *index, const dtrain__index_tensor *tensor,
+                                 const dtrain__index_piece *piece, dtrain__region *region)
+{
+    memset(region, 0, sizeof *region);
+    region->ndim = tensor->ndim;
+    for (int d = 0; d < tensor->ndim; d++) {
+        int boxed = piece != NULL && piece->box != DTRAIN__INDEX_NONE;
+        region->shape[d] = tensor->shape[d];
+        region->begin[d] = boxed ? (size_t)index->numbers[piece->box + (size_t)d] : 0;
+        region->size[d] = boxed ? (size_t)index->numbers[piece->box + (size_t)(tensor->ndim + d)] : tensor->shape[d];
+    }
+    region->at = piece != NULL ? piece->at : 0;
+    region->count = piece != NULL ? piece->count : dtrain__region_product(region->shape, 0, region->ndim);
+    dtrain__region_settle(region);
+}
+
+/* ---- settling ---- */
+
+static const char *dtrain__index_name(const dtrain__index *index, const dtrain__index_tensor *tensor)
+{
+    return index->texts + tensor->name;
+}
+
+/* qsort has no context: what is sorted carries the addresses that it is compared by. */
+typedef struct dtrain__index_order {
+    const char *name;
+    size_t length, old;
+} dtrain__index_order;
+
+static int dtrain__index_by_name(const void *left, const void *right)
+{
+    const dtrain__index_order *a = (const dtrain__index_order *)left, *b = (const dtrain__index_order *)right;
+    int order = memcmp(a->name, b->name, a->length < b->length ? a->length : b->length);
+    if (order == 0 && a->length != b->length)
+        order = a->length < b->length ? -1 : 1;
+    return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
+}
+
+/* Joins tensors of one name: writes the joined ones to `joined` and each old one's new number to `moved`. */
+static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__index_order *order,
+                                        dtrain__index_tensor *joined, size_t *moved, size_t *count)
+{
+    *count = 0;
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        const dtrain__index_tensor *tensor = &index->tensors[order[i].old];
+        dtrain__index_tensor *last = *count > 0 ? &joined[*count - 1] : NULL;
+        if (last == NULL || last->name_length != tensor->name_length ||
+            memcmp(order[i].name, dtrain__index_name(index, last), tensor->name_length) != 0) {
+            joined[(*count)++] = *tensor;
+        } else if (last->dtype != tensor->dtype || last->ndim != tensor->ndim ||
+                   memcmp(last->shape, tensor->shape, (size_t)last->ndim * sizeof(size_t)) != 0) {
+            return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                                "checkpoint: tensor \"%.200s\" has another shape or dtype in one part than in another: "
+                                "give every rank the same full shape",
+                                dtrain__index_name(index, tensor));
+        }
+        moved[order[i].old] = *count - 1;
+    }
+    return DTRAIN_OK;
+}
+
+/* Puts pieces in the order of their tensors, and within one of files. Counting sort: keeps the order of reading. */
+static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt, const size_t *moved)
+{
+    size_t at = 0, kept = 0;
+    for (size_t i = 0; i < index->tensor_count; i++)
+        index->tensors[i].count = 0;
+    for (size_t i = 0; i < index->piece_count; i++)
+        index->tensors[index->pieces[i].tensor = moved[index->pieces[i].tensor]].count++;
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        index->tensors[i].first = at;
+        at += index->tensors[i].count;
+        index->tensors[i].count = 0;
+    }
+    for (size_t i = 0; i < index->piece_count; i++) {
+        dtrain__index_tensor *tensor = &index->tensors[index->pieces[i].tensor];
+        dealt[tensor->first + tensor->count++] = index->pieces[i];
+        kept++;
+    }
+    if (kept > 0)
+        memcpy(index->pieces, dealt, kept * sizeof *dealt);
+}
+
+typedef struct dtrain__index_copy {
+    dtrain__region region;
+    dtrain__index_piece piece;
+} dtrain__index_copy;
+
+static int dtrain__index_by_region(const void *left, const void *right)
+{
+    const dtrain__index_copy *a = (const dtrain__index_copy *)left, *b = (const dtrain__index_copy *)right;
+    int order = dtrain__region_compare(&a->region, &b->region);
+    if (order != 0)
+        return order;
+    return a->piece.copy != b->piece.copy  ? (a->piece.copy < b->piece.copy ? -1 : 1)
+           : a->piece.file < b->piece.file ? -1
+                                           : a->piece.file > b->piece.file;
+}
+
+/* Puts one of each set of copies first, and the others behind, where a tensor has any that are not alone. */
+static dtrain_status dtrain__index_part_copies(dtrain__index *index, dtrain__index_tensor *tensor)
+{
+    dtrain__index_piece *pieces = index->pieces + tensor->first;
+    size_t marked = 0, kept = 0;
+    for (size_t i = 0; i < tensor->count; i++)
+        marked += pieces[i].copy != 0;
+    if (marked == 0)
+        return DTRAIN_OK;
+    dtrain__index_copy *copies = (dtrain__index_copy *)dtrain__alloc(index->allocator, tensor->count * sizeof *copies);
+    if (copies == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", tensor->count);
+    for (size_t i = 0; i < tensor->count; i++) {
+        dtrain__index_region(index, tensor, &pieces[i], &copies[i].region);
+        copies[i].piece = pieces[i];
+    }
+    qsort(copies, tensor->count, sizeof *copies, dtrain__index_by_region);
+    for (int spare = 0; spare < 2; spare++)
+        for (size_t i = 0; i < tensor->count; i++) {
+            int again = i > 0 && copies[i].piece.copy != copies[i - 1].piece.copy &&
+                        dtrain__region_compare(&copies[i].region, &copies[i - 1].region) == 0;
+            if (again == spare)
+                pieces[kept++] = copies[i].piece;
+            tensor->spares += (size_t)(again && spare);
+        }
+    dtrain__free(index->allocator, copies, tensor->count * sizeof *copies);
+    tensor->count -= tensor->spares;
+    return DTRAIN_OK;
+}
+
+/* Checks that pieces tile their tensor. */
+static dtrain_status dtrain__index_check_tensor(dtrain__index *index, dtrain__index_tensor *tensor)
+{
+    dtrain__region region, whole;
+    dtrain__tiling tiling;
+    dtrain_status status = dtrain__index_part_copies(index, tensor);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__index_region(index, tensor, NULL, &whole);
+    dtrain__tiling_begin(&tiling, &whole);
+    for (size_t i = 0; i < tensor->count; i++) {
+        dtrain__index_region(index, tensor, &index->pieces[tensor->first + i], &region);
+        dtrain__tiling_add(&tiling, &region);
+    }
+    if (dtrain__tiling_whole(&tiling))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "checkpoint: the pieces of tensor \"%.200s\" have %zu elements, where it has %zu: pieces must "
+                        "hold each element once%s",
+                        dtrain__index_name(index, tensor), tiling.count, whole.count,
+                        tiling.count == whole.count ? ", but some overlap and leave others out" : "");
+}
+
+/* Joins what was read, and checks it. tiled = 0: a part alone, whose pieces need not tile. */
+static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
+{
+    size_t tensors = index->tensor_count, pieces = index->piece_count, count;
+    dtrain_allocator *allocator = index->allocator;
+    dtrain__index_order *order = (dtrain__index_order *)dtrain__alloc(allocator, tensors * sizeof *order);
+    dtrain__index_tensor *joined = (dtrain__index_tensor *)dtrain__alloc(allocator, tensors * sizeof *joined);
+    size_t *moved = (size_t *)dtrain__alloc(allocator, tensors * sizeof *moved);
+    dtrain__index_piece *dealt = (dtrain__index_piece *)dtrain__alloc(allocator, pieces * sizeof *dealt);
+    dtrain_status status = order != NULL && joined != NULL && moved != NULL && dealt != NULL
+                               ? DTRAIN_OK
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
+    for (size_t i = 0; status == DTRAIN_OK && i < tensors; i++) {
+        order[i].name = dtrain__index_name(index, &index->tensors[i]);
+        order[i].length = index->tensors[i].name_length;
+        order[i].old = i;
+    }
+    if (status == DTRAIN_OK) {
+        qsort(order, tensors, sizeof *order, dtrain__index_by_name);
+        status = dtrain__index_join(index, order, joined, moved, &count);
+    }
+    if (status == DTRAIN_OK) {
+        index->tensor_count = count;
+        if (count > 0)
+            memcpy(index->tensors, joined, count * sizeof *joined);
+        dtrain__index_deal(index, dealt, moved);
+    }
+    dtrain__free(allocator, order, tensors * sizeof *order);
+    dtrain__free(allocator, joined, tensors * sizeof *joined);
+    dtrain__free(allocator, moved, tensors * sizeof *moved);
+    dtrain__free(allocator, dealt, pieces * sizeof *dealt);
+    for (size_t i = 0; status == DTRAIN_OK && tiled && i < index->tensor_count; i++)
+        status = dtrain__index_check_tensor(index, &index->tensors[i]);
+    return status;
+}
+
+/* The tensor of a name, or NULL; the index is settled. */
+static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, const char *name, const char *suffix)
+{
+    dtrain_piece key, here;
+    size_t low = 0, high = index->tensor_count;
+    memset(&key, 0, sizeof key);
+    memset(&here, 0, sizeof here);
+    key.name = name;
+    key.suffix = suffix;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        here.name = dtrain__index_name(index, &index->tensors[middle]);
+        int order = dtrain__piece_compare_names(&here, &key);
+        if (order == 0)
+            return &index->tensors[middle];
+        if (order < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return NULL;
+}
+
+#endif

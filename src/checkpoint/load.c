@@ -1,0 +1,520 @@
+/* ---- >>load ----
+ * From an index to a program's state: which checkpoint, what of it is asked for, what is missing or too much, and the
+ * reading. All ranks agree after each step, so that an error of one is an error of all, and nothing is written before
+ * every rank knows that all of it fits. A plain model is read by the same steps: its tensors are listed as an index
+ * whose pieces are whole. */
+#ifndef DTRAIN__LOAD
+#define DTRAIN__LOAD
+#include "verify.c"
+#include "huggingface.c"
+
+/* What a wanted piece is read from. */
+typedef struct dtrain__load_want {
+    size_t tensor; /* of the index; NONE: it is not there */
+    size_t piece;  /* of the wanted ones */
+} dtrain__load_want;
+
+/* Something to be read: what a stored and a wanted piece share. */
+typedef struct dtrain__load_job {
+    size_t file, have, want;
+} dtrain__load_job;
+
+typedef struct dtrain__load {
+    dtrain_checkpoint *ckpt;
+    dtrain_checkpoint_load_desc desc;
+    dtrain_checkpoint_report report;
+    dtrain__index index;
+    dtrain_safetensors_model *model; /* a plain one; NULL: a checkpoint */
+    char step_name[32];
+    int directory; /* of the step; -1: of a model, or local */
+    int verify;
+    dtrain_piece *pieces;
+    dtrain__load_want *wants;
+    unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
+    dtrain__load_job *jobs;
+    size_t piece_room, piece_count, want_room, flag_room, job_room, job_count;
+    dtrain__shelf shelf;
+    dtrain__error failed; /* of reading for others */
+} dtrain__load;
+
+static void dtrain__load_end(dtrain__load *load)
+{
+    dtrain_allocator *allocator = load->ckpt->allocator;
+    dtrain__shelf_close(&load->shelf);
+    dtrain_safetensors_model_close(load->model);
+    dtrain__file_close(load->directory);
+    dtrain__index_free(&load->index);
+    dtrain__free(allocator, load->pieces, load->piece_room * sizeof *load->pieces);
+    dtrain__free(allocator, load->wants, load->want_room * sizeof *load->wants);
+    dtrain__free(allocator, load->flags, load->flag_room);
+    dtrain__free(allocator, load->jobs, load->job_room * sizeof *load->jobs);
+}
+
+/* ---- which checkpoint ---- */
+
+/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. */
+static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+{
+    dtrain__error before = dtrain__thread_error;
+    void *text = NULL;
+    size_t bytes = 0, length;
+    uint64_t step;
+    dtrain_status status =
+        dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
+    memset(name, 0, 32);
+    length = bytes > 0 && ((const char *)text)[bytes - 1] == '\n' ? bytes - 1 : bytes;
+    if (status == DTRAIN_OK && length > 0 && length < 32)
+        memcpy(name, text, length);
+    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__thread_error = before;
+    if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
+        return DTRAIN_OK;
+    int error = dtrain__save_list_steps(ckpt, directory);
+    for (size_t i = 0; i < ckpt->step_count; i++)
+        if (dtrain__save_has_index(directory, ckpt->steps[i])) {
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "checkpoint: latest names no checkpoint; step %llu is the highest that is whole",
+                        (unsigned long long)ckpt->steps[i]);
+            dtrain__portion_step_name(name, ckpt->steps[i]);
+            return DTRAIN_OK;
+        }
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: the directory holds no checkpoint that is whole");
+}
+
+/* Rank 0 chooses, the others are told. */
+static dtrain_status dtrain__load_choose(dtrain__load *load)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = DTRAIN_OK;
+    if (ckpt->rank == 0 && load->desc.exact)
+        dtrain__portion_step_name(load->step_name, load->desc.step);
+    else if (ckpt->rank == 0)
+        status = dtrain__load_newest(ckpt, ckpt->directory, load->step_name);
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (status == DTRAIN_OK && !dtrain__save_alone(ckpt)) {
+        status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);
+        if (status != DTRAIN_OK)
+            return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+    }
+    return status;
+}
+
+/* Reads and checks the index of a step's open directory. */
+static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *where, uint64_t *bytes_read)
+{
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, index->allocator,
+                                                 &text, &bytes, "checkpoint");
+    *bytes_read += bytes;
+    if (status == DTRAIN_OK)
+        status = dtrain__index_read(index, where, (const char *)text, bytes);
+    dtrain__free(index->allocator, text, bytes);
+    return status == DTRAIN_OK ? dtrain__index_settle(index, 1) : status;
+}
+
+static dtrain_status dtrain__load_open(dtrain__load *load)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = dtrain__load_choose(load);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__load_index(&load->index, load->directory, DTRAIN__SAVE_INDEX, &load->shelf.bytes_read);
+    return dtrain__save_agree(ckpt, status, load->index.facts.id.nonce + load->index.facts.id.counter,
+                              "a directory with the save");
+}
+
+/* ---- a model ---- */
+
+static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char *name, size_t length,
+                                               const dtrain_safetensors_tensor *from)
+{
+    dtrain__index_tensor tensor;
+    dtrain__index_piece piece;
+    if (from->ndim > DTRAIN_MAX_DIMS || length == 0 || memchr(name, 0, length) != NULL)
+        return DTRAIN_OK; /* nothing of that form can be asked for */
+    memset(&tensor, 0, sizeof tensor);
+    memset(&piece, 0, sizeof piece);
+    tensor.name = dtrain__index_text(index, name, length);
+    tensor.name_length = length;
+    tensor.dtype = from->dtype;
+    tensor.ndim = from->ndim;
+    for (int d = 0; d < from->ndim; d++)
+        tensor.shape[d] = from->shape[d];
+    piece.tensor = index->tensor_count;
+    piece.number = piece.box = DTRAIN__INDEX_NONE;
+    piece.count = from->count;
+    if (tensor.name == DTRAIN__INDEX_NONE ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1) ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->tensors[index->tensor_count++] = tensor;
+    index->pieces[index->piece_count++] = piece;
+    return DTRAIN_OK;
+}
+
+/* Lists a model's tensors; other names of tied weights are found when they are asked for. */
+static dtrain_status dtrain__load_open_model(dtrain__load *load)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_safetensors_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = ckpt->allocator;
+    dtrain_status status = dtrain_safetensors_model_open(&load->model, load->desc.path, &desc);
+    for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_count(load->model); i++) {
+        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(load->model, i, NULL);
+        status = dtrain__load_model_tensor(&load->index, tensor->name, tensor->name_length, tensor);
+    }
+    for (size_t i = 0; status == DTRAIN_OK && i < load->piece_count; i++) {
+        const char *name = load->pieces[i].name;
+        const dtrain_safetensors_tensor *tensor =
+            load->pieces[i].suffix == NULL ? dtrain_safetensors_model_find(load->model, name, strlen(name), NULL)
+                                           : NULL;
+        int seen = i > 0 && dtrain__piece_compare_names(&load->pieces[i], &load->pieces[i - 1]) == 0;
+        if (tensor != NULL && strcmp(tensor->name, name) != 0 && !seen)
+            status = dtrain__load_model_tensor(&load->index, name, strlen(name), tensor);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__index_settle(&load->index, 0);
+    return dtrain__save_agree(ckpt, status, load->index.tensor_count, "a model whose number of tensors is");
+}
+
+/* ---- what fits ---- */
+
+static int dtrain__load_is_float(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16 ||
+           dtype == DTRAIN_F8_E4M3 || dtype == DTRAIN_F8_E5M2;
+}
+
+/* Adds to the report's text, which ends in dots where it is full. */
+__attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
+{
+    size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
+    va_list arguments;
+    va_start(arguments, format);
+    int more = vsnprintf(load->report.text + used, room, format, arguments);
+    va_end(arguments);
+    if (more > 0 && (size_t)more >= room)
+        memcpy(load->report.text + sizeof load->report.text - 4, "...", 4);
+}
+
+static void dtrain__load_say_shape(dtrain__load *load, dtrain_dtype dtype, const size_t *shape, int ndim)
+{
+    dtrain__load_say(load, "%s {", dtrain_dtype_name(dtype));
+    for (int d = 0; d < ndim; d++)
+        dtrain__load_say(load, "%s%zu", d > 0 ? ", " : "", shape[d]);
+    dtrain__load_say(load, "}");
+}
+
+/* Whether the tensor has the piece's shape, and a dtype that converts to its. */
+static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_piece *piece)
+{
+    return tensor->ndim == piece->ndim &&
+           memcmp(tensor->shape, piece->shape, (size_t)piece->ndim * sizeof piece->shape[0]) == 0 &&
+           (tensor->dtype == piece->dtype ||
+            (dtrain__load_is_float(tensor->dtype) && dtrain__load_is_float(piece->dtype)));
+}
+
+/* State that a model does not hold is not missing. */
+static int dtrain__load_asks(const dtrain__load *load, const dtrain_piece *piece)
+{
+    return load->model == NULL || piece->suffix == NULL;
+}
+
+/* Finds each wanted piece's tensor, counts those that are missing or of another shape, and lists them. */
+static void dtrain__load_match(dtrain__load *load)
+{
+    char name[160];
+    for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
+        for (size_t i = 0, listed = 0; i < load->piece_count; i++) {
+            const dtrain_piece *piece = &load->pieces[i];
+            const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
+            int again = i > 0 && dtrain__piece_compare_names(piece, &load->pieces[i - 1]) == 0;
+            int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
+            load->wants[i].piece = i;
+            load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
+            if (tensor != NULL)
+                load->flags[tensor - load->index.tensors] = 1;
+            if (piece->suffix != NULL)
+                load->flags[load->index.tensor_count] = 1;
+            if (again || !asks || fits || (pass == 0) != (tensor == NULL)) {
+                load->report.loaded += pass == 0 && fits && asks && !again;
+                continue;
+            }
+            dtrain__load_say(load, "%s\"%s\"",
+                             listed++ > 0 ? ", "
+                             : pass == 0  ? "; missing: "
+                                          : "; of another shape: ",
+                             dtrain__piece_name(name, piece));
+            load->report.missing += pass == 0;
+            load->report.reshaped += pass == 1;
+            if (pass == 0)
+                continue;
+            dtrain__load_say(load, " is ");
+            dtrain__load_say_shape(load, tensor->dtype, tensor->shape, tensor->ndim);
+            dtrain__load_say(load, ", wanted as ");
+            dtrain__load_say_shape(load, piece->dtype, piece->shape, piece->ndim);
+        }
+}
+
+static int dtrain__load_is_state(const char *name, size_t length)
+{
+    for (int i = 0; i < 3; i++) {
+        size_t bytes = strlen(dtrain__piece_suffixes[i]);
+        if (length > bytes && memcmp(name + length - bytes, dtrain__piece_suffixes[i], bytes) == 0)
+            return 1;
+    }
+    return 0;
+}
+
+/* Counts and lists what nobody asked for; flags are of all ranks. */
+static void dtrain__load_extra(dtrain__load *load)
+{
+    const dtrain__index *index = &load->index;
+    for (size_t i = 0; i < index->tensor_count; i++) {
+        const char *name = dtrain__index_name(index, &index->tensors[i]);
+        int state = dtrain__load_is_state(name, index->tensors[i].name_length);
+        if (load->flags[i] || (state && !load->flags[index->tensor_count]))
+            continue;
+        dtrain__load_say(load, "%s\"%.120s\"", load->report.extra++ > 0 ? ", " : "; extra: ", name);
+    }
+}
+
+static void dtrain__load_compare_sampler(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    const dtrain_sampler_desc *then = &load->index.facts.sampler, *now;
+    if (state->sampler == NULL || !load->index.facts.has_sampler)
+        return;
+    now = &state->sampler->desc;
+    if (then->count == now->count && then->seed == now->seed && (then->no_shuffle != 0) == (now->no_shuffle != 0) &&
+        then->batch == now->batch && then->micro_batches == now->micro_batches &&
+        (then->strided != 0) == (now->strided != 0))
+        return;
+    dtrain__load_say(
+        load,
+        "; another sampler: %llu examples, seed %llu, batch %zu x %d were saved, this run has %llu, %llu, %zu "
+        "x %d, so that other examples would follow",
+        (unsigned long long)then->count, (unsigned long long)then->seed, then->batch, then->micro_batches,
+        (unsigned long long)now->count, (unsigned long long)now->seed, now->batch, now->micro_batches);
+}
+
+/* Says how the state and the index fit together; an error where they do not and that is asked for. */
+static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_checkpoint *ckpt = load->ckpt;
+    size_t tensors = load->index.tensor_count;
+    dtrain_status status = DTRAIN_OK;
+    void *wants =
+        dtrain__index_grow(ckpt->allocator, NULL, sizeof *load->wants, 0, load->piece_count, &load->want_room);
+    void *flags = dtrain__index_grow(ckpt->allocator, NULL, 1, 0, tensors + 1, &load->flag_room);
+    load->wants = (dtrain__load_want *)wants;
+    load->flags = (unsigned char *)flags;
+    if (wants == NULL || flags == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->piece_count);
+    if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
+        return status;
+    memset(load->flags, 0, tensors + 1);
+    dtrain__load_match(load);
+    if (!dtrain__save_alone(ckpt)) {
+        status = dtrain_all_reduce(ckpt->comm, load->flags, load->flags, tensors + 1, DTRAIN_U8, DTRAIN_OR);
+        if (status != DTRAIN_OK)
+            return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+    }
+    dtrain__load_extra(load);
+    dtrain__load_compare_sampler(load, state);
+    if (load->report.text[0] != '\0')
+        memmove(load->report.text, load->report.text + 2, strlen(load->report.text) - 1);
+    if (load->report.text[0] != '\0' && !load->desc.lenient)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "checkpoint %.40s and the program's state differ: %.560s",
+                              load->model != NULL ? "" : load->step_name, load->report.text);
+    else if (load->report.text[0] != '\0' && ckpt->rank == 0)
+        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: %.600s", load->report.text);
+    return dtrain__save_agree(ckpt, status, 0, NULL);
+}
+
+/* ---- reading ---- */
+
+static int dtrain__load_by_tensor(const void *left, const void *right)
+{
+    const dtrain__load_want *a = (const dtrain__load_want *)left, *b = (const dtrain__load_want *)right;
+    if (a->tensor != b->tensor)
+        return a->tensor < b->tensor ? -1 : 1;
+    return a->piece < b->piece ? -1 : a->piece > b->piece;
+}
+
+static int dtrain__load_by_file(const void *left, const void *right)
+{
+    const dtrain__load_job *a = (const dtrain__load_job *)left, *b = (const dtrain__load_job *)right;
+    if (a->file != b->file)
+        return a->file < b->file ? -1 : 1;
+    if (a->have != b->have)
+        return a->have < b->have ? -1 : 1;
+    return a->want < b->want ? -1 : a->want > b->want;
+}
+
+/* Of a stored piece that another rank has, a copy that this one can reach, if there is one. */
+static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index_tensor *tensor, size_t piece)
+{
+    const dtrain__index *index = &load->index;
+    dtrain__region region, spare;
+    if (index->files[index->pieces[piece].file].holder < 0)
+        return piece;
+    dtrain__index_region(index, tensor, &index->pieces[piece], &region);
+    for (size_t k = tensor->first + tensor->count; k < tensor->first + tensor->count + tensor->spares; k++) {
+        dtrain__index_region(index, tensor, &index->pieces[k], &spare);
+        if (index->files[index->pieces[k].file].holder < 0 && dtrain__region_compare(&region, &spare) == 0)
+            return k;
+    }
+    return piece;
+}
+
+/* Lists what stored and wanted pieces share, file by file. */
+static dtrain_status dtrain__load_plan(dtrain__load *load)
+{
+    const dtrain__index *index = &load->index;
+    if (load->piece_count > 0)
+        qsort(load->wants, load->piece_count, sizeof *load->wants, dtrain__load_by_tensor);
+    for (size_t i = 0; i < load->piece_count && load->wants[i].tensor != DTRAIN__INDEX_NONE; i++) {
+        const dtrain__index_tensor *tensor = &index->tensors[load->wants[i].tensor];
+        dtrain__region want, have;
+        dtrain__overlap overlap;
+        dtrain__region_of(&want, &load->pieces[load->wants[i].piece]);
+        for (size_t k = tensor->first; k < tensor->first + tensor->count && want.count > 0; k++) {
+            dtrain__index_region(index, tensor, &index->pieces[k], &have);
+            if (!dtrain__overlap_begin(&overlap, &have, &want))
+                continue;
+            void *larger = dtrain__index_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1,
+                                              &load->job_room);
+            if (larger == NULL)
+                return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu reads", load->job_count);
+            load->jobs = (dtrain__load_job *)larger;
+            size_t near = load->model == NULL ? dtrain__load_nearest(load, tensor, k) : k;
+            load->jobs[load->job_count].file = index->pieces[near].file;
+            load->jobs[load->job_count].have = near;
+            load->jobs[load->job_count++].want = load->wants[i].piece;
+        }
+    }
+    if (load->job_count > 0)
+        qsort(load->jobs, load->job_count, sizeof *load->jobs, dtrain__load_by_file);
+    return DTRAIN_OK;
+}
+
+/* The directory of a file of the index, to be closed by dtrain__load_leave. */
+static dtrain_status dtrain__load_enter(dtrain__load *load, size_t file, int *directory)
+{
+    char name[80];
+    *directory = load->directory;
+    if (!load->ckpt->local)
+        return DTRAIN_OK;
+    snprintf(name, sizeof name, "rank-%05d/%s", load->index.files[file].rank, load->step_name);
+    return dtrain__file_open_directory(directory, load->ckpt->base, name, "checkpoint");
+}
+
+static void dtrain__load_leave(dtrain__load *load, int directory)
+{
+    if (load->ckpt->local)
+        dtrain__file_close(directory);
+}
+
+/* Opens the file of a stored piece. */
+static dtrain_status dtrain__load_open_file(dtrain__load *load, size_t file)
+{
+    int directory = -1;
+    if (load->shelf.open == file)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__load_enter(load, file, &directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__shelf_open(&load->shelf, directory, file);
+    dtrain__load_leave(load, directory);
+    return status;
+}
+
+/* Reads every job whose file this rank can reach. */
+static dtrain_status dtrain__load_read(dtrain__load *load)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < load->job_count && status == DTRAIN_OK; i++) {
+        const dtrain__load_job *job = &load->jobs[i];
+        const dtrain__index_piece *have = &load->index.pieces[job->have];
+        const dtrain_piece *want = &load->pieces[job->want];
+        dtrain__region region;
+        if (load->index.files[job->file].holder >= 0)
+            continue;
+        dtrain__region_of(&region, want);
+        status = dtrain__load_open_file(load, job->file);
+        if (status == DTRAIN_OK)
+            status = dtrain__shelf_read(&load->shelf, &load->index.tensors[have->tensor], have, &region, want->data,
+                                        want->dtype, &load->report.bytes);
+    }
+    return status;
+}
+
+/* One box of a wanted piece, read from a model. */
+typedef struct dtrain__load_box {
+    dtrain_safetensors *file;
+    const dtrain_safetensors_tensor *tensor;
+    const dtrain_piece *want;
+    size_t done; /* elements of the piece */
+} dtrain__load_box;
+
+static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
+{
+    dtrain__load_box *box = (dtrain__load_box *)user;
+    unsigned char *out = (unsigned char *)box->want->data + box->done * (dtrain_dtype_bits(box->want->dtype) / 8);
+    box->done += dtrain__region_product(region->size, 0, region->ndim);
+    return dtrain_safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
+}
+
+static dtrain_status dtrain__load_read_model(dtrain__load *load)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
+        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
+        dtrain__region region;
+        dtrain__load_box box;
+        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
+            continue;
+        memset(&box, 0, sizeof box);
+        box.want = want;
+        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
+        dtrain__region_of(&region, want);
+        status = dtrain__region_boxes(&region, dtrain__load_model_box, &box);
+        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
+    }
+    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
+        dtrain_safetensors *file = dtrain_safetensors_model_file(load->model, i);
+        load->shelf.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
+    }
+    return status;
+}
+
+/* Sets counters, and publishes new weights. */
+static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
+{
+    const dtrain__index_facts *facts = &load->index.facts;
+    dtrain_checkpoint *ckpt = load->ckpt;
+    dtrain_status status = DTRAIN_OK;
+    if (load->model == NULL) {
+        state->step = facts->step;
+        state->seed = facts->seed;
+        state->random_index = facts->random_index;
+        if (facts->has_optimizer && state->optimizer != NULL)
+            dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
+    }
+    if (state->fsdp == NULL)
+        return DTRAIN_OK;
+    status = dtrain_fsdp_publish(state->fsdp);
+    if (status == DTRAIN_OK && facts->has_optimizer)
+        status = dtrain_fsdp_set_step(state->fsdp, facts->optimizer_step);
+    if (status == DTRAIN_OK && facts->has_scale && state->fsdp->desc.loss_scale > 0.0f)
+        status = dtrain_fsdp_set_loss_scale(state->fsdp, (float)facts->loss_scale, (int)facts->good_steps);
+    return status == DTRAIN_OK ? status
+                               : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+}
+
+#endif

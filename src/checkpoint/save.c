@@ -1,0 +1,554 @@
+/* ---- >>save ----
+ * How the parts of all ranks become a checkpoint. A rank's mark follows its files to the disk; when rank 0 has seen all
+ * marks of this save it writes the index, which makes the checkpoint visible, then replaces latest, and then removes
+ * what is old. Each name is synced in its directory before the next step.
+ *
+ * What is removed, by rank 0 alone and only after its own save is visible: checkpoints before the newest keep_last; the
+ * files that the new index has replaced; and what interrupted saves have left. Files tell by the number in their name
+ * whose they are. Those of an earlier save of this checkpointer are nobody's any more: all its ranks have brought their
+ * mark of the later one, which they write after. Those of a later one are of a rank that is ahead. Those of another
+ * checkpointer may be of a save that still runs, and nothing but time tells: a save that gets no new mark for
+ * timeout_ms gives up, so that what has not changed for twice as long, by the clock of the file system, is dead. */
+#ifndef DTRAIN__SAVE
+#define DTRAIN__SAVE
+#include "portion.c"
+#include "../comm/op.c"
+
+#define DTRAIN__SAVE_INDEX "index.json"
+#define DTRAIN__SAVE_LATEST "latest"
+#define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
+
+/* What ranks tell each other. */
+typedef struct dtrain__save_note {
+    uint64_t number;  /* that must be the same on all */
+    uint64_t counter; /* of its calls */
+    int32_t status;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__save_note;
+
+struct dtrain_checkpoint {
+    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator *allocator;
+    dtrain_comm *comm; /* NULL: alone */
+    int rank, ranks;
+    int keep_last, local, no_verify, no_sync;
+    int64_t timeout_ms;
+    int base;           /* the directory of the desc */
+    int directory;      /* where steps are: the same, or with local this rank's in it */
+    int refused;        /* the errno with which it refuses to be written; 0: none */
+    dtrain__save_id id; /* of the last call; that of the save under way is among the facts of the portion */
+    dtrain__save_id replaced;
+    int replaces;
+    dtrain__portion portion;
+    dtrain__index whole; /* rank 0: of all parts */
+    char *text;
+    size_t text_room;
+    dtrain__save_note *notes; /* of all ranks */
+    unsigned char *seen;      /* ranks whose mark is there */
+    uint64_t *steps;          /* found in the directory */
+    size_t step_room, step_count;
+    dtrain__os_thread thread;
+    int running;      /* the thread is to be joined */
+    uint32_t done;    /* set by the thread at its end */
+    uint32_t leaving; /* set by destroy: wait for no other rank's work */
+    int untold;       /* result is an error that the caller has not seen */
+    dtrain__error result, error;
+    dtrain__index loaded; /* the index that was loaded last */
+};
+
+static int dtrain__save_alone(const dtrain_checkpoint *ckpt)
+{
+    return ckpt->ranks == 1;
+}
+
+/* The number of the save under way. */
+static const dtrain__save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
+{
+    return &ckpt->portion.index.facts.id;
+}
+
+/* Gives all ranks the status of the first that failed, and its text; compared: also that their numbers are the same. */
+static dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
+                                        const char *compared)
+{
+    dtrain__save_note *notes = ckpt->notes, *mine = &notes[ckpt->rank];
+    if (dtrain__save_alone(ckpt))
+        return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+    memset(mine, 0, sizeof *mine);
+    mine->number = number;
+    mine->counter = ckpt->id.counter;
+    mine->status = (int32_t)status;
+    snprintf(mine->text, sizeof mine->text, "%s", status != DTRAIN_OK ? dtrain__thread_error.text : "");
+    dtrain_status sent = dtrain_all_gather(ckpt->comm, mine, notes, (size_t)ckpt->ranks * sizeof *notes, DTRAIN_U8);
+    if (sent != DTRAIN_OK)
+        return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
+    for (int rank = 0; rank < ckpt->ranks; rank++)
+        if (notes[rank].status != 0)
+            return dtrain__fail(&ckpt->error, (dtrain_status)notes[rank].status, "rank %d: %.600s", rank,
+                                notes[rank].text);
+    for (int rank = 1; rank < ckpt->ranks && compared != NULL; rank++)
+        if (notes[rank].number != notes[0].number)
+            return dtrain__fail(&ckpt->error, DTRAIN_ERR_MISMATCH,
+                                "checkpoint: rank %d gives %s %llu, rank 0 %llu: give every rank the same", rank,
+                                compared, (unsigned long long)notes[rank].number, (unsigned long long)notes[0].number);
+    return DTRAIN_OK;
+}
+
+/* ---- directories ---- */
+
+/* Makes a directory where there is none, brings its name to the disk, and opens it. */
+static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, int no_sync)
+{
+    if (dtrain__file_sys_mkdir(parent, name) == 0) {
+        int error = no_sync ? 0 : dtrain__file_sync_directory(parent);
+        if (error != 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: directory \"%s\" did not reach the disk: %s", name,
+                                strerror(error));
+    } else if (errno != EEXIST) {
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name, strerror(errno));
+    }
+    return dtrain__file_open_directory(fd, parent, name, "checkpoint");
+}
+
+static dtrain_status dtrain__save_open_step(dtrain_checkpoint *ckpt, int *fd)
+{
+    char name[32];
+    dtrain__portion_step_name(name, ckpt->portion.index.facts.step);
+    if (ckpt->refused != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
+                            strerror(ckpt->refused));
+    return dtrain__save_open(fd, ckpt->directory, name, ckpt->no_sync);
+}
+
+/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say. */
+static int64_t dtrain__save_changed(int directory, const char *name)
+{
+    struct stat status;
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    int64_t when =
+        fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 ? (int64_t)status.st_mtime * 1000000000 : INT64_MAX;
+    dtrain__file_close(fd);
+    return when;
+}
+
+/* Reads which save an index is of; 0: there is none, or none that can be read. */
+static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, dtrain__save_id *id)
+{
+    dtrain__error before = dtrain__thread_error;
+    dtrain__index index;
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain__index_begin(&index, ckpt->allocator);
+    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, ckpt->allocator,
+                                                 &text, &bytes, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__index_read(&index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
+    *id = index.facts.id;
+    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__index_free(&index);
+    dtrain__thread_error = before;
+    return status == DTRAIN_OK;
+}
+
+/* ---- this rank's part ---- */
+
+/* Removes this rank's files of the last save; only where no index can list them. */
+static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
+{
+    static const char *const tails[] = {"done", "safetensors", "hashes.safetensors"};
+    char name[DTRAIN__PORTION_NAME];
+    for (int i = 0; i < 3; i++) {
+        dtrain__portion_name(name, ckpt->rank, dtrain__save_current(ckpt), tails[i]);
+        dtrain__file_sys_unlink(directory, name, 0);
+    }
+}
+
+/* Writes this rank's files, and the mark last; with local, an index of this rank's own. */
+static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain__portion *portion = &ckpt->portion;
+    char mark[DTRAIN__PORTION_NAME];
+    size_t bytes = 0;
+    dtrain__portion_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
+    ckpt->replaces = (ckpt->local || ckpt->rank == 0) && dtrain__save_read_id(ckpt, directory, &ckpt->replaced);
+    dtrain_status status = dtrain__portion_write(portion, directory, &bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__file_put(directory, ckpt->local ? DTRAIN__SAVE_INDEX : mark, portion->text, bytes,
+                                  ckpt->no_sync, "checkpoint");
+    if (status != DTRAIN_OK && !ckpt->local)
+        dtrain__save_discard(ckpt, directory);
+    return status;
+}
+
+/* ---- waiting for the others ---- */
+
+typedef struct dtrain__save_marks {
+    dtrain_checkpoint *ckpt;
+    int count;   /* ranks whose mark is there */
+    int failed;  /* a rank that says it failed; -1: none */
+    int visible; /* rank 0 says that it has written the index */
+} dtrain__save_marks;
+
+static int dtrain__save_see_mark(void *user, const char *name)
+{
+    dtrain__save_marks *marks = (dtrain__save_marks *)user;
+    dtrain_checkpoint *ckpt = marks->ckpt;
+    dtrain__save_id id;
+    int rank;
+    const char *tail = *name != '.' ? dtrain__portion_parse(name, &rank, &id) : NULL;
+    if (tail == NULL || id.nonce != dtrain__save_current(ckpt)->nonce ||
+        id.counter != dtrain__save_current(ckpt)->counter || rank >= ckpt->ranks)
+        return 0;
+    if (strcmp(tail, "failed") == 0)
+        marks->failed = rank;
+    else if (strcmp(tail, "visible") == 0)
+        marks->visible = 1;
+    else if (strcmp(tail, "done") == 0 && !ckpt->seen[rank]) {
+        ckpt->seen[rank] = 1;
+        marks->count++;
+    }
+    return 0;
+}
+
+static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory, int rank)
+{
+    char name[DTRAIN__PORTION_NAME], why[DTRAIN__SAVE_WHY];
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain__portion_name(name, rank, dtrain__save_current(ckpt), "failed");
+    dtrain_status status =
+        dtrain__file_read_all(directory, name, sizeof why - 1, ckpt->allocator, &text, &bytes, "checkpoint");
+    memset(why, 0, sizeof why);
+    if (status == DTRAIN_OK && bytes > 0)
+        memcpy(why, text, bytes);
+    dtrain__free(ckpt->allocator, text, bytes);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
+                        (unsigned long long)ckpt->portion.index.facts.step, rank, why);
+}
+
+static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index)
+{
+    char ranks[200];
+    size_t used = 0;
+    ranks[0] = '\0';
+    for (int rank = 0; rank < ckpt->ranks && used < sizeof ranks - 16; rank++)
+        if (!ckpt->seen[rank])
+            used += (size_t)snprintf(ranks + used, sizeof ranks - used, "%s%d", used > 0 ? ", " : "", rank);
+    return for_index
+               ? dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index",
+                              (unsigned long long)ckpt->portion.index.facts.step, ckpt->rank,
+                              (long long)(2 * ckpt->timeout_ms))
+               : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                              "checkpoint of step %llu: nothing has come from rank %s for %lld ms: see that every "
+                              "rank saves, or give a longer timeout_ms",
+                              (unsigned long long)ckpt->portion.index.facts.step, ranks, (long long)ckpt->timeout_ms);
+}
+
+/* Waits until all marks are there; for_index: until rank 0 says that the index is. Every turn lists the directory anew,
+ * which makes network file systems look. */
+static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, int for_index)
+{
+    dtrain__save_marks marks = {ckpt, 0, -1, 0};
+    int64_t span = dtrain__os_ms_to_ns(for_index ? 2 * ckpt->timeout_ms : ckpt->timeout_ms);
+    int64_t until = dtrain__os_now_ns() + span, pause = 500000, longest = 20000000 + (int64_t)ckpt->ranks * 1000000;
+    memset(ckpt->seen, 0, (size_t)ckpt->ranks);
+    for (;;) {
+        int before = marks.count, error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
+        if (error != 0 && error != EINTR)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
+                                (unsigned long long)ckpt->portion.index.facts.step, strerror(error));
+        if (marks.failed >= 0)
+            return dtrain__save_failed(ckpt, directory, marks.failed);
+        if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
+            return DTRAIN_OK;
+        int64_t now = dtrain__os_now_ns();
+        if (marks.count > before)
+            until = now + span;
+        if (now >= until)
+            return dtrain__save_late(ckpt, for_index);
+        struct timespec turn = dtrain__os_timespec(pause);
+        nanosleep(&turn, NULL);
+        pause = pause < longest ? pause * 2 : pause;
+    }
+}
+
+/* Tells the others that this rank's part of a save will not come; what goes wrong with that, their deadline tells. */
+static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__save_id *id)
+{
+    dtrain__error kept = dtrain__thread_error;
+    char name[DTRAIN__PORTION_NAME], directory[32];
+    int fd = -1;
+    if (ckpt->local || dtrain__save_alone(ckpt) || ckpt->refused != 0)
+        return;
+    dtrain__portion_name(name, ckpt->rank, id, "failed");
+    dtrain__portion_step_name(directory, step);
+    if (dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {
+        size_t bytes = strlen(kept.text);
+        dtrain__file_put(fd, name, kept.text, bytes < DTRAIN__SAVE_WHY ? bytes : DTRAIN__SAVE_WHY - 1, 1, "checkpoint");
+        dtrain__file_close(fd);
+    }
+    dtrain__thread_error = kept;
+}
+
+/* ---- making it visible ---- */
+
+/* Reads all marks, and writes the index. */
+static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain_status status = DTRAIN_OK;
+    size_t bytes = 0;
+    dtrain__index_clear(&ckpt->whole);
+    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
+        char name[DTRAIN__PORTION_NAME];
+        void *text = NULL;
+        dtrain__portion_name(name, rank, dtrain__save_current(ckpt), "done");
+        status =
+            dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
+        if (status == DTRAIN_OK)
+            status = dtrain__index_read(&ckpt->whole, name, (const char *)text, bytes);
+        dtrain__free(ckpt->allocator, text, bytes);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__index_settle(&ckpt->whole, 1);
+    if (status == DTRAIN_ERR_CORRUPT) /* it is the program's pieces that do not fit */
+        status = DTRAIN_ERR_INVALID;
+    if (status == DTRAIN_OK)
+        status = dtrain__index_print(&ckpt->whole, &ckpt->text, &ckpt->text_room, &bytes);
+    return status == DTRAIN_OK
+               ? dtrain__file_put(directory, DTRAIN__SAVE_INDEX, ckpt->text, bytes, ckpt->no_sync, "checkpoint")
+               : status;
+}
+
+static dtrain_status dtrain__save_latest(dtrain_checkpoint *ckpt)
+{
+    char name[34];
+    dtrain__portion_step_name(name, ckpt->portion.index.facts.step);
+    strcat(name, "\n");
+    return dtrain__file_put(ckpt->directory, DTRAIN__SAVE_LATEST, name, strlen(name), ckpt->no_sync, "checkpoint");
+}
+
+/* ---- removing what is old ---- */
+
+/* A step's directory, as it is looked through. */
+typedef struct dtrain__save_tidy {
+    dtrain_checkpoint *ckpt;
+    int directory;
+    int64_t now;                     /* of the file system */
+    int has_index, has_files, mixed; /* of more than one save */
+    dtrain__save_id first, visible;
+    int prunes;
+} dtrain__save_tidy;
+
+static int dtrain__save_same(const dtrain__save_id *a, const dtrain__save_id *b)
+{
+    return a->nonce == b->nonce && a->counter == b->counter;
+}
+
+static int dtrain__save_look(void *user, const char *name)
+{
+    dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
+    dtrain__save_id id;
+    int rank;
+    if (strcmp(name, DTRAIN__SAVE_INDEX) == 0)
+        tidy->has_index = 1;
+    if (dtrain__portion_parse(name, &rank, &id) == NULL)
+        return 0;
+    if (!tidy->has_files)
+        tidy->first = id;
+    tidy->mixed |= !dtrain__save_same(&id, &tidy->first);
+    tidy->has_files = 1;
+    return 0;
+}
+
+/* Whether nothing has changed for so long that whoever wrote it has given up. */
+static int dtrain__save_old(const dtrain__save_tidy *tidy, int directory, const char *name)
+{
+    int64_t when = dtrain__save_changed(directory, name);
+    return when < tidy->now && tidy->now - when > dtrain__os_ms_to_ns(2 * tidy->ckpt->timeout_ms) + 2000000000;
+}
+
+/* Removes one file if it is nobody's. */
+static int dtrain__save_sweep(void *user, const char *name)
+{
+    dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
+    const dtrain_checkpoint *ckpt = tidy->ckpt;
+    size_t length = strlen(name);
+    int temporary = *name == '.' && length > 4 && strcmp(name + length - 4, ".tmp") == 0, rank, dead, data = 0;
+    dtrain__save_id id;
+    const char *tail = dtrain__portion_parse(name, &rank, &id);
+    if (tail == NULL) {
+        if (temporary && strncmp(name, ".index.json.", 12) == 0 && dtrain__save_old(tidy, tidy->directory, name))
+            dtrain__file_sys_unlink(tidy->directory, name, 0);
+        return 0;
+    }
+    data = !temporary && strstr(tail, "safetensors") != NULL;
+    if (tidy->has_index && !tidy->prunes && data && dtrain__save_same(&id, &tidy->visible))
+        return 0;
+    if (id.nonce == dtrain__save_current(ckpt)->nonce)
+        dead = id.counter < dtrain__save_current(ckpt)->counter;
+    else
+        dead = (ckpt->replaces && dtrain__save_same(&id, &ckpt->replaced)) ||
+               (tidy->prunes && dtrain__save_same(&id, &tidy->visible)) ||
+               dtrain__save_old(tidy, tidy->directory, name);
+    if (dead)
+        dtrain__file_sys_unlink(tidy->directory, name, 0);
+    return 0;
+}
+
+/* Removes from a step's directory what is nobody's, and with prunes the checkpoint and the directory. */
+static void dtrain__save_tidy_step(dtrain_checkpoint *ckpt, uint64_t step, int64_t now, int prunes)
+{
+    dtrain__save_tidy tidy;
+    char name[32];
+    memset(&tidy, 0, sizeof tidy);
+    tidy.ckpt = ckpt;
+    tidy.now = now;
+    tidy.prunes = prunes;
+    dtrain__portion_step_name(name, step);
+    tidy.directory = dtrain__file_sys_open(ckpt->directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    if (tidy.directory < 0)
+        return;
+    int old = dtrain__save_old(&tidy, ckpt->directory, name);
+    dtrain__file_list(tidy.directory, dtrain__save_look, &tidy);
+    tidy.visible = tidy.first;
+    if (tidy.has_index && tidy.mixed && !dtrain__save_read_id(ckpt, tidy.directory, &tidy.visible)) {
+        dtrain__file_close(tidy.directory); /* not to be told apart: left to somebody who looks */
+        return;
+    }
+    if (prunes) { /* first it is no checkpoint any more */
+        dtrain__file_sys_unlink(tidy.directory, DTRAIN__SAVE_INDEX, 0);
+        if (!ckpt->no_sync)
+            dtrain__file_sync_directory(tidy.directory);
+    }
+    dtrain__file_list(tidy.directory, dtrain__save_sweep, &tidy);
+    dtrain__file_close(tidy.directory);
+    if (prunes || (old && !tidy.has_index)) /* refused where anything is left in it */
+        dtrain__file_sys_unlink(ckpt->directory, name, AT_REMOVEDIR);
+}
+
+static int dtrain__save_find_step(void *user, const char *name)
+{
+    dtrain_checkpoint *ckpt = (dtrain_checkpoint *)user;
+    uint64_t step;
+    if (!dtrain__portion_is_step(name, &step))
+        return 0;
+    void *larger =
+        dtrain__index_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1, &ckpt->step_room);
+    if (larger == NULL)
+        return 1;
+    ckpt->steps = (uint64_t *)larger;
+    ckpt->steps[ckpt->step_count++] = step;
+    return 0;
+}
+
+static int dtrain__save_by_step(const void *left, const void *right)
+{
+    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
+    return a > b ? -1 : a < b; /* the highest first */
+}
+
+/* Lists the steps that have a directory, the highest first. Returns 0 or an errno. */
+static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
+{
+    ckpt->step_count = 0;
+    int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
+    if (ckpt->step_count > 0)
+        qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
+    return error;
+}
+
+static int dtrain__save_has_index(int directory, uint64_t step)
+{
+    char name[64];
+    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    dtrain__file_close(fd);
+    return fd >= 0;
+}
+
+/* What a save or a create that was killed has left beside the steps. */
+static int dtrain__save_sweep_base(void *user, const char *name)
+{
+    dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
+    if ((strncmp(name, ".latest.", 8) == 0 || strncmp(name, ".shared-", 8) == 0) &&
+        dtrain__save_old(tidy, tidy->directory, name))
+        dtrain__file_sys_unlink(tidy->directory, name, 0);
+    return 0;
+}
+
+/* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save. */
+static void dtrain__save_clear(dtrain_checkpoint *ckpt)
+{
+    uint64_t step = ckpt->portion.index.facts.step;
+    char name[64];
+    int kept = 1;
+    dtrain__save_tidy base;
+    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
+    int64_t now = dtrain__save_changed(ckpt->directory, name);
+    dtrain__error before = dtrain__thread_error;
+    if (now != INT64_MAX)
+        dtrain__save_list_steps(ckpt, ckpt->directory);
+    for (size_t i = 0; now != INT64_MAX && i < ckpt->step_count; i++) {
+        int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
+        kept += whole;
+        dtrain__save_tidy_step(ckpt, ckpt->steps[i], now, whole && ckpt->keep_last > 0 && kept > ckpt->keep_last);
+    }
+    memset(&base, 0, sizeof base);
+    base.ckpt = ckpt;
+    base.directory = ckpt->directory;
+    base.now = now;
+    if (now != INT64_MAX)
+        dtrain__file_list(ckpt->directory, dtrain__save_sweep_base, &base);
+    dtrain__thread_error = before;
+}
+
+/* Rank 0, when all marks are there; with local every rank, for itself. *visible: the index is in place, whatever went
+ * wrong after that. tells: the others wait for a mark that says so. */
+static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory, int tells, int *visible)
+{
+    char mark[DTRAIN__PORTION_NAME], shown[DTRAIN__PORTION_NAME];
+    dtrain_status status = ckpt->local ? DTRAIN_OK : dtrain__save_index(ckpt, directory);
+    *visible = status == DTRAIN_OK;
+    if (status == DTRAIN_OK && !ckpt->local)
+        status = dtrain__save_latest(ckpt);
+    if (status != DTRAIN_OK)
+        return status;
+    for (int rank = 0; rank < ckpt->ranks && !ckpt->local; rank++) {
+        dtrain__portion_name(mark, rank, dtrain__save_current(ckpt), "done");
+        dtrain__portion_name(shown, rank, dtrain__save_current(ckpt), "visible");
+        if (rank == 0 && tells && ckpt->ranks > 1) /* a rename needs no room on the disk */
+            dtrain__file_sys_rename(directory, mark, directory, shown);
+        else
+            dtrain__file_sys_unlink(directory, mark, 0);
+    }
+    dtrain__save_clear(ckpt);
+    return DTRAIN_OK;
+}
+
+/* All of an asynchronous save but the copy. */
+static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
+{
+    int directory = -1, visible = 0, marked = 0;
+    dtrain_status status = dtrain__save_open_step(ckpt, &directory);
+    if (status == DTRAIN_OK) {
+        status = dtrain__save_write(ckpt, directory);
+        marked = status == DTRAIN_OK;
+    }
+    if (status == DTRAIN_OK && ckpt->rank == 0 && !ckpt->local)
+        status = dtrain__save_await(ckpt, directory, 0);
+    if (status == DTRAIN_OK && (ckpt->rank == 0 || ckpt->local))
+        status = dtrain__save_commit(ckpt, directory, 1, &visible);
+    if (status != DTRAIN_OK && (!marked || ckpt->rank == 0)) {
+        dtrain__save_tell_failed(ckpt, ckpt->portion.index.facts.step, dtrain__save_current(ckpt));
+        if (directory >= 0 && !visible && marked)
+            dtrain__save_discard(ckpt, directory);
+    }
+    if (status == DTRAIN_OK && ckpt->rank > 0 && !ckpt->local)
+        status = dtrain__save_await(ckpt, directory, 1);
+    dtrain__file_close(directory);
+    return status;
+}
+
+#endif
