@@ -35,7 +35,8 @@ build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
 build/bench: CFLAGS += -fno-math-errno
-build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h tools/bench_files.h tools/bench_checkpoint.h
+build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h tools/bench_files.h tools/bench_checkpoint.h \
+	tools/bench_compress.h
 
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
@@ -65,6 +66,7 @@ bench: all
 
 soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive \
 	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail
+	BITS=all sh tests/test_bits.sh
 	$(test_dir)/soak $(MINUTES)
 	$(test_dir)/steady $(MINUTES)
 	for run in 1 2 3 4 5; do PROPERTY_SEED=$$(date +%s%N) $(test_dir)/test_property || exit 1; done

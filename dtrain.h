@@ -15,6 +15,7 @@
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
  *                    of groups, survivors, the store
  *     >>order        the order in which a reduction adds
+ *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
@@ -1276,6 +1277,297 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
 
 #endif
 
+/* ---- >>compress ----
+ * Less to send: the largest gradients alone (top-k), fewer bits a number (quantisers), few numbers a matrix
+ * (PowerSGD), what was not sent kept for the next step (error feedback), and all-reduces over them.
+ * Selections, packed bytes and sums are the same bits under any compiler flags and instruction set, and what all
+ * ranks get is the same on each. Bytes from another rank are checked in full before anything is written from them. */
+#ifndef DTRAIN__COMPRESS_H
+#define DTRAIN__COMPRESS_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Some elements of a vector, in ascending order of their index.
+ *
+ * Zero it before its first use; the functions below that fill it grow its arrays and keep them, so that nothing is
+ * allocated once the largest has been seen. A struct over arrays of your own, capacity 0, can be read by all others. */
+typedef struct dtrain_sparse {
+    uint32_t *indices; /* ascending, none twice, below original_count */
+    float *values;
+    size_t count;
+    size_t original_count;       /* elements of the whole vector */
+    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
+    dtrain_allocator *allocator; /* NULL: the C library */
+} dtrain_sparse;
+
+/* Returns how many elements a ratio of a vector is: max(1, ceil(count * ratio)), computed exactly; 0 for count 0.
+ *
+ *   ratio   above 1 counts as 1; below 0 and NaN as 0
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio);
+
+/* A ratio that falls to its last value while training warms up: first, then each stage's factor times the one before.
+ * The defaults are those of Deep Gradient Compression: 0.25, 0.0625, 0.015625, ... */
+typedef struct dtrain_topk_schedule {
+    double ratio;         /* the last */
+    uint64_t stage_steps; /* steps of a stage; 0: no warm-up */
+    double first_ratio;   /* 0: 0.25 */
+    double factor;        /* above 0, below 1; 0: 0.25 */
+} dtrain_topk_schedule;
+
+/* Returns the ratio of a step, counted from 0; the same bits on every machine. 0 for NULL.
+ *
+ *   source   Lin, Han, Mao, Wang, Dally, Deep Gradient Compression, ICLR 2018
+ *
+ * any thread */
+DTRAIN_API double dtrain_topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step);
+
+/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first.
+ *
+ *   data     count float32; k at most count
+ *   sparse   out: those elements
+ *   errors   DTRAIN_ERR_INVALID      k above count, or something is NULL
+ *            DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse);
+
+/* Selects as dtrain_topk every element whose magnitude is at least threshold, and every NaN.
+ *
+ *   threshold   0 or above, not NaN
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse);
+
+/* Adds data to sum, and selects of the sum as dtrain_topk, in one pass.
+ *
+ *   sum, data   count float32 each, apart
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k, dtrain_sparse *sparse);
+
+/* Adds the elements of sparse to those of data, or writes them and zero everywhere else.
+ *
+ *   data     count float32, count equal to sparse->original_count
+ *   errors   DTRAIN_ERR_INVALID  another count; an index out of range, out of order or twice: nothing is written
+ *
+ * any thread; allocates nothing */
+DTRAIN_API dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count);
+DTRAIN_API dtrain_status dtrain_sparse_write(const dtrain_sparse *sparse, float *data, size_t count);
+
+/* How indices are packed. */
+typedef enum dtrain_index_form {
+    DTRAIN_INDEX_AUTO = 0,  /* whichever is shortest */
+    DTRAIN_INDEX_U32 = 701, /* as they are */
+    DTRAIN_INDEX_U16,       /* as they are, for up to 65,536 elements */
+    DTRAIN_INDEX_DELTA,     /* how many elements were left out before each, 7 bits a byte, the lowest first */
+    DTRAIN_INDEX_NONE       /* every element of the vector is there, zeros where sparse has none */
+} dtrain_index_form;
+
+/* Returns how many bytes dtrain_sparse_pack writes; 0 for what it refuses.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_sparse_bytes(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form);
+
+/* Packs sparse: a header of 32 bytes, the indices, the values.
+ *
+ *   values     DTRAIN_F32; DTRAIN_BF16 or DTRAIN_F16: rounded to the nearest
+ *   out        capacity bytes
+ *   bytes      out: how many were written
+ *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; capacity below dtrain_sparse_bytes; a bad
+ *                                  sparse, as dtrain_sparse_add
+ *
+ * any thread; allocates nothing */
+DTRAIN_API dtrain_status dtrain_sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+                                            void *out, size_t capacity, size_t *bytes);
+
+/* Unpacks what dtrain_sparse_pack made, of a vector of original_count elements. The bytes may come from anywhere.
+ *
+ *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
+ *                                range, out of order or twice. The text says which; sparse has count 0
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes,
+                                              size_t original_count);
+
+/* Frees the arrays that the library gave sparse, and zeroes it; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
+
+/* A way to pack float32 vectors: a table of functions, to be filled by you or by those below. Each function gets the
+ * table itself, and sets no global state: ranks are threads, too. */
+typedef struct dtrain_compressor dtrain_compressor;
+struct dtrain_compressor {
+    const char *name;
+    void *self;   /* yours */
+    size_t block; /* of the compressors below: elements that share a scale */
+    /* How many bytes count elements are packed into. It depends on count alone. */
+    size_t (*bytes)(const dtrain_compressor *compressor, size_t count);
+    void (*pack)(const dtrain_compressor *compressor, const float *in, size_t count, void *out);
+    /* Any bytes must do: they come from another rank. */
+    void (*unpack)(const dtrain_compressor *compressor, const void *in, float *out, size_t count);
+    /* Instead of the three above, for what is no packing: adds in to residual (NULL: counts as zero, nothing is kept),
+     * sums what it sends of that over all ranks of comm into out, which may be in, and leaves the rest in residual.
+     * Adds the bytes that this rank sent to *sent. Collective; the same bits on every rank. */
+    dtrain_status (*reduce)(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in, float *residual,
+                            float *out, size_t count, uint64_t *sent);
+    void (*destroy)(void *self); /* may be NULL */
+};
+
+/* Make compressors that own nothing: copy them freely.
+ *
+ *   cast   each number as DTRAIN_BF16 or DTRAIN_F16, rounded to the nearest
+ *   int8   a float32 scale for each block, its largest magnitude / 127, then a byte a number: x / scale rounded to the
+ *          nearest, ties to even
+ *   fp8    the same with E4M3 numbers and the largest magnitude / 448
+ *   sign   a scale, the mean magnitude of the block, then a bit a number, 1 for negative; use it with feedback
+ *   block  a multiple of 8, at most 65,536; 0: 256, for sign 1,024
+ *
+ * All scales come first. A block with a NaN or infinity unpacks as NaN throughout, so that it is not hidden. The same
+ * bytes under any flags and instruction set.
+ *
+ *   source   int8: Dettmers, 8-bit approximations for parallelism in deep learning, ICLR 2016; fp8: Micikevicius and
+ *            others, arXiv:2209.05433, 2022; sign: Seide, Fu, Droppo, Li, Yu, Interspeech 2014
+ *
+ * any thread */
+DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype);
+DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block);
+DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block);
+DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
+
+/* How ranks add up what each has selected. The result is the same bits for all but SPLIT_TOPK. */
+typedef enum dtrain_sparse_exchange {
+    DTRAIN_EXCHANGE_AUTO = 0,     /* GATHER for up to 8 ranks, SPLIT for more */
+    DTRAIN_EXCHANGE_GATHER = 801, /* every rank gets every selection; where those are longer than the whole vectors,
+                                   * these are all-reduced instead */
+    DTRAIN_EXCHANGE_SPLIT,        /* each rank adds up one part of the vector, then all get all sums; a part whose sums
+                                   * are shorter without indices travels as it is */
+    DTRAIN_EXCHANGE_SPLIT_TOPK    /* as SPLIT, but of its part's sums each rank passes on only the ratio's share, the
+                                   * largest, and keeps the others in its residual */
+} dtrain_sparse_exchange;
+
+typedef struct dtrain_topk_desc {
+    dtrain_topk_schedule schedule; /* its ratio is needed, unless threshold is */
+    float threshold;               /* above 0: selects by magnitude, not by ratio */
+    dtrain_dtype values;           /* on the wire; 0: DTRAIN_F32; DTRAIN_BF16, DTRAIN_F16 */
+    dtrain_index_form indices;     /* 0: the shortest */
+    dtrain_sparse_exchange exchange;
+} dtrain_topk_desc;
+
+/* Makes the compressor that sends the largest elements. It counts its steps, for the schedule: one a vector.
+ *
+ *   allocator   must outlive it; NULL: the C library
+ *   errors      DTRAIN_ERR_INVALID  a ratio or threshold that selects nothing, an unknown dtype, form or exchange
+ *               DTRAIN_ERR_MEMORY
+ *   source      gather: Lin and others, ICLR 2018; switch to dense: Renggli and others, SparCML, SC 2019; split: Li and
+ *               Hoefler, Near-Optimal Sparse Allreduce (Ok-Topk), PPoPP 2022
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
+                                                dtrain_allocator *allocator);
+
+/* Makes the compressor that sends a matrix as the product of two thin ones, whose second starts from the last step's.
+ * A vector for which that is no shorter is all-reduced as it is.
+ *
+ *   rows, columns   the matrix of its vectors, row-major: they have rows * columns elements
+ *   rank            columns of the thin matrices, 1 to 64; 0: 4
+ *   seed            of the first start; the same on every rank
+ *   allocator       must outlive it; NULL: the C library
+ *   errors          DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
+ *   source          Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
+                                                    int rank, uint64_t seed, dtrain_allocator *allocator);
+
+/* Frees what a compressor owns.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor);
+
+/* The all-reduce of one vector, step after step, through a compressor, with what was not sent kept for the next. */
+typedef struct dtrain_compressed dtrain_compressed;
+
+typedef struct dtrain_compressed_desc {
+    int no_feedback; /* 1: what is not sent is lost */
+    float momentum;  /* top-k alone: of the velocity that is sent in the gradient's stead; the optimizer then has none.
+                      * 0: none */
+    int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
+    float
+        max_norm; /* of this rank's vector, times the root of the number of ranks: longer ones are shortened. 0: none */
+} dtrain_compressed_desc;
+
+typedef struct dtrain_compressed_stats {
+    uint64_t steps;
+    uint64_t dense_bytes; /* that this rank would have sent without the compressor: 2 (ranks - 1) / ranks a vector */
+    uint64_t sent_bytes;  /* that this rank has sent */
+} dtrain_compressed_stats;
+
+/* Makes the state of a vector's all-reduce. Memory: the residual and velocity, and once warm what a step packs.
+ *
+ *   comm         must outlive it
+ *   compressor   is taken over, and destroyed with it or on an error
+ *   desc         NULL: all defaults
+ *   errors       DTRAIN_ERR_INVALID  a table that cannot be used; constants out of range; momentum without top-k, or
+ *                                    without feedback
+ *                DTRAIN_ERR_MEMORY
+ *   source       Seide and others, Interspeech 2014; momentum correction, masking and clipping: Lin, Han, Mao, Wang,
+ *                Dally, ICLR 2018
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
+                                                  const dtrain_compressor *compressor,
+                                                  const dtrain_compressed_desc *desc);
+
+/* Sums over all ranks what each sends of in and of its residual; the same bits on every rank.
+ *
+ * Packing compressors: each part of the vector (see dtrain_shard) is packed and sent to its rank, which adds in the
+ * tree order as float32, packs the sum and sends it to all. What either packing lost is in the residuals afterwards, so
+ * that the sum of out and of all ranks' residuals is that of all inputs, and residuals before, to rounding.
+ *
+ *   in, out   count float32 each; the same buffer, or apart
+ *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size
+ *   errors    DTRAIN_ERR_CORRUPT  a rank sent bytes that are none; the text names it, and the group is broken
+ *             others as dtrain_all_reduce; the residual is undefined after an error
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
+                                                      dtrain_op op);
+
+/* Lists what a checkpoint keeps besides the vector: the residual, the velocity, what the compressor has (PowerSGD's
+ * start, the step of top-k's schedule).
+ *
+ *   index     0, 1, ...
+ *   name      out: "residual", "velocity", "start", "step"; data: out: count float32, to be read and written
+ *             between steps ("step" is two, the halves of a 64-bit number below 2^48)
+ *   returns   1; 0 where index is beyond the last
+ *
+ * one thread per object */
+DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
+                                       size_t *count);
+
+/* Says how much was sent; zeroes for NULL.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed_stats dtrain_compressed_counters(const dtrain_compressed *compressed);
+
+/* Frees the state and its compressor; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
 /* ---- >>train ----
  * From gradients to the next weights: the parameter table, the sampler, optimizers, schedules, gradient
  * clipping, aggregators, and DDP, which reduces gradients while the backward pass still runs.
@@ -1523,6 +1815,33 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  * any thread; allocates nothing */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
 
+/* What gradients become before they travel. */
+typedef enum dtrain_compression {
+    DTRAIN_COMPRESS_DEFAULT = 0, /* top-k */
+    DTRAIN_COMPRESS_TOPK = 901,
+    DTRAIN_COMPRESS_BF16,
+    DTRAIN_COMPRESS_F16,
+    DTRAIN_COMPRESS_INT8,
+    DTRAIN_COMPRESS_FP8,
+    DTRAIN_COMPRESS_SIGN,
+    DTRAIN_COMPRESS_POWERSGD,
+    DTRAIN_COMPRESS_OWN
+} dtrain_compression;
+
+/* How the gradients of a table are compressed, each parameter by itself. Zero means the default.
+ *
+ * A parameter of less than least_count elements is all-reduced as it is. So is, by PowerSGD, one of one dimension; of
+ * others the first is the rows, of stacked ones the first two. */
+typedef struct dtrain_compress_desc {
+    dtrain_compression kind;         /* 0: top-k */
+    dtrain_topk_desc topk;           /* a ratio of 0 without a threshold: 0.01 */
+    size_t block;                    /* of int8, fp8 and sign; 0: their default */
+    int rank;                        /* of PowerSGD; 0: 4 */
+    const dtrain_compressor *own;    /* copied for every parameter, its destroy is never called */
+    dtrain_compressed_desc feedback; /* by default on */
+    size_t least_count;              /* 0: 1,024; 1: all are compressed */
+} dtrain_compress_desc;
+
 /* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
 typedef struct dtrain_ddp dtrain_ddp;
 
@@ -1530,6 +1849,8 @@ typedef struct dtrain_ddp_desc {
     size_t bucket_bytes; /* units travel together once they are so large; 0: 1 MiB; 1: each by itself */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
     int no_overlap;      /* 1: nothing is reduced before all units are */
+    const dtrain_compress_desc *compress; /* copied; sums travel compressed, each parameter by itself, in
+                                           * dtrain_ddp_finish. NULL: as they are */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.
@@ -1624,10 +1945,38 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
  * any thread; its aggregate is collective, and blocks up to timeout_ms */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
 
+/* Makes the aggregator that all-reduces each gradient of table compressed, with feedback.
+ *
+ *   comm      must outlive it
+ *   table     every call has the same parameters; their gradients may move
+ *   desc      NULL: all defaults
+ *   errors    as dtrain_compressor_topk, dtrain_compressor_powersgd and dtrain_compressed_create; a bad table
+ *
+ * any thread; its aggregate is collective, and blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
+                                                      const dtrain_param *table, size_t count,
+                                                      const dtrain_compress_desc *desc);
+
+/* Returns the state of a parameter's compression, for checkpoints and counters; NULL where it is sent as it is, and for
+ * other aggregators.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t param);
+
+/* Says what all parameters together have sent, those that are sent as they are included; a step is a call.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator);
+
 /* Frees what an aggregator owns.
  *
  * one thread per object */
 DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator);
+
+/* Returns the aggregator that a DDP sends its sums through; NULL where they travel as they are.
+ *
+ * one thread per object */
+DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp);
 
 /* Adds the gradients of this rank's examples to the table's, which are zero, and sets *weight to their weight. */
 typedef dtrain_status (*dtrain_compute_fn)(void *user, double *weight);
@@ -16390,6 +16739,2231 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
 
 #endif
 
+/* ---- >>topk ----
+ * The k elements of largest magnitude. A key is a number's bits without the sign, all NaNs one key above infinity, so
+ * that the order is one of integers and the same everywhere. A sample of the keys gives a bar that a few more than k
+ * will pass; one pass over the data, which adds to it on request, collects those, and a radix search among them finds
+ * the k-th. Where the sample misled, a histogram of the upper bits of all keys gives the bar. Results never depend on
+ * the way taken. */
+#ifndef DTRAIN__TOPK
+#define DTRAIN__TOPK
+
+#define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once: room beyond the last needs as many */
+#define DTRAIN__TOPK_SAMPLE ((size_t)65536)    /* keys of the largest sample */
+#define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
+#define DTRAIN__TOPK_BINS 2048
+#define DTRAIN__TOPK_NEVER 0x80000000u /* a bar above every key */
+#define DTRAIN__KEY_NAN 0x7f800001u
+
+/* Adds add to sum where there is one, then lists the numbers whose key is at least the bar, count at most
+ * DTRAIN__TOPK_BLOCK; data is sum then. Returns how many; indices and values have room for all. */
+typedef size_t (*dtrain__topk_block)(const float *data, float *sum, const float *add, size_t count, uint32_t bar,
+                                     uint32_t first, uint32_t *indices, float *values);
+
+static uint32_t dtrain__topk_bits(const float *from)
+{
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return bits & 0x7fffffffu;
+}
+
+static uint32_t dtrain__topk_key(const float *from)
+{
+    uint32_t bits = dtrain__topk_bits(from);
+    return bits < DTRAIN__KEY_NAN ? bits : DTRAIN__KEY_NAN;
+}
+
+DTRAIN__EXACT_BEGIN
+
+static size_t dtrain__topk_block_scalar(const float *data, float *sum, const float *add, size_t count, uint32_t bar,
+                                        uint32_t first, uint32_t *indices, float *values)
+{
+    size_t found = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (sum != NULL)
+            sum[i] = sum[i] + add[i];
+        if (dtrain__topk_bits(data + i) < bar)
+            continue;
+        indices[found] = first + (uint32_t)i;
+        values[found++] = data[i];
+    }
+    return found;
+}
+
+#if defined(DTRAIN__X86)
+/* Sums a vector of `width` numbers; what remains of a block is left to the scalar form. */
+#define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list)                                                            \
+    target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count,       \
+                                                  uint32_t bar, uint32_t first, uint32_t *indices, float *values)      \
+    {                                                                                                                  \
+        size_t found = 0, i = 0;                                                                                       \
+        for (; count - i >= width; i += width) {                                                                       \
+            if (sum != NULL)                                                                                           \
+                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i)));                  \
+            list                                                                                                       \
+        }                                                                                                              \
+        return found + dtrain__topk_block_scalar(data + i, sum != NULL ? sum + i : NULL, sum != NULL ? add + i : NULL, \
+                                                 count - i, bar, first + (uint32_t)i, indices + found,                 \
+                                                 values + found);                                                      \
+    }
+
+/* mask: a bit for each number that passes. */
+#define DTRAIN__TOPK_LIST(mask)                                                                                        \
+    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) {                                              \
+        unsigned lane = (unsigned)__builtin_ctz(left);                                                                 \
+        indices[found] = first + (uint32_t)i + lane;                                                                   \
+        values[found++] = data[i + lane];                                                                              \
+    }
+
+/* Keys and bars but DTRAIN__TOPK_NEVER are positive numbers: a signed comparison with one less will do. */
+#define DTRAIN__TOPK_PASS_sse2                                                                                         \
+    __m128i keys =                                                                                                     \
+        _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff));         \
+    DTRAIN__TOPK_LIST(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))))
+#define DTRAIN__TOPK_PASS_avx2                                                                                         \
+    __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)),                     \
+                                    _mm256_set1_epi32(0x7fffffff));                                                    \
+    DTRAIN__TOPK_LIST(                                                                                                 \
+        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))))
+#define DTRAIN__TOPK_PASS_avx512                                                                                       \
+    __m512i bits = _mm512_loadu_si512((const void *)(data + i));                                                       \
+    __mmask16 mask =                                                                                                   \
+        _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32((int)bar));   \
+    if (mask != 0) {                                                                                                   \
+        __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);                        \
+        __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(first + (uint32_t)i)));                           \
+        _mm512_storeu_si512((void *)(indices + found), _mm512_maskz_compress_epi32(mask, at));                         \
+        _mm512_storeu_si512((void *)(values + found), _mm512_maskz_compress_epi32(mask, bits));                        \
+        found += (size_t)__builtin_popcount(mask);                                                                     \
+    }
+
+DTRAIN__TOPK_BLOCK_OF(sse2, , 4, _mm, DTRAIN__TOPK_PASS_sse2)
+DTRAIN__TOPK_BLOCK_OF(avx2, __attribute__((target("avx2"))), 8, _mm256, DTRAIN__TOPK_PASS_avx2)
+DTRAIN__TOPK_BLOCK_OF(avx512, __attribute__((target("avx512f"))), 16, _mm512, DTRAIN__TOPK_PASS_avx512)
+#endif
+
+DTRAIN__EXACT_END
+
+static dtrain__topk_block dtrain__topk_block_get(void)
+{
+    switch (dtrain__isa()) {
+#if defined(DTRAIN__X86)
+    case DTRAIN__ISA_SSE2: return dtrain__topk_block_sse2;
+    case DTRAIN__ISA_AVX2: return dtrain__topk_block_avx2;
+    case DTRAIN__ISA_AVX512: return dtrain__topk_block_avx512;
+#endif
+    default: return dtrain__topk_block_scalar;
+    }
+}
+
+static dtrain_allocator *dtrain__sparse_allocator(const dtrain_sparse *sparse, dtrain_allocator *heap)
+{
+    memset(heap, 0, sizeof *heap);
+    return sparse->allocator != NULL ? sparse->allocator : heap;
+}
+
+/* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
+ * a little; what is in the arrays is lost. */
+static dtrain_status dtrain__sparse_reserve(dtrain_sparse *sparse, size_t count)
+{
+    dtrain_allocator heap, *allocator = dtrain__sparse_allocator(sparse, &heap);
+    size_t room, bytes, old = sparse->capacity * sizeof(float);
+    sparse->count = 0;
+    if (sparse->capacity > 0 && sparse->capacity - DTRAIN__TOPK_BLOCK >= count)
+        return DTRAIN_OK;
+    if (sparse->capacity == 0) {
+        sparse->indices = NULL;
+        sparse->values = NULL;
+    }
+    if (!dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &room) ||
+        !dtrain__mul_size(room, sizeof(float), &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements", count);
+    void *indices = dtrain__alloc(allocator, bytes), *values = dtrain__alloc(allocator, bytes);
+    if (indices == NULL || values == NULL) {
+        dtrain__free(allocator, indices, bytes);
+        dtrain__free(allocator, values, bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements, twice %zu bytes", count,
+                            bytes);
+    }
+    dtrain__free(allocator, sparse->indices, old);
+    dtrain__free(allocator, sparse->values, old);
+    sparse->indices = (uint32_t *)indices;
+    sparse->values = (float *)values;
+    sparse->capacity = room;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse)
+{
+    dtrain_allocator heap;
+    if (sparse == NULL)
+        return;
+    if (sparse->capacity > 0) {
+        dtrain_allocator *allocator = dtrain__sparse_allocator(sparse, &heap);
+        dtrain__free(allocator, sparse->indices, sparse->capacity * sizeof(uint32_t));
+        dtrain__free(allocator, sparse->values, sparse->capacity * sizeof(float));
+    }
+    memset(sparse, 0, sizeof *sparse);
+}
+
+/* ceil(count * mantissa / 2^shift), mantissa below 2^53, from the 128 bits of the product. */
+static uint64_t dtrain__topk_ceil(uint64_t count, uint64_t mantissa, int shift)
+{
+    uint64_t low = (count & 0xffffffffu) * (mantissa & 0xffffffffu), middle = (count >> 32) * (mantissa & 0xffffffffu);
+    uint64_t other = (count & 0xffffffffu) * (mantissa >> 32), high = (count >> 32) * (mantissa >> 32);
+    uint64_t carry = (low >> 32) + (middle & 0xffffffffu) + (other & 0xffffffffu);
+    high += (middle >> 32) + (other >> 32) + (carry >> 32);
+    low = carry << 32 | (low & 0xffffffffu);
+    if (shift > 117)
+        return 1;
+    if (shift >= 64)
+        return (high >> (shift - 64)) + ((high & (((uint64_t)1 << (shift - 64)) - 1)) != 0 || low != 0);
+    return (high << (64 - shift)) + (low >> shift) + ((low & (((uint64_t)1 << shift) - 1)) != 0);
+}
+
+DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio)
+{
+    uint64_t bits, mantissa;
+    int exponent;
+    memcpy(&bits, &ratio, sizeof bits);
+    exponent = (int)(bits >> 52 & 0x7ff);
+    mantissa = bits & 0xfffffffffffffu;
+    if (count == 0)
+        return 0;
+    if (bits >> 63 || (exponent == 0x7ff && mantissa != 0) || bits == 0)
+        return 1;
+    if (exponent >= 1023)
+        return count;
+    /* The ratio is mantissa / 2^shift. */
+    int shift = exponent > 0 ? 1075 - exponent : 1074;
+    uint64_t k = dtrain__topk_ceil(count, exponent > 0 ? mantissa | (uint64_t)1 << 52 : mantissa, shift);
+    return k > 0 ? (size_t)k : 1;
+}
+
+DTRAIN__EXACT_BEGIN
+
+DTRAIN_API double dtrain_topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step)
+{
+    if (schedule == NULL)
+        return 0.0;
+    double ratio = schedule->first_ratio > 0.0 ? schedule->first_ratio : 0.25;
+    double factor = schedule->factor > 0.0 && schedule->factor < 1.0 ? schedule->factor : 0.25;
+    uint64_t stage = schedule->stage_steps > 0 ? step / schedule->stage_steps : UINT64_MAX;
+    for (uint64_t i = 0; i < stage && ratio > schedule->ratio; i++)
+        ratio = ratio * factor;
+    return schedule->stage_steps > 0 && ratio > schedule->ratio ? ratio : schedule->ratio;
+}
+
+DTRAIN__EXACT_END
+
+/* A search for the k-th largest key, by bits from the top: 11, 10 and 10 of them. */
+typedef struct dtrain__topk_search {
+    uint32_t prefix; /* the bits known of it */
+    int shift;       /* how many are not */
+    size_t left;     /* its place among the keys that have the prefix: 1 is the largest */
+    size_t equal;    /* how many these are */
+} dtrain__topk_search;
+
+/* Finds the next bits of the key. Two tables, as equal neighbours would wait for each other's count. */
+static void dtrain__topk_narrow(dtrain__topk_search *search, const float *data, size_t count)
+{
+    uint32_t bins[2][DTRAIN__TOPK_BINS];
+    int known = search->shift, shift = known == 31 ? 20 : known - 10;
+    uint32_t mask = known == 31 ? 2047 : 1023, bin = mask;
+    memset(bins, 0, sizeof bins);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t key = dtrain__topk_key(data + i);
+        if (known == 31 || key >> known == search->prefix)
+            bins[i & 1][key >> shift & mask]++;
+    }
+    size_t here = (size_t)bins[0][bin] + bins[1][bin];
+    while (here < search->left) {
+        search->left -= here;
+        bin--;
+        here = (size_t)bins[0][bin] + bins[1][bin];
+    }
+    search->prefix = known == 31 ? bin : search->prefix << 10 | bin;
+    search->shift = shift;
+    search->equal = here;
+}
+
+static dtrain__topk_search dtrain__topk_begin(size_t k)
+{
+    dtrain__topk_search search;
+    memset(&search, 0, sizeof search);
+    search.shift = 31;
+    search.left = k;
+    return search;
+}
+
+/* The k-th largest key of count, 1 <= k <= count. */
+static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, size_t k)
+{
+    dtrain__topk_search search = dtrain__topk_begin(k);
+    while (search.shift > 0)
+        dtrain__topk_narrow(&search, data, count);
+    return search;
+}
+
+/* Keeps the k largest of what has been collected: all keys above the k-th, and the first of those equal to it. */
+static void dtrain__topk_keep(dtrain_sparse *sparse, size_t k)
+{
+    if (sparse->count == k)
+        return;
+    dtrain__topk_search search = dtrain__topk_find(sparse->values, sparse->count, k);
+    size_t kept = 0, ties = search.left;
+    for (size_t i = 0; i < sparse->count; i++) {
+        uint32_t key = dtrain__topk_key(sparse->values + i), index = sparse->indices[i];
+        float value = sparse->values[i];
+        size_t tie = key == search.prefix && ties > 0;
+        sparse->indices[kept] = index;
+        sparse->values[kept] = value;
+        kept += (size_t)(key > search.prefix) | tie;
+        ties -= tie;
+    }
+    sparse->count = kept;
+}
+
+/* Where a selection reads: data, or with add the sum that the first pass makes. */
+typedef struct dtrain__topk_source {
+    const float *data;
+    float *sum;
+    const float *add;
+    size_t count, k;
+} dtrain__topk_source;
+
+/* Collects every element whose key is at least the bar; 0 when they are more than there is room for. The sum is
+ * complete in either case. */
+static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_sparse *sparse)
+{
+    dtrain__topk_block block = dtrain__topk_block_get();
+    uint64_t mode = dtrain__fpmode_enter();
+    int fits = 1;
+    sparse->count = 0;
+    for (size_t at = 0; at < from->count && (fits || from->sum != NULL); at += DTRAIN__TOPK_BLOCK) {
+        size_t n = from->count - at < DTRAIN__TOPK_BLOCK ? from->count - at : DTRAIN__TOPK_BLOCK;
+        sparse->count += block(from->data + at, from->sum != NULL ? from->sum + at : NULL,
+                               from->sum != NULL ? from->add + at : NULL, n, fits ? bar : DTRAIN__TOPK_NEVER,
+                               (uint32_t)at, sparse->indices + sparse->count, sparse->values + sparse->count);
+        fits = fits && sparse->count <= sparse->capacity - DTRAIN__TOPK_BLOCK;
+        if (!fits)
+            sparse->count = 0;
+    }
+    from->sum = NULL; /* added once */
+    dtrain__fpmode_restore(mode);
+    return fits;
+}
+
+/* Collects the k elements that a finished search names, of which the equal ones may be many. */
+static void dtrain__topk_exactly(const dtrain__topk_source *from, const dtrain__topk_search *search,
+                                 dtrain_sparse *sparse)
+{
+    dtrain__topk_block block = dtrain__topk_block_get();
+    size_t ties = search->left;
+    sparse->count = 0;
+    for (size_t at = 0; at < from->count; at += DTRAIN__TOPK_BLOCK) {
+        size_t n = from->count - at < DTRAIN__TOPK_BLOCK ? from->count - at : DTRAIN__TOPK_BLOCK;
+        uint32_t *indices = sparse->indices + sparse->count;
+        float *values = sparse->values + sparse->count;
+        size_t found =
+                   block(from->data + at, NULL, NULL, n, search->prefix + (ties == 0), (uint32_t)at, indices, values),
+               kept = 0;
+        for (size_t i = 0; i < found; i++) {
+            int tie = dtrain__topk_key(values + i) == search->prefix;
+            if (tie && ties == 0)
+                continue;
+            ties -= (size_t)tie;
+            indices[kept] = indices[i];
+            values[kept++] = values[i];
+        }
+        sparse->count += kept;
+    }
+}
+
+static size_t dtrain__topk_root(size_t square)
+{
+    size_t root = 0;
+    while ((root + 1) * (root + 1) <= square)
+        root++;
+    return root;
+}
+
+/* A bar that a few more than k elements should pass: the key of a place in a sample, 4 deviations below that of k.
+ * The sample takes one element of each of equal pieces, at a place that no pattern of the data will follow. It is
+ * written to values. */
+static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *values, size_t sample)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    size_t piece = from->count / sample, expected = (size_t)((uint64_t)from->k * sample / from->count);
+    uint32_t state = 1;
+    for (size_t i = 0; i < sample; i++) {
+        state = state * 1664525u + 1013904223u;
+        size_t at = i * piece + (size_t)((uint64_t)state * piece >> 32);
+        values[i] = from->data[at];
+        if (from->sum != NULL)
+            values[i] += from->add[at];
+    }
+    dtrain__fpmode_restore(mode);
+    size_t place = expected + 4 * dtrain__topk_root(expected) + 8;
+    return dtrain__topk_find(values, sample, place < sample ? place : sample).prefix;
+}
+
+/* The way that always arrives: the bar from a histogram of all keys, exact where too many are equal in their upper
+ * bits. */
+static void dtrain__topk_surely(dtrain__topk_source *from, dtrain_sparse *sparse)
+{
+    dtrain__topk_search search = dtrain__topk_begin(from->k);
+    if (from->sum != NULL)
+        dtrain__topk_collect(from, DTRAIN__TOPK_NEVER, sparse);
+    dtrain__topk_narrow(&search, from->data, from->count);
+    size_t passing = from->k - search.left + search.equal;
+    if (passing <= sparse->capacity - DTRAIN__TOPK_BLOCK) {
+        dtrain__topk_collect(from, search.prefix << search.shift, sparse);
+        dtrain__topk_keep(sparse, from->k);
+        return;
+    }
+    while (search.shift > 0)
+        dtrain__topk_narrow(&search, from->data, from->count);
+    dtrain__topk_exactly(from, &search, sparse);
+}
+
+static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain_sparse *sparse, const char *call)
+{
+    if (sparse == NULL || (from->count > 0 && (from->data == NULL || (from->sum != NULL && from->add == NULL))))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s of %zu elements: %s is NULL", call, from->count,
+                            sparse == NULL ? "sparse" : "the data");
+    if (from->k > from->count)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: k is %zu, but there are %zu elements", call, from->k,
+                            from->count);
+    if ((uint64_t)from->count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
+                            from->count);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_sparse *sparse, const char *call)
+{
+    size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
+    size_t room = n / 64 + k + k / 2;
+    dtrain_status status = dtrain__topk_check(from, sparse, call);
+    if (status == DTRAIN_OK)
+        status = dtrain__sparse_reserve(sparse, room < n ? room : n);
+    if (status != DTRAIN_OK)
+        return status;
+    sparse->original_count = n;
+    if (k == 0) {
+        dtrain__topk_collect(from, DTRAIN__TOPK_NEVER, sparse);
+        return DTRAIN_OK;
+    }
+    if (k == n) {
+        dtrain__topk_collect(from, 0, sparse);
+        return DTRAIN_OK;
+    }
+    if (n >= DTRAIN__TOPK_SAMPLED && k < n / 2 &&
+        dtrain__topk_collect(from, dtrain__topk_guess(from, sparse->values, sample), sparse) && sparse->count >= k)
+        dtrain__topk_keep(sparse, k);
+    else
+        dtrain__topk_surely(from, sparse);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+{
+    dtrain__topk_source from = {data, NULL, NULL, count, k};
+    return dtrain__topk_select(&from, sparse, "topk");
+}
+
+DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+{
+    dtrain__topk_source from = {sum, sum, data, count, k};
+    return dtrain__topk_select(&from, sparse, "topk_add");
+}
+
+DTRAIN_API dtrain_status dtrain_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse)
+{
+    dtrain__topk_source from = {data, NULL, NULL, count, 0};
+    uint32_t bar;
+    memcpy(&bar, &threshold, sizeof bar);
+    bar = bar == 0x80000000u ? 0 : bar;
+    dtrain_status status = dtrain__topk_check(&from, sparse, "threshold");
+    if (status == DTRAIN_OK && bar > 0x7f800000u)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threshold: it is %g, expected a number of at least 0",
+                              (double)threshold);
+    size_t room = count / 64;
+    if (status == DTRAIN_OK)
+        status = dtrain__sparse_reserve(sparse, room);
+    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, bar, sparse)) {
+        room = sparse->capacity < count / 4 ? 4 * sparse->capacity : count;
+        status = dtrain__sparse_reserve(sparse, room);
+    }
+    if (status == DTRAIN_OK)
+        sparse->original_count = count;
+    return status;
+}
+
+#endif
+
+/* ---- >>sparse ----
+ * Sparse vectors as bytes and back, and into dense ones. Packed: a header of 32 bytes (magic, index form, dtype of
+ * the values, count, count of the whole vector, bytes of indices), the indices, the values; in the byte order of the
+ * machine, which all ranks of a group share. Unpacking trusts nothing: lengths are compared before memory is asked
+ * for, and every index before any is used. */
+#ifndef DTRAIN__SPARSE
+#define DTRAIN__SPARSE
+
+#define DTRAIN__SPARSE_MAGIC 0x31535444u /* "DTS1" */
+#define DTRAIN__SPARSE_HEADER 32
+#define DTRAIN__SPARSE_TILE ((size_t)1024)
+
+typedef struct dtrain__sparse_header {
+    uint32_t magic;
+    uint16_t form, dtype; /* the enums' values, which fit */
+    uint64_t count, original_count, index_bytes;
+} dtrain__sparse_header;
+
+static dtrain_status dtrain__sparse_check(const dtrain_sparse *sparse, const char *call)
+{
+    if (sparse == NULL || (sparse->count > 0 && (sparse->indices == NULL || sparse->values == NULL)))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s NULL", call,
+                            sparse == NULL ? "sparse is" : "its arrays are");
+    if (sparse->count > sparse->original_count || (uint64_t)sparse->original_count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: sparse has %zu elements of %zu; expected no more than those, and less than 2^32", call,
+                            sparse->count, sparse->original_count);
+    for (size_t i = 0; i < sparse->count; i++)
+        if (sparse->indices[i] >= sparse->original_count || (i > 0 && sparse->indices[i] <= sparse->indices[i - 1]))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: index %zu is %lu of %zu elements%s; expected ascending ones in range", call, i,
+                                (unsigned long)sparse->indices[i], sparse->original_count,
+                                sparse->indices[i] < sparse->original_count ? ", not above the one before" : "");
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__sparse_check_dense(const dtrain_sparse *sparse, const float *data, size_t count,
+                                                const char *call)
+{
+    dtrain_status status = dtrain__sparse_check(sparse, call);
+    if (status == DTRAIN_OK && (count != sparse->original_count || (count > 0 && data == NULL)))
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: sparse is of %zu elements, data %s %zu", call,
+                              sparse->original_count, count > 0 && data == NULL ? "is NULL, count" : "has", count);
+    return status;
+}
+
+/* The indices are known to be good. Each is a line of its own of the cache, asked for in time. */
+static void dtrain__sparse_add_now(const dtrain_sparse *sparse, float *data)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; i < sparse->count; i++) {
+        __builtin_prefetch(data + sparse->indices[i + 24 < sparse->count ? i + 24 : i], 1);
+        data[sparse->indices[i]] += sparse->values[i];
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+static void dtrain__sparse_write_now(const dtrain_sparse *sparse, float *data)
+{
+    if (sparse->original_count > 0)
+        memset(data, 0, sparse->original_count * sizeof(float));
+    for (size_t i = 0; i < sparse->count; i++)
+        data[sparse->indices[i]] = sparse->values[i];
+}
+
+DTRAIN_API dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count)
+{
+    dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_add");
+    if (status == DTRAIN_OK)
+        dtrain__sparse_add_now(sparse, data);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_sparse_write(const dtrain_sparse *sparse, float *data, size_t count)
+{
+    dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_write");
+    if (status == DTRAIN_OK)
+        dtrain__sparse_write_now(sparse, data);
+    return status;
+}
+
+/* How many elements were left out before the i-th. */
+static uint32_t dtrain__sparse_gap(const dtrain_sparse *sparse, size_t i)
+{
+    return i == 0 ? sparse->indices[0] : sparse->indices[i] - sparse->indices[i - 1] - 1;
+}
+
+/* The bytes of a good vector's indices; SIZE_MAX for a form that cannot be. */
+static size_t dtrain__sparse_index_bytes(const dtrain_sparse *sparse, dtrain_index_form form)
+{
+    size_t bytes = sparse->count;
+    switch (form) {
+    case DTRAIN_INDEX_U32: return 4 * sparse->count;
+    case DTRAIN_INDEX_U16: return sparse->original_count <= 65536 ? 2 * sparse->count : SIZE_MAX;
+    case DTRAIN_INDEX_NONE: return 0;
+    case DTRAIN_INDEX_DELTA:
+        for (size_t i = 0; i < sparse->count; i++) {
+            uint32_t gap = dtrain__sparse_gap(sparse, i);
+            bytes += (size_t)(gap >> 7 != 0) + (gap >> 14 != 0) + (gap >> 21 != 0) + (gap >> 28 != 0);
+        }
+        return bytes;
+    default: return SIZE_MAX;
+    }
+}
+
+/* The shortest form, of equals the first. */
+static dtrain_index_form dtrain__sparse_shortest(const dtrain_sparse *sparse, size_t width)
+{
+    dtrain_index_form best = DTRAIN_INDEX_U32;
+    size_t least = SIZE_MAX;
+    for (int form = DTRAIN_INDEX_U32; form <= DTRAIN_INDEX_NONE; form++) {
+        size_t bytes = dtrain__sparse_index_bytes(sparse, (dtrain_index_form)form);
+        if (form == DTRAIN_INDEX_NONE)
+            bytes = (sparse->original_count - sparse->count) * width;
+        if (bytes < least) {
+            least = bytes;
+            best = (dtrain_index_form)form;
+        }
+    }
+    return best;
+}
+
+static size_t dtrain__sparse_width(dtrain_dtype values)
+{
+    return values == DTRAIN_F32 ? 4 : values == DTRAIN_BF16 || values == DTRAIN_F16 ? 2 : 0;
+}
+
+/* Settles the form and returns the packed size of a good vector; 0 for what cannot be. */
+static size_t dtrain__sparse_size(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
+{
+    size_t width = dtrain__sparse_width(values);
+    if (width == 0)
+        return 0;
+    if (*form == DTRAIN_INDEX_AUTO)
+        *form = dtrain__sparse_shortest(sparse, width);
+    size_t indices = dtrain__sparse_index_bytes(sparse, *form);
+    if (indices == SIZE_MAX)
+        return 0;
+    return DTRAIN__SPARSE_HEADER + indices +
+           width * (*form == DTRAIN_INDEX_NONE ? sparse->original_count : sparse->count);
+}
+
+DTRAIN_API size_t dtrain_sparse_bytes(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form)
+{
+    if (dtrain__sparse_check(sparse, "sparse_bytes") != DTRAIN_OK)
+        return 0;
+    return dtrain__sparse_size(sparse, values, &form);
+}
+
+static void dtrain__sparse_pack_indices(const dtrain_sparse *sparse, dtrain_index_form form, unsigned char *out)
+{
+    if (form == DTRAIN_INDEX_U32 && sparse->count > 0)
+        memcpy(out, sparse->indices, 4 * sparse->count);
+    for (size_t i = 0; form == DTRAIN_INDEX_U16 && i < sparse->count; i++) {
+        uint16_t index = (uint16_t)sparse->indices[i];
+        memcpy(out + 2 * i, &index, 2);
+    }
+    for (size_t i = 0; form == DTRAIN_INDEX_DELTA && i < sparse->count; i++) {
+        uint32_t gap = dtrain__sparse_gap(sparse, i);
+        for (; gap >> 7 != 0; gap >>= 7)
+            *out++ = (unsigned char)(gap | 128);
+        *out++ = (unsigned char)gap;
+    }
+}
+
+/* Every element of the vector, tile by tile. */
+static void dtrain__sparse_pack_dense(const dtrain_sparse *sparse, dtrain_dtype values, unsigned char *out)
+{
+    float tile[DTRAIN__SPARSE_TILE];
+    size_t next = 0, width = dtrain__sparse_width(values);
+    for (size_t at = 0; at < sparse->original_count; at += DTRAIN__SPARSE_TILE) {
+        size_t n =
+            sparse->original_count - at < DTRAIN__SPARSE_TILE ? sparse->original_count - at : DTRAIN__SPARSE_TILE;
+        memset(tile, 0, sizeof tile);
+        for (; next < sparse->count && sparse->indices[next] < at + n; next++)
+            tile[sparse->indices[next] - at] = sparse->values[next];
+        dtrain__convert(tile, DTRAIN_F32, out + at * width, values, n);
+    }
+}
+
+/* Packs a good vector into as many bytes as dtrain__sparse_size has said. */
+static void dtrain__sparse_pack_now(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+                                    unsigned char *out)
+{
+    dtrain__sparse_header header;
+    uint64_t mode = dtrain__fpmode_enter();
+    header.magic = DTRAIN__SPARSE_MAGIC;
+    header.form = (uint16_t)form;
+    header.dtype = (uint16_t)values;
+    header.count = form == DTRAIN_INDEX_NONE ? sparse->original_count : sparse->count;
+    header.original_count = sparse->original_count;
+    header.index_bytes = dtrain__sparse_index_bytes(sparse, form);
+    memcpy(out, &header, DTRAIN__SPARSE_HEADER);
+    dtrain__sparse_pack_indices(sparse, form, out + DTRAIN__SPARSE_HEADER);
+    out += DTRAIN__SPARSE_HEADER + (size_t)header.index_bytes;
+    if (form == DTRAIN_INDEX_NONE)
+        dtrain__sparse_pack_dense(sparse, values, out);
+    else
+        dtrain__convert(sparse->values, DTRAIN_F32, out, values, sparse->count);
+    dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API dtrain_status dtrain_sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+                                            void *out, size_t capacity, size_t *bytes)
+{
+    dtrain_status status = dtrain__sparse_check(sparse, "sparse_pack");
+    if (status != DTRAIN_OK)
+        return status;
+    size_t size = dtrain__sparse_size(sparse, values, &form);
+    if (size == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "sparse_pack: values as %s with index form %d of %zu elements; expected F32, BF16 or F16, "
+                            "and U16 for at most 65536",
+                            dtrain_dtype_name(values), (int)form, sparse->original_count);
+    if (out == NULL || bytes == NULL || capacity < size)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sparse_pack: %zu bytes are needed, %s %zu", size,
+                            out == NULL || bytes == NULL ? "out or bytes is NULL, capacity" : "there are", capacity);
+    dtrain__sparse_pack_now(sparse, values, form, (unsigned char *)out);
+    *bytes = size;
+    return DTRAIN_OK;
+}
+
+/* Says whether the header and the number of bytes fit each other and what was expected; counts are below 2^32 then. */
+static dtrain_status dtrain__sparse_check_header(const dtrain__sparse_header *header, size_t bytes,
+                                                 size_t original_count)
+{
+    uint64_t width = dtrain__sparse_width((dtrain_dtype)header->dtype), n = header->count, indices = 4 * n;
+    if (header->magic != DTRAIN__SPARSE_MAGIC || width == 0 || header->form < DTRAIN_INDEX_U32 ||
+        header->form > DTRAIN_INDEX_NONE)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "sparse_unpack: %zu bytes with magic %08lx, index form %u, dtype %u are no packed vector",
+                            bytes, (unsigned long)header->magic, header->form, header->dtype);
+    if (header->original_count != original_count || header->original_count > UINT32_MAX || n > header->original_count)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "sparse_unpack: %llu elements of %llu came, expected a part of %zu", (unsigned long long)n,
+                            (unsigned long long)header->original_count, original_count);
+    if (header->form == DTRAIN_INDEX_U16)
+        indices = header->original_count <= 65536 ? 2 * n : UINT64_MAX;
+    else if (header->form == DTRAIN_INDEX_NONE)
+        indices = n == header->original_count ? 0 : UINT64_MAX;
+    else if (header->form == DTRAIN_INDEX_DELTA)
+        indices = header->index_bytes >= n && header->index_bytes <= 5 * n ? header->index_bytes : UINT64_MAX;
+    if (header->index_bytes != indices || bytes - DTRAIN__SPARSE_HEADER != indices + n * width)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "sparse_unpack: %zu bytes came for %llu elements, %llu bytes of indices among them; another "
+            "length was expected",
+            bytes, (unsigned long long)n, (unsigned long long)header->index_bytes);
+    return DTRAIN_OK;
+}
+
+/* Reads a gap of at most 5 bytes; returns where it ends, or NULL. */
+static const unsigned char *dtrain__sparse_read_gap(const unsigned char *from, const unsigned char *end, uint64_t *gap)
+{
+    *gap = 0;
+    for (int shift = 0; shift < 35 && from < end; shift += 7) {
+        *gap |= (uint64_t)(*from & 127) << shift;
+        if ((*from++ & 128) == 0)
+            return from;
+    }
+    return NULL;
+}
+
+/* Reads the indices into the private arrays; returns the number of the first bad one, or count. */
+static size_t dtrain__sparse_read_indices(dtrain_sparse *sparse, const dtrain__sparse_header *header,
+                                          const unsigned char *from)
+{
+    const unsigned char *end = from + header->index_bytes;
+    size_t n = (size_t)header->count;
+    uint64_t next = 0; /* the least that the next index may be */
+    for (size_t i = 0; i < n; i++) {
+        uint64_t index = i;
+        uint16_t narrow;
+        uint32_t wide;
+        if (header->form == DTRAIN_INDEX_DELTA) {
+            from = dtrain__sparse_read_gap(from, end, &index);
+            if (from == NULL)
+                return i;
+            index += next;
+        } else if (header->form == DTRAIN_INDEX_U16) {
+            memcpy(&narrow, from + 2 * i, 2);
+            index = narrow;
+        } else if (header->form == DTRAIN_INDEX_U32) {
+            memcpy(&wide, from + 4 * i, 4);
+            index = wide;
+        }
+        if (index < next || index >= header->original_count)
+            return i;
+        sparse->indices[i] = (uint32_t)index;
+        next = index + 1;
+    }
+    return header->form != DTRAIN_INDEX_DELTA || from == end ? n : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes,
+                                              size_t original_count)
+{
+    const unsigned char *from = (const unsigned char *)data;
+    dtrain__sparse_header header;
+    if (sparse == NULL || data == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sparse_unpack: %s is NULL", data == NULL ? "data" : "sparse");
+    sparse->count = 0;
+    if (bytes < DTRAIN__SPARSE_HEADER)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "sparse_unpack: %zu bytes came, a header alone has %d", bytes,
+                            DTRAIN__SPARSE_HEADER);
+    memcpy(&header, from, DTRAIN__SPARSE_HEADER);
+    dtrain_status status = dtrain__sparse_check_header(&header, bytes, original_count);
+    if (status == DTRAIN_OK)
+        status = dtrain__sparse_reserve(sparse, (size_t)header.count);
+    if (status != DTRAIN_OK)
+        return status;
+    size_t good = dtrain__sparse_read_indices(sparse, &header, from + DTRAIN__SPARSE_HEADER);
+    if (good != (size_t)header.count)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "sparse_unpack: index %zu of %zu is out of range, out of order, or not as long as announced", good,
+            (size_t)header.count);
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__convert(from + DTRAIN__SPARSE_HEADER + header.index_bytes, (dtrain_dtype)header.dtype, sparse->values,
+                    DTRAIN_F32, good);
+    dtrain__fpmode_restore(mode);
+    sparse->count = good;
+    sparse->original_count = original_count;
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>quantise ----
+ * Fewer bits a number: casts, int8 and fp8 with a scale a block, one bit. A packed vector is the scales of all blocks,
+ * then the codes. Every code is one rounding of one product, found by adding a constant whose last place is that of
+ * the code, and every scale comes of integers or of sums in a fixed order, so that all instruction sets agree. */
+#ifndef DTRAIN__QUANTISE
+#define DTRAIN__QUANTISE
+
+#define DTRAIN__QUANTISE_LANES 16
+#define DTRAIN__QUANTISE_TINY                                                                                          \
+    0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
+
+static size_t dtrain__quantise_blocks(size_t count, size_t block)
+{
+    return count / block + (count % block != 0);
+}
+
+DTRAIN__EXACT_BEGIN
+
+/* What a block's numbers are multiplied by, one after the other. */
+typedef struct dtrain__quantise_scale {
+    float scale, grow, inverse;
+    int bad; /* a NaN or infinity is among them */
+} dtrain__quantise_scale;
+
+DTRAIN__INLINE dtrain__quantise_scale dtrain__quantise_scale_of(uint32_t largest, float top)
+{
+    dtrain__quantise_scale s = {0.0f, 1.0f, 0.0f, 0};
+    const uint32_t nan = 0x7fc00000u;
+    float value;
+    memcpy(&value, &largest, sizeof value);
+    if (largest >= 0x7f800000u) {
+        memcpy(&s.scale, &nan, sizeof nan);
+        s.bad = 1;
+    } else if (largest > 0) {
+        s.grow = largest < DTRAIN__QUANTISE_TINY ? 1.2676506002282294e30f : 1.0f;
+        s.scale = value / top;
+        s.inverse = top / (value * s.grow);
+    }
+    return s;
+}
+
+DTRAIN__INLINE uint32_t dtrain__quantise_largest(const dtrain__u32 *bits, size_t count)
+{
+    uint32_t largest = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t size = bits[i] & 0x7fffffffu;
+        largest = size > largest ? size : largest;
+    }
+    return largest;
+}
+
+DTRAIN__INLINE uint32_t dtrain__quantise_float_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+DTRAIN__INLINE unsigned char dtrain__quantise_int8(float x)
+{
+    return (unsigned char)dtrain__quantise_float_bits(x + 12582912.0f); /* 1.5 * 2^23: its last place is 1 */
+}
+
+/* x is at most 448. */
+DTRAIN__INLINE unsigned char dtrain__quantise_fp8(float x)
+{
+    uint32_t bits = dtrain__quantise_float_bits(x), size = bits & 0x7fffffffu;
+    uint32_t normal = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - (120u << 3);
+    float magnitude;
+    memcpy(&magnitude, &size, sizeof size);
+    uint32_t small = dtrain__quantise_float_bits(magnitude + 24576.0f); /* 1.5 * 2^14: its last place is 2^-9 */
+    return (unsigned char)((bits >> 24 & 0x80u) | ((size < 121u << 23 ? small : normal) & 0x7fu));
+}
+
+DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
+{
+    uint32_t size = code & 0x7fu, bits = (size << 20) + (120u << 23);
+    uint32_t small = dtrain__quantise_float_bits((float)(int32_t)size * 0.001953125f);
+    bits = (size < 8 ? small : bits) | (uint32_t)(code & 0x80u) << 24;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+#define DTRAIN__QUANTISE_BYTES(name, top, encode, decode)                                                              \
+    DTRAIN__INLINE void name##_pack_body(const void *in, size_t count, size_t block, unsigned char *out)               \
+    {                                                                                                                  \
+        const dtrain__f32 *x = (const dtrain__f32 *)in;                                                                \
+        unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);                                        \
+        uint32_t zero = dtrain__opaque_zero;                                                                           \
+        for (size_t at = 0; at < count; at += block, out += 4) {                                                       \
+            size_t n = count - at < block ? count - at : block;                                                        \
+            dtrain__quantise_scale s =                                                                                 \
+                dtrain__quantise_scale_of(dtrain__quantise_largest((const dtrain__u32 *)in + at, n), top);             \
+            memcpy(out, &s.scale, 4);                                                                                  \
+            if (s.bad)                                                                                                 \
+                memset(codes + at, 0, n);                                                                              \
+            else                                                                                                       \
+                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] =                                     \
+                    encode(dtrain__rounded_f32(dtrain__rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero));      \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name##_pack, (const void *in, size_t count, size_t block, unsigned char *out),                      \
+                   (in, count, block, out))                                                                            \
+    DTRAIN__INLINE void name##_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)             \
+    {                                                                                                                  \
+        const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);                                   \
+        dtrain__f32 *x = (dtrain__f32 *)out;                                                                           \
+        for (size_t at = 0; at < count; at += block, in += 4) {                                                        \
+            size_t n = count - at < block ? count - at : block;                                                        \
+            float scale;                                                                                               \
+            memcpy(&scale, in, 4);                                                                                     \
+            DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) x[at + i] = decode(codes[at + i]) * scale;              \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name##_unpack, (const unsigned char *in, void *out, size_t count, size_t block),                    \
+                   (in, out, count, block))
+
+#define DTRAIN__QUANTISE_FROM_INT8(code) ((float)(int32_t)(int8_t)(code))
+DTRAIN__QUANTISE_BYTES(dtrain__int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
+DTRAIN__QUANTISE_BYTES(dtrain__fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
+
+/* The mean magnitude: lane i % 16 takes element i; lanes are joined as a tree. */
+DTRAIN__INLINE float dtrain__sign_scale(const dtrain__u32 *bits, size_t count)
+{
+    float lanes[DTRAIN__QUANTISE_LANES] = {0}, magnitude;
+    size_t i = 0;
+    for (; i + DTRAIN__QUANTISE_LANES <= count; i += DTRAIN__QUANTISE_LANES)
+        for (int k = 0; k < DTRAIN__QUANTISE_LANES; k++) {
+            uint32_t size = bits[i + (size_t)k] & 0x7fffffffu;
+            memcpy(&magnitude, &size, sizeof size);
+            lanes[k] = lanes[k] + magnitude;
+        }
+    for (int k = 0; i < count; i++, k++) {
+        uint32_t size = bits[i] & 0x7fffffffu;
+        memcpy(&magnitude, &size, sizeof size);
+        lanes[k] = lanes[k] + magnitude;
+    }
+    for (int half = DTRAIN__QUANTISE_LANES / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++)
+            lanes[k] = lanes[k] + lanes[k + half];
+    return lanes[0] / (float)count;
+}
+
+DTRAIN__INLINE void dtrain__sign_pack_body(const void *in, size_t count, size_t block, unsigned char *out)
+{
+    const dtrain__u32 *bits = (const dtrain__u32 *)in;
+    unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);
+    for (size_t at = 0; at < count; at += block, out += 4) {
+        size_t n = count - at < block ? count - at : block;
+        uint32_t scale = dtrain__quantise_float_bits(dtrain__sign_scale(bits + at, n));
+        int bad = (scale & 0x7fffffffu) >= 0x7f800000u;
+        scale = bad ? 0x7fc00000u : scale;
+        memcpy(out, &scale, 4);
+        for (size_t i = 0; i < n; i += 8) {
+            unsigned code = 0;
+            for (size_t k = 0; k < 8 && i + k < n && !bad; k++)
+                code |= (unsigned)(bits[at + i + k] >> 31) << k;
+            codes[(at + i) / 8] = (unsigned char)code;
+        }
+    }
+}
+
+DTRAIN__INLINE void dtrain__sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
+{
+    const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
+    dtrain__u32 *x = (dtrain__u32 *)out;
+    for (size_t at = 0; at < count; at += block, in += 4) {
+        size_t n = count - at < block ? count - at : block;
+        uint32_t scale;
+        memcpy(&scale, in, 4);
+        for (size_t i = at; i < at + n; i++)
+            x[i] = scale ^ (uint32_t)(codes[i / 8] >> (i % 8) & 1) << 31;
+    }
+}
+
+DTRAIN__KERNEL(dtrain__sign_pack, (const void *in, size_t count, size_t block, unsigned char *out),
+               (in, count, block, out))
+DTRAIN__KERNEL(dtrain__sign_unpack, (const unsigned char *in, void *out, size_t count, size_t block),
+               (in, out, count, block))
+
+DTRAIN__EXACT_END
+
+static size_t dtrain__cast_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    (void)compressor;
+    return 2 * count;
+}
+
+static size_t dtrain__byte_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    return 4 * dtrain__quantise_blocks(count, compressor->block) + count;
+}
+
+static size_t dtrain__sign_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    return 4 * dtrain__quantise_blocks(count, compressor->block) + count / 8 + (count % 8 != 0);
+}
+
+/* The table's functions over the kernels, in the default floating-point mode. */
+#define DTRAIN__QUANTISE_TABLE(name)                                                                                   \
+    static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out)         \
+    {                                                                                                                  \
+        uint64_t mode = dtrain__fpmode_enter();                                                                        \
+        name##_pack(in, count, compressor->block, (unsigned char *)out);                                               \
+        dtrain__fpmode_restore(mode);                                                                                  \
+    }                                                                                                                  \
+    static void name##_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count)       \
+    {                                                                                                                  \
+        uint64_t mode = dtrain__fpmode_enter();                                                                        \
+        name##_unpack((const unsigned char *)in, out, count, compressor->block);                                       \
+        dtrain__fpmode_restore(mode);                                                                                  \
+    }
+
+DTRAIN__QUANTISE_TABLE(dtrain__int8)
+DTRAIN__QUANTISE_TABLE(dtrain__fp8)
+DTRAIN__QUANTISE_TABLE(dtrain__sign)
+
+/* The dtype of a cast stands where others have their block. */
+static void dtrain__cast_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
+{
+    dtrain_convert(in, DTRAIN_F32, out, (dtrain_dtype)compressor->block, count);
+}
+
+static void dtrain__cast_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
+{
+    dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count);
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype)
+{
+    dtrain_compressor made = {dtype == DTRAIN_F16 ? "f16" : "bf16",
+                              NULL,
+                              (size_t)dtype,
+                              dtrain__cast_bytes,
+                              dtrain__cast_pack_now,
+                              dtrain__cast_unpack_now,
+                              NULL,
+                              NULL};
+    return made;
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block)
+{
+    dtrain_compressor made = {
+        "int8", NULL, block > 0 ? block : 256, dtrain__byte_bytes, dtrain__int8_pack_now, dtrain__int8_unpack_now,
+        NULL,   NULL};
+    return made;
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block)
+{
+    dtrain_compressor made = {
+        "fp8", NULL, block > 0 ? block : 256, dtrain__byte_bytes, dtrain__fp8_pack_now, dtrain__fp8_unpack_now,
+        NULL,  NULL};
+    return made;
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block)
+{
+    dtrain_compressor made = {
+        "sign", NULL, block > 0 ? block : 1024, dtrain__sign_bytes, dtrain__sign_pack_now, dtrain__sign_unpack_now,
+        NULL,   NULL};
+    return made;
+}
+
+DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor)
+{
+    if (compressor == NULL)
+        return;
+    if (compressor->destroy != NULL)
+        compressor->destroy(compressor->self);
+    memset(compressor, 0, sizeof *compressor);
+}
+
+/* Says whether a table can be used, own or not. */
+static dtrain_status dtrain__compressor_check(const dtrain_compressor *compressor, const char *call)
+{
+    int cast = compressor->pack == dtrain__cast_pack_now, bytes = compressor->bytes == dtrain__byte_bytes;
+    int blocks = bytes || compressor->bytes == dtrain__sign_bytes;
+    if (compressor->reduce == NULL &&
+        (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);
+    if (cast && compressor->block != DTRAIN_BF16 && compressor->block != DTRAIN_F16)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a cast is to BF16 or F16, not to %s", call,
+                            dtrain_dtype_name((dtrain_dtype)compressor->block));
+    if (blocks && (compressor->block == 0 || compressor->block % 8 != 0 || compressor->block > 65536))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: a block of %s has %zu elements, expected a multiple of 8 up to 65536", call,
+                            compressor->name, compressor->block);
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>feedback ----
+ * What is done to a vector before and after it is compressed: shortened when it is too long, folded into a velocity,
+ * and what was not sent taken from the sum. Elementwise, each operation rounded; a length is the root of squares
+ * added in float64 in a fixed order. And the buffers that compressing needs, which grow and stay. */
+#ifndef DTRAIN__FEEDBACK
+#define DTRAIN__FEEDBACK
+
+DTRAIN__EXACT_BEGIN
+
+/* velocity = velocity * momentum + in * factor */
+DTRAIN__INLINE void dtrain__feedback_velocity_body(float *velocity, const float *in, float momentum, float factor,
+                                                   size_t count)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) velocity[i] =
+        dtrain__rounded_f32(velocity[i] * momentum, zero) + dtrain__rounded_f32(in[i] * factor, zero);
+}
+
+/* residual = residual - sent; 0 where that is no number, as what is none would stay for ever */
+DTRAIN__INLINE void dtrain__feedback_left_body(float *residual, const float *sent, size_t count)
+{
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)
+    {
+        float left = residual[i] - sent[i];
+        uint32_t bits;
+        memcpy(&bits, &left, sizeof bits);
+        bits = (bits & 0x7f800000u) == 0x7f800000u ? 0 : bits;
+        memcpy(&left, &bits, sizeof bits);
+        residual[i] = left;
+    }
+}
+
+DTRAIN__KERNEL(dtrain__feedback_velocity,
+               (float *velocity, const float *in, float momentum, float factor, size_t count),
+               (velocity, in, momentum, factor, count))
+DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
+
+static double dtrain__sqrt_f64(double square)
+{
+#if defined(DTRAIN__X86)
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
+    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
+#else
+    return __builtin_sqrt(square);
+#endif
+}
+
+/* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
+static float dtrain__feedback_factor(const float *in, size_t count, double most)
+{
+    double length = dtrain__sqrt_f64(dtrain__sum_squares(DTRAIN_F32, in, count));
+    uint64_t bits;
+    memcpy(&bits, &length, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff && length > most ? (float)(most / length) : 1.0f;
+}
+
+DTRAIN__EXACT_END
+
+/* A buffer that grows, by half more than is needed: what a step packs varies a little. Its contents are lost. */
+typedef struct dtrain__room {
+    unsigned char *data;
+    size_t bytes;
+} dtrain__room;
+
+static dtrain_status dtrain__room_reserve(dtrain__room *room, dtrain_allocator *allocator, size_t bytes)
+{
+    if (room->bytes >= bytes && room->data != NULL)
+        return DTRAIN_OK;
+    size_t more = bytes / 2 + 4096, whole;
+    unsigned char *data = NULL;
+    if (dtrain__add_size(bytes, more, &whole))
+        data = (unsigned char *)dtrain__alloc(allocator, whole);
+    if (data == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed all_reduce: no memory for %zu bytes", bytes);
+    dtrain__free(allocator, room->data, room->bytes);
+    room->data = data;
+    room->bytes = whole;
+    return DTRAIN_OK;
+}
+
+static void dtrain__room_free(dtrain__room *room, dtrain_allocator *allocator)
+{
+    dtrain__free(allocator, room->data, room->bytes);
+    memset(room, 0, sizeof *room);
+}
+
+/* Bytes that a rank sends for a whole vector of float32. */
+static uint64_t dtrain__feedback_dense_bytes(size_t count, int ranks)
+{
+    return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
+}
+
+/* One rank cannot go on in the middle of an exchange, as what rank `from` sent is wrong: no other may, either. */
+static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status status, int from)
+{
+    dtrain__error kept = dtrain__thread_error;
+    char text[300];
+    snprintf(text, sizeof text, "compressed all_reduce on rank %d, data of rank %d: %.200s", dtrain_comm_rank(comm),
+             from, kept.text);
+    dtrain_comm_abort(comm, text);
+    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, data of rank %d: %.500s",
+                        dtrain_comm_rank(comm), from, kept.text);
+}
+
+#endif
+
+/* ---- >>selections ----
+ * The all-reduce of selections. Gathered: every rank gets every selection and merges them by the tree. Split: each
+ * rank merges its part of the vector, and all get the merged parts. A merge adds what both have and copies what one
+ * has, so that a sum's bits are those of the dense tree in which absent elements are zeros; that none is -0 is settled
+ * at the end. Lengths are exchanged before data. */
+#ifndef DTRAIN__SELECTIONS
+#define DTRAIN__SELECTIONS
+
+typedef struct dtrain__topk_state {
+    dtrain_allocator heap, *allocator;
+    dtrain_topk_desc desc;
+    float step[2]; /* its lower and upper 24 bits, as a checkpoint keeps it */
+    int ranks;
+    dtrain_sparse chosen, picked;
+    dtrain_sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
+    uint64_t *sizes;       /* 2 * ranks: to each rank, from each rank */
+    size_t *numbers;       /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
+    dtrain__room out, in;
+} dtrain__topk_state;
+
+/* What one call is about. */
+typedef struct dtrain__selections {
+    dtrain__topk_state *state;
+    dtrain_comm *comm;
+    float *residual, *out;
+    size_t count;
+    uint64_t *sent;
+    int rank, ranks;
+    double ratio; /* of this step */
+} dtrain__selections;
+
+static void dtrain__selections_free(dtrain__topk_state *state)
+{
+    size_t n = (size_t)state->ranks;
+    for (size_t i = 0; state->pieces != NULL && i < 2 * n; i++)
+        dtrain_sparse_destroy(&state->pieces[i]);
+    dtrain__free(state->allocator, state->pieces, 2 * n * sizeof(dtrain_sparse));
+    dtrain__free(state->allocator, state->sizes, 2 * n * sizeof(uint64_t));
+    dtrain__free(state->allocator, state->numbers, (5 * n + 1) * sizeof(size_t));
+    state->pieces = NULL;
+    state->sizes = NULL;
+    state->numbers = NULL;
+    state->ranks = 0;
+}
+
+/* Makes room for a group of so many ranks. */
+static dtrain_status dtrain__selections_open(dtrain__topk_state *state, int ranks)
+{
+    size_t n = (size_t)ranks;
+    if (state->ranks == ranks)
+        return DTRAIN_OK;
+    dtrain__selections_free(state);
+    state->ranks = ranks;
+    state->pieces = (dtrain_sparse *)dtrain__alloc(state->allocator, 2 * n * sizeof(dtrain_sparse));
+    state->sizes = (uint64_t *)dtrain__alloc(state->allocator, 2 * n * sizeof(uint64_t));
+    state->numbers = (size_t *)dtrain__alloc(state->allocator, (5 * n + 1) * sizeof(size_t));
+    if (state->pieces == NULL || state->sizes == NULL || state->numbers == NULL) {
+        dtrain__selections_free(state);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "topk: no memory for the pieces of %d ranks", ranks);
+    }
+    for (size_t i = 0; i < 2 * n; i++)
+        state->pieces[i].allocator = state->allocator;
+    return DTRAIN_OK;
+}
+
+/* out = a + b, where an element that one of them lacks is the other's. */
+static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtrain_sparse *b, dtrain_sparse *out)
+{
+    dtrain_status status = dtrain__sparse_reserve(out, a->count + b->count);
+    size_t i = 0, j = 0, n = 0;
+    if (status != DTRAIN_OK)
+        return status;
+    while (i < a->count && j < b->count) {
+        uint32_t left = a->indices[i], right = b->indices[j];
+        out->indices[n] = left < right ? left : right;
+        out->values[n++] = left == right ? a->values[i] + b->values[j] : left < right ? a->values[i] : b->values[j];
+        i += left <= right;
+        j += right <= left;
+    }
+    const dtrain_sparse *rest = i < a->count ? a : b;
+    size_t from = i < a->count ? i : j, more = rest->count - from;
+    if (more > 0) {
+        memcpy(out->indices + n, rest->indices + from, more * sizeof(uint32_t));
+        memcpy(out->values + n, rest->values + from, more * sizeof(float));
+    }
+    out->count = n + more;
+    out->original_count = a->original_count;
+    return DTRAIN_OK;
+}
+
+/* Merges the pieces of all ranks by the tree: neighbours first, one that has none goes up as it is. */
+static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain_sparse **merged)
+{
+    dtrain_sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
+    dtrain_status status = DTRAIN_OK;
+    uint64_t mode = dtrain__fpmode_enter();
+    memset(&nothing, 0, sizeof nothing);
+    for (int n = x->ranks; status == DTRAIN_OK && n > 1; n = (n + 1) / 2) {
+        for (int i = 0; status == DTRAIN_OK && i < n; i += 2)
+            status = dtrain__selections_merge(&from[i], i + 1 < n ? &from[i + 1] : &nothing, &to[i / 2]);
+        dtrain_sparse *next = to;
+        to = from;
+        from = next;
+    }
+    dtrain__fpmode_restore(mode);
+    *merged = &from[0];
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+}
+
+/* Rounds values to what the wire carries. */
+static void dtrain__selections_round(const dtrain__topk_state *state, dtrain_sparse *sparse)
+{
+    unsigned char tile[2 * DTRAIN__SPARSE_TILE];
+    dtrain_dtype wire = state->desc.values;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t at = 0; wire != DTRAIN_F32 && at < sparse->count; at += DTRAIN__SPARSE_TILE) {
+        size_t n = sparse->count - at < DTRAIN__SPARSE_TILE ? sparse->count - at : DTRAIN__SPARSE_TILE;
+        dtrain__convert(sparse->values + at, DTRAIN_F32, tile, wire, n);
+        dtrain__convert(tile, wire, sparse->values + at, DTRAIN_F32, n);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* residual[first + index] = whole - part, or adds that; what is no number is dropped. */
+static void dtrain__selections_keep(float *residual, size_t first, uint32_t index, float whole, float part, int adds)
+{
+    float *kept = residual + first + index, left = whole - part;
+    uint32_t bits;
+    memcpy(&bits, &left, sizeof bits);
+    left = (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
+    *kept = adds ? *kept + left : left;
+}
+
+/* Selects of what is to be sent, rounds that, and leaves the rest in the residual. */
+static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_sparse *chosen = &state->chosen;
+    uint64_t step = (uint64_t)state->step[0] + ((uint64_t)state->step[1] << 24);
+    dtrain_status status;
+    uint64_t mode = dtrain__fpmode_enter();
+    x->ratio = dtrain_topk_ratio(&state->desc.schedule, step++);
+    size_t k = dtrain_topk_count(x->count, x->ratio);
+    state->step[0] = (float)(step & 0xffffff);
+    state->step[1] = (float)(step >> 24 & 0xffffff);
+    if (state->desc.threshold > 0.0f && x->residual != NULL)
+        dtrain__sum_f32(x->residual, in, x->count);
+    if (state->desc.threshold > 0.0f)
+        status = dtrain_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
+    else if (x->residual != NULL)
+        status = dtrain_topk_add(x->residual, in, x->count, k, chosen);
+    else
+        status = dtrain_topk(in, x->count, k, chosen);
+    if (status == DTRAIN_OK)
+        dtrain__selections_round(state, chosen);
+    for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
+        dtrain__selections_keep(x->residual, 0, chosen->indices[i], x->residual[chosen->indices[i]], chosen->values[i],
+                                0);
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+/* Turns the sizes that ranks told into counts and offsets; each of a vector of at most `most` elements. */
+static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint64_t *sizes, size_t most, size_t *counts,
+                                              size_t *offsets, size_t *total)
+{
+    *total = 0;
+    for (int r = 0; r < x->ranks; r++) {
+        if (sizes[r] > DTRAIN__SPARSE_HEADER + 9 * (uint64_t)most) {
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%llu bytes are announced for at most %zu elements",
+                         (unsigned long long)sizes[r], most);
+            return dtrain__feedback_broken(x->comm, DTRAIN_ERR_CORRUPT, r);
+        }
+        counts[r] = (size_t)sizes[r];
+        offsets[r] = *total;
+        *total += counts[r];
+    }
+    return DTRAIN_OK;
+}
+
+/* A corrupt piece, or no memory for one, ends the exchange for all. */
+static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
+                                               dtrain_sparse *piece)
+{
+    dtrain_status status = dtrain_sparse_unpack(piece, x->state->in.data + at, bytes, count);
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
+}
+
+static void dtrain__selections_write(const dtrain_sparse *sparse, float *out)
+{
+    for (size_t i = 0; i < sparse->count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &sparse->values[i], sizeof bits);
+        bits = bits == 0x80000000u ? 0 : bits;
+        memcpy(&out[sparse->indices[i]], &bits, sizeof bits);
+    }
+}
+
+/* The selections are longer than the vectors: adds up these. */
+static dtrain_status dtrain__selections_dense(dtrain__selections *x)
+{
+    dtrain__sparse_write_now(&x->state->chosen, x->out);
+    *x->sent += dtrain__feedback_dense_bytes(x->count, x->ranks);
+    dtrain_status status = dtrain_all_reduce(x->comm, x->out, x->out, x->count, DTRAIN_F32, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &x->out[i], sizeof bits);
+        bits = bits == 0x80000000u ? 0 : bits;
+        memcpy(&x->out[i], &bits, sizeof bits);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__selections_gather(dtrain__selections *x)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_index_form form = state->desc.indices;
+    uint64_t mine = dtrain__sparse_size(&state->chosen, state->desc.values, &form);
+    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
+    dtrain_sparse *merged = NULL;
+    dtrain_status status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
+    *x->sent += 8 * (uint64_t)(x->ranks - 1);
+    if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->count)
+        return dtrain__selections_dense(x);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&state->in, state->allocator, total);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in.data + offsets[x->rank]);
+    status =
+        dtrain_all_gather_v(x->comm, state->in.data + offsets[x->rank], state->in.data, counts, offsets, DTRAIN_U8);
+    *x->sent += mine * (uint64_t)(x->ranks - 1);
+    for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
+        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_fold(x, &merged);
+    if (status != DTRAIN_OK)
+        return status;
+    if (x->count > 0)
+        memset(x->out, 0, x->count * sizeof(float));
+    dtrain__selections_write(merged, x->out);
+    return DTRAIN_OK;
+}
+
+/* The elements of the selection that are in a rank's part of the vector, which bounds say. */
+static dtrain_sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
+{
+    const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
+    dtrain_sparse part;
+    memset(&part, 0, sizeof part);
+    part.original_count = dtrain_split(x->count, x->ranks, rank, begin);
+    part.indices = x->state->chosen.indices + bounds[rank];
+    part.values = x->state->chosen.values + bounds[rank];
+    part.count = bounds[rank + 1] - bounds[rank];
+    return part;
+}
+
+/* Finds the bounds between parts. */
+static void dtrain__selections_cut(dtrain__selections *x)
+{
+    const dtrain_sparse *chosen = &x->state->chosen;
+    size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
+    for (int r = 0; r < x->ranks; r++) {
+        size_t begin, count = dtrain_split(x->count, x->ranks, r, &begin);
+        bounds[r] = next;
+        while (next < chosen->count && chosen->indices[next] < begin + count)
+            next++;
+    }
+    bounds[x->ranks] = next;
+}
+
+/* Packs each rank's part of the selection, with indices that count from the part's begin while it is packed. */
+static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t *counts, size_t *offsets)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_status status = DTRAIN_OK;
+    size_t begin, at = 0;
+    dtrain__selections_cut(x);
+    for (int pass = 0; status == DTRAIN_OK && pass < 2; pass++) {
+        for (int r = 0; r < x->ranks; r++) {
+            dtrain_index_form form = state->desc.indices;
+            dtrain_sparse part = dtrain__selections_part(x, r, &begin);
+            for (size_t i = 0; i < part.count; i++)
+                part.indices[i] -= (uint32_t)begin;
+            size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
+            if (pass == 1)
+                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out.data + offsets[r]);
+            for (size_t i = 0; i < part.count; i++)
+                part.indices[i] += (uint32_t)begin;
+            offsets[r] = pass == 0 ? at : offsets[r];
+            counts[r] = bytes;
+            state->sizes[r] = bytes;
+            at += pass == 0 ? bytes : 0;
+            *x->sent += pass == 1 && r != x->rank ? 8 + bytes : 0;
+        }
+        status = dtrain__room_reserve(&state->out, state->allocator, at);
+    }
+    return status;
+}
+
+/* Sends each rank its part of the selection, and unpacks what came for this rank's. */
+static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t part)
+{
+    dtrain__topk_state *state = x->state;
+    size_t n = (size_t)x->ranks, total = 0;
+    size_t *counts = state->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
+    dtrain_status status = dtrain__selections_pack_parts(x, counts, offsets);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_to_all(x->comm, state->sizes, state->sizes + n, n, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&state->in, state->allocator, total);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_to_all_v(x->comm, state->out.data, counts, offsets, state->in.data, in_counts, in_offsets,
+                                     DTRAIN_U8);
+    for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
+        status = dtrain__selections_unpack(x, r, in_offsets[r], in_counts[r], part, &state->pieces[r]);
+    return status;
+}
+
+/* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
+static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_sparse *merged, size_t begin, size_t quota)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_sparse *picked = &state->picked;
+    size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
+    dtrain_status status = dtrain_topk(merged->values, merged->count, keeps, picked);
+    uint64_t mode = dtrain__fpmode_enter();
+    size_t next = 0;
+    if (status == DTRAIN_OK)
+        dtrain__selections_round(state, picked);
+    for (size_t i = 0; status == DTRAIN_OK && i < merged->count; i++) {
+        int passes = next < picked->count && picked->indices[next] == i;
+        float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
+        if (x->residual != NULL)
+            dtrain__selections_keep(x->residual, begin, merged->indices[i], whole, part, 1);
+        merged->indices[next] = merged->indices[i];
+        merged->values[next] = part;
+        next += (size_t)passes;
+    }
+    dtrain__fpmode_restore(mode);
+    merged->count = next;
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+}
+
+/* Gathers every rank's sums, each straight into its part of the result. */
+static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain_sparse *merged)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_index_form form = state->desc.indices;
+    uint64_t mine = dtrain__sparse_size(merged, state->desc.values, &form);
+    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
+    dtrain_status status = dtrain__room_reserve(&state->out, state->allocator, (size_t)mine);
+    if (status != DTRAIN_OK)
+        return dtrain__feedback_broken(x->comm, status, x->rank);
+    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out.data);
+    status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&state->in, state->allocator, total);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_gather_v(x->comm, state->out.data, state->in.data, counts, offsets, DTRAIN_U8);
+    *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
+    if (status == DTRAIN_OK && x->count > 0)
+        memset(x->out, 0, x->count * sizeof(float));
+    for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
+        size_t begin, part = dtrain_split(x->count, x->ranks, r, &begin);
+        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
+        if (status == DTRAIN_OK)
+            dtrain__selections_write(&state->pieces[0], x->out + begin);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__selections_split(dtrain__selections *x)
+{
+    size_t begin, part = dtrain_split(x->count, x->ranks, x->rank, &begin);
+    dtrain_sparse *merged = NULL;
+    dtrain_status status = dtrain__selections_scatter(x, part);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_fold(x, &merged);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
+    return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
+}
+
+static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
+                                               float *residual, float *out, size_t count, uint64_t *sent)
+{
+    dtrain__selections x;
+    x.state = (dtrain__topk_state *)compressor->self;
+    x.comm = comm;
+    x.residual = residual;
+    x.out = out;
+    x.count = count;
+    x.sent = sent;
+    x.rank = dtrain_comm_rank(comm);
+    x.ranks = dtrain_comm_size(comm);
+    dtrain_sparse_exchange way = x.state->desc.exchange;
+    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_select(&x, in);
+    if (status != DTRAIN_OK)
+        return status;
+    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x.ranks <= 8))
+        return dtrain__selections_gather(&x);
+    return dtrain__selections_split(&x);
+}
+
+static void dtrain__topk_destroy(void *self)
+{
+    dtrain__topk_state *state = (dtrain__topk_state *)self;
+    dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = state->allocator;
+    dtrain__selections_free(state);
+    dtrain_sparse_destroy(&state->chosen);
+    dtrain_sparse_destroy(&state->picked);
+    dtrain__room_free(&state->out, allocator);
+    dtrain__room_free(&state->in, allocator);
+    dtrain__free(allocator != &state->heap ? allocator : &heap, state, sizeof *state);
+}
+
+static dtrain_status dtrain__topk_check_desc(const dtrain_topk_desc *desc)
+{
+    uint32_t threshold;
+    memcpy(&threshold, &desc->threshold, sizeof threshold);
+    if (threshold > 0x7f800000u)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: threshold is %g, expected a number above 0",
+                            (double)desc->threshold);
+    if (threshold == 0 && !(desc->schedule.ratio > 0.0 && desc->schedule.ratio <= 1.0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressor_topk: the ratio is %g, expected one above 0 and at most 1",
+                            desc->schedule.ratio);
+    if (dtrain__sparse_width(desc->values) == 0 ||
+        (desc->indices != DTRAIN_INDEX_AUTO && desc->indices != DTRAIN_INDEX_U32 &&
+         desc->indices != DTRAIN_INDEX_DELTA) ||
+        (desc->exchange != DTRAIN_EXCHANGE_AUTO &&
+         (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT_TOPK)))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressor_topk: values %s, index form %d, exchange %d; expected F32, BF16 or F16, AUTO, "
+                            "U32 or DELTA, and one of dtrain_sparse_exchange",
+                            dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
+    if (desc->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && threshold != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g",
+                            (double)desc->threshold);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
+                                                dtrain_allocator *allocator)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain_topk_desc full;
+    if (compressor == NULL || desc == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: compressor and desc are needed, got NULL");
+    memset(compressor, 0, sizeof *compressor);
+    full = *desc;
+    full.values = full.values == 0 ? DTRAIN_F32 : full.values;
+    dtrain_status status = dtrain__topk_check_desc(&full);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__topk_state *state =
+        (dtrain__topk_state *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *state);
+    if (state == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_topk: no memory for %zu bytes", sizeof *state);
+    state->desc = full;
+    state->allocator = allocator != NULL ? allocator : &state->heap;
+    state->chosen.allocator = state->picked.allocator = state->allocator;
+    compressor->name = "topk";
+    compressor->self = state;
+    compressor->reduce = dtrain__selections_reduce;
+    compressor->destroy = dtrain__topk_destroy;
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>powersgd ----
+ * A matrix as the product of two thin ones: P = M Q, summed over ranks and made orthonormal; Q = M' P, summed; the
+ * result is P Q'. Q, kept transposed, is where the next step starts. Every rank computes the result for itself, so the
+ * products here have loops of their own whose bits are the same on every instruction set, as those of gemm are not. */
+#ifndef DTRAIN__POWERSGD
+#define DTRAIN__POWERSGD
+
+#define DTRAIN__POWERSGD_LANES 16
+#define DTRAIN__POWERSGD_RANKS 64
+
+typedef struct dtrain__powersgd {
+    dtrain_allocator heap, *allocator;
+    size_t rows, columns, rank;
+    uint64_t seed;
+    float *left;  /* rows x rank */
+    float *right; /* rank x columns: Q transposed */
+} dtrain__powersgd;
+
+DTRAIN__EXACT_BEGIN
+
+/* left = m right': lane i % 16 takes element i of a row; lanes are joined as a tree. */
+DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *right, float *left, size_t rows,
+                                               size_t columns, size_t rank)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    for (size_t row = 0; row < rows; row++)
+        for (size_t j = 0; j < rank; j++) {
+            const float *a = m + row * columns, *b = right + j * columns;
+            float lanes[DTRAIN__POWERSGD_LANES] = {0};
+            size_t i = 0;
+            for (; i + DTRAIN__POWERSGD_LANES <= columns; i += DTRAIN__POWERSGD_LANES)
+                for (size_t k = 0; k < DTRAIN__POWERSGD_LANES; k++)
+                    lanes[k] = lanes[k] + dtrain__rounded_f32(a[i + k] * b[i + k], zero);
+            for (size_t k = 0; i < columns; i++, k++)
+                lanes[k] = lanes[k] + dtrain__rounded_f32(a[i] * b[i], zero);
+            for (size_t half = DTRAIN__POWERSGD_LANES / 2; half > 0; half /= 2)
+                for (size_t k = 0; k < half; k++)
+                    lanes[k] = lanes[k] + lanes[k + half];
+            left[row * rank + j] = lanes[0];
+        }
+}
+
+/* right = left' m, row after row of m. */
+DTRAIN__INLINE void dtrain__powersgd_right_body(const float *m, float *right, const float *left, size_t rows,
+                                                size_t columns, size_t rank)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    for (size_t i = 0; i < rank * columns; i++)
+        right[i] = 0.0f;
+    for (size_t row = 0; row < rows; row++)
+        for (size_t j = 0; j < rank; j++) {
+            const float *a = m + row * columns;
+            float *b = right + j * columns, by = left[row * rank + j];
+            DTRAIN__INDEPENDENT for (size_t i = 0; i < columns; i++) b[i] = b[i] + dtrain__rounded_f32(a[i] * by, zero);
+        }
+}
+
+/* out = left right, term after term. */
+DTRAIN__INLINE void dtrain__powersgd_product_body(float *out, const float *right, const float *left, size_t rows,
+                                                  size_t columns, size_t rank)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    for (size_t row = 0; row < rows; row++)
+        for (size_t j = 0; j < rank; j++) {
+            float *a = out + row * columns, by = left[row * rank + j];
+            const float *b = right + j * columns;
+            if (j == 0)
+                DTRAIN__INDEPENDENT for (size_t i = 0; i < columns; i++) a[i] = by * b[i];
+            else
+                DTRAIN__INDEPENDENT for (size_t i = 0; i < columns; i++) a[i] =
+                    a[i] + dtrain__rounded_f32(by * b[i], zero);
+        }
+}
+
+DTRAIN__KERNEL(dtrain__powersgd_left,
+               (const float *m, const float *right, float *left, size_t rows, size_t columns, size_t rank),
+               (m, right, left, rows, columns, rank))
+DTRAIN__KERNEL(dtrain__powersgd_right,
+               (const float *m, float *right, const float *left, size_t rows, size_t columns, size_t rank),
+               (m, right, left, rows, columns, rank))
+DTRAIN__KERNEL(dtrain__powersgd_product,
+               (float *out, const float *right, const float *left, size_t rows, size_t columns, size_t rank),
+               (out, right, left, rows, columns, rank))
+
+/* The product of two columns of left. */
+static double dtrain__powersgd_dot(const float *left, size_t rows, size_t rank, size_t a, size_t b)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    double sum = 0.0;
+    for (size_t i = 0; i < rows; i++)
+        sum = sum + dtrain__rounded_f64((double)left[i * rank + a] * (double)left[i * rank + b], zero);
+    return sum;
+}
+
+/* Makes columns orthonormal, one after the other against those before; twice, as float32 keeps little of nearly equal
+ * ones. One that has nothing of its own becomes zero. */
+static void dtrain__powersgd_orthonormalize(float *left, size_t rows, size_t rank)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    for (size_t j = 0; j < rank; j++) {
+        double before = dtrain__powersgd_dot(left, rows, rank, j, j), after = before;
+        for (size_t pass = 0; pass < 2; pass++) {
+            for (size_t k = 0; k < j; k++) {
+                double along = dtrain__powersgd_dot(left, rows, rank, k, j);
+                for (size_t i = 0; i < rows; i++)
+                    left[i * rank + j] = (float)((double)left[i * rank + j] -
+                                                 dtrain__rounded_f64(along * (double)left[i * rank + k], zero));
+            }
+            after = dtrain__powersgd_dot(left, rows, rank, j, j);
+            double length = dtrain__sqrt_f64(after);
+            int any = after > before * 1e-10 && length > 0.0;
+            for (size_t i = 0; i < rows; i++)
+                left[i * rank + j] = any ? (float)((double)left[i * rank + j] / length) : 0.0f;
+            before = any ? 1.0 : 0.0;
+        }
+    }
+}
+
+DTRAIN__EXACT_END
+
+/* Draws anew every row of the start that is zero or no number: what has been lost would not come back. */
+static void dtrain__powersgd_restart(dtrain__powersgd *p)
+{
+    for (size_t j = 0; j < p->rank; j++) {
+        float *row = p->right + j * p->columns;
+        uint32_t bits, any = 0, bad = 0;
+        for (size_t i = 0; i < p->columns; i++) {
+            memcpy(&bits, &row[i], sizeof bits);
+            any |= bits & 0x7fffffffu;
+            bad |= (uint32_t)((bits & 0x7f800000u) == 0x7f800000u);
+        }
+        for (size_t i = 0; (any == 0 || bad) && i < p->columns; i++)
+            row[i] = dtrain_random_normal(p->seed, (uint64_t)j * p->columns + i);
+    }
+}
+
+/* A vector that is no longer than its thin matrices. */
+static dtrain_status dtrain__powersgd_whole(dtrain_comm *comm, const float *in, float *residual, float *out,
+                                            size_t count, uint64_t *sent)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    if (residual != NULL) {
+        dtrain__sum_f32(residual, in, count);
+        memcpy(out, residual, count * sizeof(float));
+        memset(residual, 0, count * sizeof(float));
+        in = out;
+    }
+    dtrain__fpmode_restore(mode);
+    *sent += dtrain__feedback_dense_bytes(count, dtrain_comm_size(comm));
+    return dtrain_all_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM);
+}
+
+static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
+                                             float *residual, float *out, size_t count, uint64_t *sent)
+{
+    dtrain__powersgd *p = (dtrain__powersgd *)compressor->self;
+    size_t left = p->rows * p->rank, right = p->columns * p->rank;
+    if (count != p->rows * p->columns)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "powersgd: a vector of %zu elements, the matrix has %zu x %zu",
+                            count, p->rows, p->columns);
+    if (left + right >= count)
+        return count == 0 ? DTRAIN_OK : dtrain__powersgd_whole(comm, in, residual, out, count, sent);
+    uint64_t mode = dtrain__fpmode_enter();
+    if (residual != NULL)
+        dtrain__sum_f32(residual, in, count);
+    const float *m = residual != NULL ? residual : in;
+    dtrain__powersgd_restart(p);
+    dtrain__powersgd_left(m, p->right, p->left, p->rows, p->columns, p->rank);
+    dtrain_status status = dtrain_all_reduce(comm, p->left, p->left, left, DTRAIN_F32, DTRAIN_SUM);
+    if (status == DTRAIN_OK) {
+        dtrain__powersgd_orthonormalize(p->left, p->rows, p->rank);
+        dtrain__powersgd_right(m, p->right, p->left, p->rows, p->columns, p->rank);
+    }
+    if (status == DTRAIN_OK && residual != NULL) {
+        dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
+        dtrain__feedback_left(residual, out, count);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
+    if (status == DTRAIN_OK)
+        dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
+    *sent += dtrain__feedback_dense_bytes(left + right, dtrain_comm_size(comm));
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+static void dtrain__powersgd_destroy(void *self)
+{
+    dtrain__powersgd *p = (dtrain__powersgd *)self;
+    dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = p->allocator;
+    dtrain__free(allocator, p->left, p->rows * p->rank * sizeof(float));
+    dtrain__free(allocator, p->right, p->columns * p->rank * sizeof(float));
+    dtrain__free(allocator != &p->heap ? allocator : &heap, p, sizeof *p);
+}
+
+DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
+                                                    int rank, uint64_t seed, dtrain_allocator *allocator)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t elements, left, right, r = rank == 0 ? 4 : (size_t)rank;
+    if (compressor == NULL || rank < 0 || rank > DTRAIN__POWERSGD_RANKS || !dtrain__mul_size(rows, columns, &elements))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressor_powersgd: a matrix of %zu x %zu with rank %d; expected rank 1 to %d, or 0 for "
+                            "4, and a place for the compressor",
+                            rows, columns, rank, DTRAIN__POWERSGD_RANKS);
+    memset(compressor, 0, sizeof *compressor);
+    dtrain__powersgd *p = NULL;
+    if (dtrain__mul_size(rows, r * sizeof(float), &left) && dtrain__mul_size(columns, r * sizeof(float), &right))
+        p = (dtrain__powersgd *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *p);
+    if (p != NULL) {
+        p->allocator = allocator != NULL ? allocator : &p->heap;
+        p->rows = rows;
+        p->columns = columns;
+        p->rank = r;
+        p->seed = seed;
+        p->left = (float *)dtrain__alloc(p->allocator, left);
+        p->right = (float *)dtrain__alloc(p->allocator, right);
+    }
+    if (p == NULL || p->left == NULL || p->right == NULL) {
+        if (p != NULL)
+            dtrain__powersgd_destroy(p);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_powersgd: no memory for %zu x %zu by %zu", rows,
+                            columns, r);
+    }
+    compressor->name = "powersgd";
+    compressor->self = p;
+    compressor->reduce = dtrain__powersgd_reduce;
+    compressor->destroy = dtrain__powersgd_destroy;
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>compressed ----
+ * The all-reduce of one vector through a compressor, and what a step hands to the next. Packing compressors: quantise,
+ * give each rank its part of all, add as float32 by the tree, quantise, gather. A part's owner keeps what its second
+ * packing lost. */
+#ifndef DTRAIN__COMPRESSED
+#define DTRAIN__COMPRESSED
+
+struct dtrain_compressed {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    dtrain_compressor compressor;
+    dtrain_compressed_desc desc;
+    size_t count;
+    int rank, ranks;
+    float *residual, *velocity; /* NULL: none */
+    size_t *numbers;            /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
+    const void **parts;         /* what is folded, a rank */
+    dtrain__room out, in, wide;
+    dtrain_compressed_stats stats;
+};
+
+/* Packs every rank's part of `from`, which it then unpacks to out, to take that from the residual. */
+static void dtrain__compressed_pack(dtrain_compressed *c, const float *from, float *out)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t *counts = c->numbers, *offsets = counts + c->ranks, at = 0;
+    for (int r = 0; r < c->ranks; r++) {
+        size_t begin, part = dtrain_split(c->count, c->ranks, r, &begin);
+        offsets[r] = at;
+        counts[r] = q->bytes(q, part);
+        q->pack(q, from + begin, part, c->out.data + at);
+        at += counts[r];
+        c->stats.sent_bytes += r != c->rank ? counts[r] : 0;
+        if (c->residual == NULL)
+            continue;
+        q->unpack(q, c->out.data + offsets[r], out + begin, part);
+        dtrain__feedback_left(c->residual + begin, out + begin, part);
+    }
+}
+
+/* Unpacks what came and adds it up in this rank's part of out. */
+static void dtrain__compressed_fold(dtrain_compressed *c, float *sum, size_t part)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t bytes = q->bytes(q, part);
+    void *outs[1];
+    outs[0] = sum;
+    for (int r = 0; r < c->ranks; r++) {
+        float *wide = (float *)(void *)c->wide.data + (size_t)r * part;
+        q->unpack(q, c->in.data + (size_t)r * bytes, wide, part);
+        c->parts[r] = wide;
+    }
+    if (part > 0)
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, c->parts, c->ranks, outs, 1, 0, part);
+}
+
+/* Packs the sum into its place among those of all ranks, and keeps what that loses. */
+static void dtrain__compressed_pack_sum(dtrain_compressed *c, const float *sum, size_t begin, size_t part)
+{
+    const dtrain_compressor *q = &c->compressor;
+    const size_t *offsets = c->numbers + c->ranks;
+    float *lost = (float *)(void *)c->wide.data, *back = lost + part;
+    q->pack(q, sum, part, c->out.data + offsets[c->rank]);
+    c->stats.sent_bytes += q->bytes(q, part) * (uint64_t)(c->ranks - 1);
+    if (c->residual == NULL || part == 0)
+        return;
+    memcpy(lost, sum, part * sizeof(float));
+    q->unpack(q, c->out.data + offsets[c->rank], back, part);
+    dtrain__feedback_left(lost, back, part);
+    dtrain__sum_f32(c->residual + begin, lost, part);
+}
+
+/* What all parts, what comes for one of them, and the unpacked need. */
+static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t part)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t all = 0, in = q->bytes(q, part), wide;
+    dtrain_status status = DTRAIN_OK;
+    for (int r = 0; r < c->ranks; r++)
+        if (!dtrain__add_size(all, q->bytes(q, dtrain_split(c->count, c->ranks, r, NULL)), &all))
+            all = SIZE_MAX;
+    if (!dtrain__mul_size(in, (size_t)c->ranks, &in))
+        in = SIZE_MAX;
+    if (!dtrain__mul_size(part * sizeof(float), (size_t)(c->ranks > 2 ? c->ranks : 2), &wide))
+        wide = SIZE_MAX;
+    status = dtrain__room_reserve(&c->out, c->allocator, all);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&c->in, c->allocator, in);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&c->wide, c->allocator, wide);
+    return status;
+}
+
+static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t begin, part = dtrain_split(c->count, c->ranks, c->rank, &begin), n = (size_t)c->ranks;
+    size_t *counts = c->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
+    dtrain_status status = dtrain__compressed_reserve(c, part);
+    if (status != DTRAIN_OK)
+        return status;
+    if (c->residual != NULL)
+        dtrain__sum_f32(c->residual, in, c->count);
+    dtrain__compressed_pack(c, c->residual != NULL ? c->residual : in, out);
+    for (size_t r = 0; r < n; r++) {
+        in_counts[r] = q->bytes(q, part);
+        in_offsets[r] = r * in_counts[r];
+    }
+    status = dtrain_all_to_all_v(c->comm, c->out.data, counts, offsets, c->in.data, in_counts, in_offsets, DTRAIN_U8);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__compressed_fold(c, out + begin, part);
+    dtrain__compressed_pack_sum(c, out + begin, begin, part);
+    status = dtrain_all_gather_v(c->comm, c->out.data + offsets[c->rank], c->out.data, counts, offsets, DTRAIN_U8);
+    for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
+        size_t at, count = dtrain_split(c->count, c->ranks, r, &at);
+        q->unpack(q, c->out.data + offsets[r], out + at, count);
+    }
+    return status;
+}
+
+static int dtrain__compressed_is_topk(const dtrain_compressed *c)
+{
+    return c->compressor.reduce == dtrain__selections_reduce;
+}
+
+/* Shortens the vector, and folds it into the velocity; returns what is to be sent, which may be in out. */
+static const float *dtrain__compressed_prepare(dtrain_compressed *c, const float *in, float *out)
+{
+    float factor = 1.0f;
+    if (c->desc.max_norm > 0.0f && c->count > 0)
+        factor = dtrain__feedback_factor(in, c->count, (double)c->desc.max_norm / dtrain__sqrt_f64((double)c->ranks));
+    if (c->velocity != NULL) {
+        dtrain__feedback_velocity(c->velocity, in, c->desc.momentum, factor, c->count);
+        return c->velocity;
+    }
+    if (factor != 1.0f) {
+        dtrain__weigh_f32(in, (double)factor, out, c->count);
+        return out;
+    }
+    return in;
+}
+
+/* The velocity of what was sent starts anew. */
+static void dtrain__compressed_mask(dtrain_compressed *c)
+{
+    const dtrain_sparse *chosen = &((dtrain__topk_state *)c->compressor.self)->chosen;
+    for (size_t i = 0; i < chosen->count; i++)
+        c->velocity[chosen->indices[i]] = 0.0f;
+}
+
+static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const float *in, const float *out,
+                                              dtrain_op op)
+{
+    if (c == NULL || (c->count > 0 && (in == NULL || out == NULL)))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed all_reduce: %s is NULL",
+                            c == NULL    ? "the object"
+                            : in == NULL ? "in"
+                                         : "out");
+    if (op != DTRAIN_SUM && op != DTRAIN_MEAN)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed all_reduce: operation %d, expected DTRAIN_SUM or DTRAIN_MEAN", (int)op);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
+                                                      dtrain_op op)
+{
+    dtrain_compressed *c = compressed;
+    dtrain_status status = dtrain__compressed_check(c, in, out, op);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t mode = dtrain__fpmode_enter();
+    const float *from = dtrain__compressed_prepare(c, in, out);
+    if (c->compressor.reduce != NULL)
+        status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
+    else
+        status = dtrain__compressed_dense(c, from, out);
+    if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking)
+        dtrain__compressed_mask(c);
+    if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
+        dtrain__divide_f32(out, (double)c->ranks, c->count);
+    c->stats.steps++;
+    c->stats.dense_bytes += dtrain__feedback_dense_bytes(c->count, c->ranks);
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
+                                       size_t *count)
+{
+    static const char *const names[] = {"residual", "velocity", "start", "step"};
+    float *datas[4] = {NULL, NULL, NULL, NULL};
+    size_t counts[4] = {0, 0, 0, 2};
+    if (compressed == NULL || index < 0)
+        return 0;
+    datas[0] = compressed->residual;
+    datas[1] = compressed->velocity;
+    counts[0] = counts[1] = compressed->count;
+    if (dtrain__compressed_is_topk(compressed))
+        datas[3] = ((dtrain__topk_state *)compressed->compressor.self)->step;
+    if (compressed->compressor.reduce == dtrain__powersgd_reduce) {
+        const dtrain__powersgd *p = (const dtrain__powersgd *)compressed->compressor.self;
+        datas[2] = p->right;
+        counts[2] = p->columns * p->rank;
+    }
+    for (int i = 0; i < 4; i++) {
+        if (datas[i] == NULL || index-- > 0)
+            continue;
+        *name = names[i];
+        *data = datas[i];
+        *count = counts[i];
+        return 1;
+    }
+    return 0;
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_compressed_counters(const dtrain_compressed *compressed)
+{
+    dtrain_compressed_stats none = {0, 0, 0};
+    return compressed != NULL ? compressed->stats : none;
+}
+
+static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *compressor,
+                                                   const dtrain_compressed_desc *desc)
+{
+    uint32_t momentum, norm;
+    memcpy(&momentum, &desc->momentum, sizeof momentum);
+    memcpy(&norm, &desc->max_norm, sizeof norm);
+    if (momentum >= 0x3f800000u || norm >= 0x7f800000u)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed_create: momentum is %g, max_norm %g; expected 0 or more, momentum below 1",
+                            (double)desc->momentum, (double)desc->max_norm);
+    if (momentum != 0 && (desc->no_feedback || compressor->reduce != dtrain__selections_reduce))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed_create: momentum %g needs top-k with feedback; of other compressors it is the "
+                            "optimizer's",
+                            (double)desc->momentum);
+    return dtrain__compressor_check(compressor, "compressed_create");
+}
+
+/* Fills what is there already but for its memory; what fails is the caller's to destroy. */
+static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
+{
+    size_t bytes = 0, n = (size_t)c->ranks;
+    int good = dtrain__mul_size(c->count, sizeof(float), &bytes);
+    dtrain_status status = dtrain__compressed_check_desc(&c->compressor, &c->desc);
+    if (status != DTRAIN_OK)
+        return status;
+    c->numbers = (size_t *)dtrain__alloc(c->allocator, 4 * n * sizeof(size_t));
+    c->parts = (const void **)dtrain__alloc(c->allocator, n * sizeof(void *));
+    if (good && !c->desc.no_feedback)
+        c->residual = (float *)dtrain__alloc(c->allocator, bytes);
+    if (good && c->desc.momentum > 0.0f)
+        c->velocity = (float *)dtrain__alloc(c->allocator, bytes);
+    if (!good || c->numbers == NULL || c->parts == NULL || (!c->desc.no_feedback && c->residual == NULL) ||
+        (c->desc.momentum > 0.0f && c->velocity == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for the state of %zu elements",
+                            c->count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
+                                                  const dtrain_compressor *compressor,
+                                                  const dtrain_compressed_desc *desc)
+{
+    if (compressed != NULL)
+        *compressed = NULL;
+    if (compressed == NULL || comm == NULL || compressor == NULL) {
+        if (compressor != NULL && compressor->destroy != NULL)
+            compressor->destroy(compressor->self);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: %s is NULL",
+                            compressed == NULL ? "compressed"
+                            : comm == NULL     ? "the group"
+                                               : "the compressor");
+    }
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain_compressed *c = (dtrain_compressed *)dtrain__alloc(allocator, sizeof *c);
+    if (c == NULL) {
+        if (compressor->destroy != NULL)
+            compressor->destroy(compressor->self);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for %zu bytes", sizeof *c);
+    }
+    c->comm = comm;
+    c->allocator = allocator;
+    c->compressor = *compressor;
+    c->count = count;
+    c->rank = dtrain_comm_rank(comm);
+    c->ranks = dtrain_comm_size(comm);
+    if (desc != NULL)
+        c->desc = *desc;
+    dtrain_status status = dtrain__compressed_init(c);
+    if (status == DTRAIN_OK)
+        *compressed = c;
+    else
+        dtrain_compressed_destroy(c);
+    return status;
+}
+
+DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
+{
+    dtrain_compressed *c = compressed;
+    if (c == NULL)
+        return;
+    dtrain_compressor_destroy(&c->compressor);
+    dtrain__free(c->allocator, c->residual, c->count * sizeof(float));
+    dtrain__free(c->allocator, c->velocity, c->count * sizeof(float));
+    dtrain__free(c->allocator, c->numbers, 4 * (size_t)c->ranks * sizeof(size_t));
+    dtrain__free(c->allocator, c->parts, (size_t)c->ranks * sizeof(void *));
+    dtrain__room_free(&c->out, c->allocator);
+    dtrain__room_free(&c->in, c->allocator);
+    dtrain__room_free(&c->wide, c->allocator);
+    dtrain__free(c->allocator, c, sizeof *c);
+}
+
+#endif
+
 /* ---- >>train-kernels ----
  * The loops over elements of this floor, once for each instruction set. Every operation is rounded by itself and no
  * order is left open, so that all of them give the same bits; ends shorter than a vector go through a padded one.
@@ -21052,188 +23626,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *
 
 #endif
 
-/* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: FSDP's no-shard, whose sums go back to the table.
- * A rank's micro-batches are folded in full and communicated once. */
-#ifndef DTRAIN__DDP
-#define DTRAIN__DDP
-
-struct dtrain_ddp {
-    dtrain_fsdp *fsdp;
-    dtrain_allocator *allocator;
-    int open;
-    dtrain__error error;
-};
-
-/* Keeps the text of a call's error, whoever wrote it. */
-static dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
-{
-    if (status != DTRAIN_OK && ddp != NULL)
-        ddp->error = dtrain__thread_error;
-    return status;
-}
-
-static dtrain_status dtrain__ddp_check_begin(const dtrain_ddp *ddp, int micro_batches, double weight)
-{
-    if (ddp == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: the ddp is NULL: create it first");
-    if (ddp->open)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_begin: a step is open: call dtrain_ddp_finish before the next");
-    if (micro_batches < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: micro_batches is %d, expected 0 or more",
-                            micro_batches);
-    if (!dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: weight is %g, expected a number of at least 0",
-                            weight);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight)
-{
-    dtrain_status status = dtrain__ddp_check_begin(ddp, micro_batches, weight);
-    if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
-    dtrain__fsdp_zero_grads(ddp->fsdp);
-    ddp->open = 1;
-    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight));
-}
-
-/* Says whether a call between begin and finish may go on. */
-static dtrain_status dtrain__ddp_check_open(const dtrain_ddp *ddp, const char *call)
-{
-    if (ddp == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the ddp is NULL: create it first", call);
-    if (!ddp->open)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
-{
-    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_reduce");
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_enter(ddp->fsdp, "dtrain_ddp_reduce", unit);
-    if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
-    ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
-    return dtrain__ddp_note(ddp, dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce"));
-}
-
-DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
-{
-    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_next");
-    if (status == DTRAIN_OK && !ddp->fsdp->just_ended && ddp->fsdp->ended >= ddp->fsdp->announced)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                              "dtrain_ddp_next: all %d micro-batches announced to dtrain_ddp_begin are over: announce "
-                              "as many as you compute",
-                              ddp->fsdp->announced);
-    if (status == DTRAIN_OK)
-        status = dtrain_fsdp_next(ddp->fsdp);
-    return dtrain__ddp_note(ddp, status);
-}
-
-/* Copies the sums back. */
-static void dtrain__ddp_unpack(dtrain_fsdp *fsdp)
-{
-    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
-        const dtrain__cut *cut = &fsdp->layout.cuts[i];
-        if (cut->trained && cut->count > 0)
-            memcpy(dtrain__fsdp_full_grad(fsdp, cut), fsdp->grads + cut->grad, cut->count * sizeof(float));
-    }
-}
-
-DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight)
-{
-    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
-    if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
-    dtrain_fsdp *fsdp = ddp->fsdp;
-    int begun = fsdp->ended + (fsdp->reduced_units > 0);
-    if (fsdp->broken.status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
-        return dtrain__ddp_note(ddp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                                  "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the "
-                                                  "rest, or call dtrain_ddp_next for those that used no unit",
-                                                  begun, fsdp->announced));
-    ddp->open = 0;
-    status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_finish", 0);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_finish_now(fsdp, 1);
-    if (total_weight != NULL)
-        *total_weight = fsdp->total_weight;
-    if (status == DTRAIN_OK && fsdp->grads != NULL)
-        dtrain__ddp_unpack(fsdp);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_reset(fsdp);
-    return dtrain__ddp_note(ddp, status);
-}
-
-DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp)
-{
-    return ddp != NULL ? ddp->error.text : "";
-}
-
-static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                      const dtrain_ddp_desc *desc)
-{
-    dtrain_fsdp_desc full;
-    size_t bytes;
-    dtrain_status status = dtrain_params_check(table, count);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
-    dtrain_param *copy = NULL;
-    if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
-        copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);
-    if (status == DTRAIN_OK && copy == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
-    for (size_t i = 0; copy != NULL && i < count; i++) {
-        copy[i] = table[i];
-        copy[i].frozen = !dtrain__params_trained(&table[i]);
-    }
-    memset(&full, 0, sizeof full);
-    full.strategy = DTRAIN_NO_SHARD;
-    full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
-    full.keep_full_grads = 1;
-    full.no_broadcast = desc->no_broadcast;
-    full.no_overlap = desc->no_overlap;
-    full.bucket_bytes = desc->bucket_bytes;
-    dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, status);
-    dtrain__free(ddp->allocator, copy, count * sizeof *copy);
-    return made;
-}
-
-DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                           const dtrain_ddp_desc *desc)
-{
-    dtrain_ddp_desc full = {0, 0, 0};
-    if (ddp == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_create: ddp and comm are needed, got NULL");
-    *ddp = NULL;
-    if (desc != NULL)
-        full = *desc;
-    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
-    dtrain_ddp *made = (dtrain_ddp *)dtrain__alloc(allocator, sizeof *made);
-    if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
-    made->allocator = allocator;
-    dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);
-    if (status == DTRAIN_OK)
-        *ddp = made;
-    else
-        dtrain__free(allocator, made, sizeof *made);
-    return status;
-}
-
-DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
-{
-    if (ddp == NULL)
-        return;
-    dtrain_fsdp_destroy(ddp->fsdp);
-    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
-}
-
-#endif
-
 /* ---- >>aggregator ----
  * One training step in three parts: compute, aggregate, apply; and the two aggregators that come with the library.
  * For programs that want the order of a step kept for them; those with a loop of their own use >>ddp. */
@@ -21378,6 +23770,426 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
     if (result != NULL)
         *result = own;
     return status;
+}
+
+#endif
+
+/* ---- >>compression ----
+ * The aggregator that compresses: a state a parameter, whose sums are divided once by the weight of all ranks. Sums
+ * travel, not means, so that what is left for the next step is in the units of the next step's gradients. */
+#ifndef DTRAIN__COMPRESSION
+#define DTRAIN__COMPRESSION
+
+#define DTRAIN__COMPRESSION_LEAST 1024
+
+typedef struct dtrain__compression {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    size_t count, *elements;
+    dtrain_compressed **parts; /* NULL: as it is */
+    dtrain_compressed_stats plain;
+} dtrain__compression;
+
+/* A compressor for one parameter; kind NONE of those that are sent as they are is the caller's to know. */
+static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, size_t rows, size_t columns,
+                                              dtrain_allocator *allocator, dtrain_compressor *made)
+{
+    dtrain_topk_desc topk = desc->topk;
+    memset(made, 0, sizeof *made);
+    switch (desc->kind) {
+    case DTRAIN_COMPRESS_DEFAULT:
+    case DTRAIN_COMPRESS_TOPK:
+        if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
+            topk.schedule.ratio = 0.01;
+        return dtrain_compressor_topk(made, &topk, allocator);
+    case DTRAIN_COMPRESS_POWERSGD: return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
+    case DTRAIN_COMPRESS_BF16: *made = dtrain_compressor_cast(DTRAIN_BF16); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_F16: *made = dtrain_compressor_cast(DTRAIN_F16); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_INT8: *made = dtrain_compressor_int8(desc->block); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_FP8: *made = dtrain_compressor_fp8(desc->block); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_sign(desc->block); return DTRAIN_OK;
+    default: break;
+    }
+    if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compress: kind %d%s; expected one of dtrain_compression, and own where it is OWN",
+                            (int)desc->kind, desc->own == NULL ? " without own" : "");
+    *made = *desc->own;
+    made->destroy = NULL;
+    return DTRAIN_OK;
+}
+
+/* Sets up one parameter's state. */
+static dtrain_status dtrain__compression_open(dtrain__compression *all, size_t index, const dtrain_param *param,
+                                              const dtrain_compress_desc *desc)
+{
+    size_t elements = dtrain_param_elements(param), rows = param->shape[0] > 0 ? param->shape[0] : 1;
+    size_t least = desc->least_count > 0 ? desc->least_count : DTRAIN__COMPRESSION_LEAST;
+    dtrain_compressor compressor;
+    if (param->stacked && param->shape[1] > 0 && elements > 0)
+        rows *= param->shape[1];
+    all->elements[index] = dtrain__params_trained(param) ? elements : 0;
+    if (all->elements[index] == 0 || elements < least ||
+        (desc->kind == DTRAIN_COMPRESS_POWERSGD && elements / rows < 2))
+        return DTRAIN_OK;
+    dtrain_status status =
+        dtrain__compression_make(desc, rows, elements / rows, dtrain_comm_allocator(all->comm), &compressor);
+    if (status == DTRAIN_OK)
+        status = dtrain_compressed_create(&all->parts[index], all->comm, elements, &compressor, &desc->feedback);
+    return status;
+}
+
+static void dtrain__compression_destroy(void *self)
+{
+    dtrain__compression *all = (dtrain__compression *)self;
+    dtrain_allocator *allocator = all->allocator;
+    for (size_t i = 0; all->parts != NULL && i < all->count; i++)
+        dtrain_compressed_destroy(all->parts[i]);
+    dtrain__free(allocator, all->parts, all->count * sizeof *all->parts);
+    dtrain__free(allocator, all->elements, all->count * sizeof *all->elements);
+    dtrain__free(allocator, all, sizeof *all);
+}
+
+static dtrain_status dtrain__compression_check(const dtrain__compression *all, const dtrain_param *table, size_t count,
+                                               double weight)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        if (count != all->count || elements != all->elements[i])
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                  "aggregate: parameter %zu of %zu has %zu trained elements; the aggregator was made "
+                                  "for %zu parameters, that one of %zu",
+                                  i, count, elements, all->count, i < all->count ? all->elements[i] : 0);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__compression_run(void *self, const dtrain_param *table, size_t count, double weight,
+                                             double *total_weight)
+{
+    dtrain__compression *all = (dtrain__compression *)self;
+    dtrain_status status = dtrain__compression_check(all, table, count, weight);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(all->comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        float *grad = (float *)table[i].grad;
+        if (all->parts[i] != NULL) {
+            status = dtrain_compressed_all_reduce(all->parts[i], grad, grad, DTRAIN_SUM);
+        } else if (all->elements[i] > 0) {
+            uint64_t bytes = dtrain__feedback_dense_bytes(all->elements[i], dtrain_comm_size(all->comm));
+            all->plain.dense_bytes += bytes;
+            all->plain.sent_bytes += bytes;
+            status = dtrain_all_reduce(all->comm, grad, grad, all->elements[i], DTRAIN_F32, DTRAIN_SUM);
+        }
+    }
+    if (status == DTRAIN_OK)
+        dtrain__aggregator_divide(table, count, *total_weight);
+    all->plain.steps += status == DTRAIN_OK;
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
+                                                      const dtrain_param *table, size_t count,
+                                                      const dtrain_compress_desc *desc)
+{
+    dtrain_compress_desc full;
+    if (aggregator == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregator_compressed: %s is NULL",
+                            comm == NULL ? "the group" : "aggregator");
+    memset(aggregator, 0, sizeof *aggregator);
+    memset(&full, 0, sizeof full);
+    if (desc != NULL)
+        full = *desc;
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain__compression *all = (dtrain__compression *)dtrain__alloc(allocator, sizeof *all);
+    if (all != NULL) {
+        all->comm = comm;
+        all->allocator = allocator;
+        all->count = count;
+        all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
+        all->parts = (dtrain_compressed **)dtrain__alloc(allocator, count * sizeof *all->parts);
+    }
+    if (all == NULL || all->elements == NULL || all->parts == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        status = dtrain__compression_open(all, i, &table[i], &full);
+    if (status != DTRAIN_OK) {
+        if (all != NULL)
+            dtrain__compression_destroy(all);
+        return status;
+    }
+    aggregator->self = all;
+    aggregator->aggregate = dtrain__compression_run;
+    aggregator->destroy = dtrain__compression_destroy;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t param)
+{
+    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
+        return NULL;
+    const dtrain__compression *all = (const dtrain__compression *)aggregator->self;
+    return param < all->count ? all->parts[param] : NULL;
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
+{
+    dtrain_compressed_stats sum = {0, 0, 0};
+    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
+        return sum;
+    const dtrain__compression *all = (const dtrain__compression *)aggregator->self;
+    sum = all->plain;
+    for (size_t i = 0; i < all->count; i++) {
+        dtrain_compressed_stats part = dtrain_compressed_counters(all->parts[i]);
+        sum.dense_bytes += part.dense_bytes;
+        sum.sent_bytes += part.sent_bytes;
+    }
+    return sum;
+}
+
+#endif
+
+/* ---- >>ddp ----
+ * Data-parallel training for a program with an optimizer of its own: FSDP's no-shard, whose sums go back to the table.
+ * A rank's micro-batches are folded in full and communicated once. Compressed, they are folded by an object of this
+ * rank alone, and its sums go through the aggregator of >>compression. */
+#ifndef DTRAIN__DDP
+#define DTRAIN__DDP
+
+struct dtrain_ddp {
+    dtrain_fsdp *fsdp;
+    dtrain_allocator *allocator;
+    int open;
+    dtrain_comm *comm, *alone;    /* alone: a world of this rank, where sums travel compressed; else NULL */
+    dtrain_aggregator aggregator; /* of these sums */
+    dtrain_param *table;          /* a copy, whose gradients are aggregated */
+    size_t count;
+    double weight; /* of this rank in the open step */
+    dtrain__error error;
+};
+
+/* Keeps the text of a call's error, whoever wrote it. */
+static dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
+{
+    if (status != DTRAIN_OK && ddp != NULL)
+        ddp->error = dtrain__thread_error;
+    return status;
+}
+
+static dtrain_status dtrain__ddp_check_begin(const dtrain_ddp *ddp, int micro_batches, double weight)
+{
+    if (ddp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: the ddp is NULL: create it first");
+    if (ddp->open)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_begin: a step is open: call dtrain_ddp_finish before the next");
+    if (micro_batches < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: micro_batches is %d, expected 0 or more",
+                            micro_batches);
+    if (!dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: weight is %g, expected a number of at least 0",
+                            weight);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight)
+{
+    dtrain_status status = dtrain__ddp_check_begin(ddp, micro_batches, weight);
+    if (status != DTRAIN_OK)
+        return dtrain__ddp_note(ddp, status);
+    dtrain__fsdp_zero_grads(ddp->fsdp);
+    ddp->open = 1;
+    ddp->weight = weight;
+    /* alone, the sums are divided by what is announced: by nothing */
+    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, ddp->alone != NULL ? 1.0 : weight));
+}
+
+/* Says whether a call between begin and finish may go on. */
+static dtrain_status dtrain__ddp_check_open(const dtrain_ddp *ddp, const char *call)
+{
+    if (ddp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the ddp is NULL: create it first", call);
+    if (!ddp->open)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
+{
+    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_reduce");
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_enter(ddp->fsdp, "dtrain_ddp_reduce", unit);
+    if (status != DTRAIN_OK)
+        return dtrain__ddp_note(ddp, status);
+    ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
+    return dtrain__ddp_note(ddp, dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce"));
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
+{
+    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_next");
+    if (status == DTRAIN_OK && !ddp->fsdp->just_ended && ddp->fsdp->ended >= ddp->fsdp->announced)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "dtrain_ddp_next: all %d micro-batches announced to dtrain_ddp_begin are over: announce "
+                              "as many as you compute",
+                              ddp->fsdp->announced);
+    if (status == DTRAIN_OK)
+        status = dtrain_fsdp_next(ddp->fsdp);
+    return dtrain__ddp_note(ddp, status);
+}
+
+/* Copies the sums back. */
+static void dtrain__ddp_unpack(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained && cut->count > 0)
+            memcpy(dtrain__fsdp_full_grad(fsdp, cut), fsdp->grads + cut->grad, cut->count * sizeof(float));
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight)
+{
+    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
+    if (status != DTRAIN_OK)
+        return dtrain__ddp_note(ddp, status);
+    dtrain_fsdp *fsdp = ddp->fsdp;
+    int begun = fsdp->ended + (fsdp->reduced_units > 0);
+    if (fsdp->broken.status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
+        return dtrain__ddp_note(ddp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                                  "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the "
+                                                  "rest, or call dtrain_ddp_next for those that used no unit",
+                                                  begun, fsdp->announced));
+    ddp->open = 0;
+    status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_finish", 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_finish_now(fsdp, 1);
+    if (total_weight != NULL)
+        *total_weight = fsdp->total_weight;
+    if (status == DTRAIN_OK && fsdp->grads != NULL)
+        dtrain__ddp_unpack(fsdp);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_reset(fsdp);
+    if (status == DTRAIN_OK && ddp->alone != NULL) {
+        double total = 0.0;
+        status = ddp->aggregator.aggregate(ddp->aggregator.self, ddp->table, ddp->count, ddp->weight, &total);
+        if (total_weight != NULL)
+            *total_weight = total;
+    }
+    return dtrain__ddp_note(ddp, status);
+}
+
+DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp)
+{
+    return ddp != NULL ? ddp->error.text : "";
+}
+
+/* Sets up what a compressed DDP has besides: a world of its own, the table, the aggregator; and gives every rank the
+ * parameters of rank 0, which the object of one rank does not. */
+static dtrain_status dtrain__ddp_compress(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
+                                          const dtrain_ddp_desc *desc)
+{
+    dtrain_comm_desc alone;
+    memset(&alone, 0, sizeof alone);
+    alone.allocator = ddp->allocator;
+    alone.progress = DTRAIN_PROGRESS_POLL;
+    ddp->count = count;
+    ddp->table = (dtrain_param *)dtrain__alloc(ddp->allocator, count * sizeof *table);
+    if (ddp->table == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
+    if (count > 0)
+        memcpy(ddp->table, table, count * sizeof *table);
+    dtrain_status status = dtrain_aggregator_compressed(&ddp->aggregator, ddp->comm, table, count, desc->compress);
+    for (size_t i = 0; status == DTRAIN_OK && i < count && !desc->no_broadcast; i++)
+        status = dtrain_broadcast(ddp->comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain_threads_create(&ddp->alone, 1, &alone);
+    return status;
+}
+
+static void dtrain__ddp_free(dtrain_ddp *ddp)
+{
+    dtrain_aggregator_destroy(&ddp->aggregator);
+    dtrain_comm_destroy(ddp->alone);
+    dtrain__free(ddp->allocator, ddp->table, ddp->count * sizeof *ddp->table);
+    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
+}
+
+static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                      const dtrain_ddp_desc *desc)
+{
+    dtrain_fsdp_desc full;
+    size_t bytes;
+    dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_f32(table, count);
+    dtrain_param *copy = NULL;
+    if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
+        copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);
+    if (status == DTRAIN_OK && copy == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
+    for (size_t i = 0; copy != NULL && i < count; i++) {
+        copy[i] = table[i];
+        copy[i].frozen = !dtrain__params_trained(&table[i]);
+    }
+    memset(&full, 0, sizeof full);
+    full.strategy = DTRAIN_NO_SHARD;
+    full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
+    full.keep_full_grads = 1;
+    full.no_broadcast = desc->no_broadcast;
+    full.no_overlap = desc->no_overlap;
+    full.bucket_bytes = desc->bucket_bytes;
+    if (status == DTRAIN_OK && desc->compress != NULL)
+        status = dtrain__ddp_compress(ddp, copy, count, desc);
+    if (status != DTRAIN_OK && desc->compress != NULL) { /* the others have no call in which they would hear of it */
+        dtrain__free(ddp->allocator, copy, count * sizeof *copy);
+        return status;
+    }
+    dtrain_comm *group = ddp->alone != NULL ? ddp->alone : comm;
+    dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, group, copy != NULL ? copy : table, count, &full, status);
+    dtrain__free(ddp->allocator, copy, count * sizeof *copy);
+    return made;
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                           const dtrain_ddp_desc *desc)
+{
+    dtrain_ddp_desc full;
+    memset(&full, 0, sizeof full);
+    if (ddp == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_create: ddp and comm are needed, got NULL");
+    *ddp = NULL;
+    if (desc != NULL)
+        full = *desc;
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain_ddp *made = (dtrain_ddp *)dtrain__alloc(allocator, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
+    made->allocator = allocator;
+    made->comm = comm;
+    dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);
+    if (status == DTRAIN_OK)
+        *ddp = made;
+    else
+        dtrain__ddp_free(made);
+    return status;
+}
+
+DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
+{
+    if (ddp == NULL)
+        return;
+    dtrain_fsdp_destroy(ddp->fsdp);
+    dtrain__ddp_free(ddp);
+}
+
+DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp)
+{
+    return ddp != NULL && ddp->alone != NULL ? &ddp->aggregator : NULL;
 }
 
 #endif
@@ -23931,7 +26743,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
     made->own = own;
     made->allocator = allocator != NULL ? allocator : &made->own;
-    snprintf(made->label, sizeof made->label, "%s", path);
+    snprintf(made->label, sizeof made->label, "%.255s", path);
     dtrain_status status = dtrain__huggingface_open_path(made, path, desc);
     if (status == DTRAIN_OK)
         *model = made;

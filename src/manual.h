@@ -15,6 +15,7 @@
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
  *                    of groups, survivors, the store
  *     >>order        the order in which a reduction adds
+ *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces

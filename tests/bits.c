@@ -1,8 +1,9 @@
 /* ---- >>bits ----
- * Prints two hashes: of the outputs of casts, folds, vector operations, norms and random numbers, which must be one
- * under any flags, compiler and instruction set; and of matrix products, which may differ between instruction sets
- * only. Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that this file's own flags
- * change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that casts give are hashed. */
+ * Prints two hashes: of the outputs of casts, folds, vector operations, norms, compressors and random numbers, which
+ * must be one under any flags, compiler and instruction set; and of matrix products, which may differ between
+ * instruction sets only. Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that this
+ * file's own flags change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that casts give are
+ * hashed. */
 #define DTRAIN_API static /* what is not called costs no time to compile */
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
@@ -172,6 +173,68 @@ static void norms(void)
         }
 }
 
+static void selections(void)
+{
+    dtrain_sparse sparse;
+    memset(&sparse, 0, sizeof sparse);
+    for (int c = 1; c < COUNTS; c++)
+        for (size_t k = 1; k <= counts[c]; k = k * 3) {
+            float *sum = (float *)(void *)inputs[0];
+            fill(inputs[0], DTRAIN_F32, counts[c], 0);
+            fill(inputs[1], DTRAIN_F32, counts[c], 1);
+            dtrain_topk_add(sum, (const float *)(void *)inputs[1], counts[c], k, &sparse);
+            add_values(sum, DTRAIN_F32, counts[c]);
+            add_memory(sparse.indices, k * sizeof *sparse.indices);
+            dtrain_threshold(sum, counts[c], 1.5f, &sparse);
+            add_memory(sparse.indices, sparse.count * sizeof *sparse.indices);
+        }
+    dtrain_sparse_destroy(&sparse);
+}
+
+static void compressors(void)
+{
+    const dtrain_compressor all[] = {dtrain_compressor_int8(64), dtrain_compressor_fp8(64), dtrain_compressor_sign(64),
+                                     dtrain_compressor_cast(DTRAIN_BF16)};
+    for (int k = 0; k < 4; k++)
+        for (int c = 0; c < COUNTS; c++)
+            for (int ordinary = 0; ordinary < 2; ordinary++) {
+                float *values = (float *)(void *)inputs[0], *back = (float *)(void *)output[1];
+                fill(inputs[0], DTRAIN_F32, counts[c], ordinary);
+                all[k].pack(&all[k], values, counts[c], output[0] + 1);
+                add_memory(output[0] + 1, all[k].bytes(&all[k], counts[c]));
+                all[k].unpack(&all[k], output[0] + 1, back, counts[c]);
+                add_values(back, DTRAIN_F32, counts[c]);
+                uint64_t mode = dtrain__fpmode_enter();
+                dtrain__feedback_left(values, back, counts[c]);
+                add_values(values, DTRAIN_F32, counts[c]);
+                dtrain__feedback_velocity(back, values, 0.9f, 0.3f, counts[c]);
+                add_values(back, DTRAIN_F32, counts[c]);
+                dtrain__fpmode_restore(mode);
+            }
+}
+
+/* One step of a group of one. */
+static void thin_matrices(void)
+{
+    dtrain_comm *alone = NULL;
+    dtrain_threads_create(&alone, 1, NULL);
+    for (size_t columns = 5; columns < 60; columns += 9) {
+        dtrain_compressor compressor;
+        dtrain_compressed *compressed = NULL;
+        size_t n = 40 * columns;
+        fill(inputs[0], DTRAIN_F32, n, 1);
+        dtrain_compressor_powersgd(&compressor, 40, columns, 3, 1, NULL);
+        dtrain_compressed_create(&compressed, alone, n, &compressor, NULL);
+        for (int step = 0; step < 2; step++) {
+            dtrain_compressed_all_reduce(compressed, (const float *)(void *)inputs[0], (float *)(void *)output[0],
+                                         DTRAIN_SUM);
+            add_values(output[0], DTRAIN_F32, n);
+        }
+        dtrain_compressed_destroy(compressed);
+    }
+    dtrain_comm_destroy(alone);
+}
+
 static void biases(void)
 {
     for (size_t columns = 1; columns < 70; columns++) {
@@ -231,6 +294,9 @@ int main(int argc, char **argv)
     partial_folds();
     tensors();
     norms();
+    selections();
+    compressors();
+    thin_matrices();
     biases();
     randoms();
     printf("%s %016llx", dtrain_isa_name(), (unsigned long long)hash);

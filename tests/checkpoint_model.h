@@ -77,7 +77,7 @@ static dtrain_fsdp_desc desc_of(dtrain_strategy strategy, int shard_size, int mo
 }
 
 /* strategy 0: no FSDP */
-static void model_create(model *m, dtrain_comm *world, int strategy, int shard_size, int momentum)
+static inline void model_create(model *m, dtrain_comm *world, int strategy, int shard_size, int momentum)
 {
     dtrain_fsdp_desc desc = desc_of((dtrain_strategy)strategy, shard_size, momentum);
     memset(m, 0, sizeof *m);
@@ -97,7 +97,7 @@ static void model_create(model *m, dtrain_comm *world, int strategy, int shard_s
     CHECK_EQ(dtrain_optimizer_create(&m->optimizer, m->table, PARAMS, &desc.optimizer, NULL), DTRAIN_OK);
 }
 
-static void model_destroy(model *m)
+static inline void model_destroy(model *m)
 {
     dtrain_fsdp_destroy(m->fsdp);
     dtrain_optimizer_destroy(m->optimizer);
@@ -107,7 +107,7 @@ static void model_destroy(model *m)
     }
 }
 
-static dtrain_checkpoint_state state_of(model *m, uint64_t step)
+static inline dtrain_checkpoint_state state_of(model *m, uint64_t step)
 {
     dtrain_checkpoint_state state;
     memset(&state, 0, sizeof state);
@@ -122,7 +122,7 @@ static dtrain_checkpoint_state state_of(model *m, uint64_t step)
 }
 
 /* Writes, or compares, every element that this rank holds with what belongs there. */
-static int model_each(model *m, uint64_t salt, int writes, int ranks, int rank)
+static inline int model_each(model *m, uint64_t salt, int writes, int ranks, int rank)
 {
     static __thread dtrain_piece pieces[200];
     size_t count = 0, place[1];

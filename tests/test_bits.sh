@@ -7,16 +7,18 @@ dir=$(mktemp -d "${TMPDIR:-/tmp}/bits.XXXXXX") || exit 1
 trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# One build a line: its name, then the compiler and flags. gcc contracts by default, clang where it is told to.
+# One build a line: its name, then the compiler and flags. gcc contracts by default, clang where it is told to. With
+# BITS=all in the environment also those that have never differed from the others.
 builds() {
     for cc in gcc clang; do
         command -v $cc >/dev/null 2>&1 || continue
         cxx=clang++
         [ $cc = clang ] || cxx=g++
-        echo "$cc-O0 $cc -O0"
         echo "$cc-O2 $cc -O2"
         echo "$cc-Ofast $cc -Ofast -march=native"
         [ $cc = gcc ] || echo "$cc-contract $cc -O3 -march=native -ffp-contract=fast"
+        [ "${BITS:-}" = all ] || continue
+        echo "$cc-O0 $cc -O0"
         echo "$cc-c99 $cc -std=c99 -O1"
         echo "$cc-gnu17 $cc -std=gnu17 -O3"
         command -v $cxx >/dev/null 2>&1 && echo "$cc-cxx $cxx -x c++ -std=c++11 -O2"

@@ -504,8 +504,9 @@ static int train_until_killed(dtrain_comm *world, scene *s)
     if (status != DTRAIN_ERR_PEER_LOST && __atomic_exchange_n(&shared->failed, 1, __ATOMIC_SEQ_CST) == 0)
         snprintf(shared->text, sizeof shared->text, "rank %d: %s: %.300s", rank, dtrain_status_name(status),
                  dtrain_last_error());
-    for (;;) /* the others are on their way out as well: nobody leaves before it is killed */
+    while (getpid() != 0) /* the others are on their way out as well: nobody leaves before it is killed */
         usleep(10000);
+    return 1;
 }
 
 /* Starts a job, kills it at a random moment, and looks at what is there. */

@@ -5,9 +5,12 @@
  *
  *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
  *                all-reduce as it is written by hand, tools/bench_ring.h), fsdp (steps of a sharded stack of layers
- *                beside the same unsharded, tools/bench_fsdp.h), gemm, adamw; file_open, file_header,
- *                file_read, file_save, file_load (safetensors files, tools/bench_files.h); save_async (how long
- *                it holds the caller up, beside one memcpy of the state), reload (tools/bench_checkpoint.h)
+ *                beside the same unsharded, tools/bench_fsdp.h), gemm, adamw; tools/bench_compress.h: topk,
+ *                topk_add (with the residual), sparse_add, int8_pack and int8_unpack, on one thread; link_topk
+ *                and link_int8, an aggregation over links of 100 Mbit/s, whose limit is the one that is not compressed;
+ *                tools/bench_files.h: file_open, file_header, file_read, file_save, file_load (safetensors files);
+ *                tools/bench_checkpoint.h: save_async (how long it holds the caller up, beside one memcpy of the
+ *                state), reload
  *   ranks=2      threads that take part
  *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
@@ -19,6 +22,7 @@
  *   huge=0       1: asks for huge pages
  *   runs=11      at least 7; medians are printed
  *   size=1024    gemm: all three sizes; file_open has 1,000 tensors, and file_header 100,000
+ *   ratio=0.01   topk: what is selected
  *   strategy=full | grad | none | hybrid: fsdp; hybrid has two nodes
  *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run
  *   work=100     fsdp: computation in % of communication
@@ -99,6 +103,13 @@ typedef enum bench_op {
     FSDP,
     GEMM,
     ADAMW,
+    TOPK,
+    TOPK_ADD,
+    SPARSE_ADD,
+    INT8_PACK,
+    INT8_UNPACK,
+    LINK_TOPK,
+    LINK_INT8,
     FILE_OPEN,
     FILE_HEADER,
     FILE_READ,
@@ -109,9 +120,10 @@ typedef enum bench_op {
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",   "all_to_all",
-    "fused",      "barrier",        "ring",       "fsdp",      "gemm",     "adamw",
-    "file_open",  "file_header",    "file_read",  "file_save", "file_load", "save_async", "reload"};
+    "all_reduce", "reduce_scatter", "all_gather",  "broadcast",  "reduce",    "all_to_all", "fused",
+    "barrier",    "ring",           "fsdp",        "gemm",       "adamw",     "topk",       "topk_add",
+    "sparse_add", "int8_pack",      "int8_unpack", "link_topk",  "link_int8", "file_open",  "file_header",
+    "file_read",  "file_save",      "file_load",   "save_async", "reload"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -127,6 +139,7 @@ typedef struct bench {
     int ranks, runs, huge, threads; /* threads: min(ranks, processors) */
     int transport, variant;         /* variant: of the limit over sockets */
     size_t bytes, size, count, chunk;
+    double ratio; /* of topk */
     int against_ring, pin;
     float *others[BENCH_RANKS]; /* where an all-to-all goes */
     dtrain_algorithm algorithm;
@@ -318,6 +331,9 @@ static double bench_median(const double *values, int n)
 #include "bench_ring.h"
 #include "bench_fsdp.h"
 
+static void bench_print(const bench *b);
+#include "bench_compress.h"
+
 /* Repeats the operation or its limit on every rank; returns microseconds apiece, on rank 0. */
 static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
 {
@@ -469,8 +485,11 @@ static void bench_print(const bench *b)
     printf("op=%s transport=%s ranks=%d bytes=%zu against=%s huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f "
            "limit_GBps=%.4f "
            "of_limit=%.3f\n",
-           bench_names[b->op], b->op >= ADAMW ? "none" : bench_transports[b->transport], b->ranks, b->bytes,
-           b->against_ring ? "ring" : "limit", b->huge, us, (double)b->bytes * 1e-3 / us, limit_us,
+           bench_names[b->op],
+           b->op == LINK_TOPK || b->op == LINK_INT8 ? "link"
+           : b->op >= ADAMW                         ? "none"
+                                                    : bench_transports[b->transport],
+           b->ranks, b->bytes, b->against_ring ? "ring" : "limit", b->huge, us, (double)b->bytes * 1e-3 / us, limit_us,
            (double)b->bytes * 1e-3 / limit_us, bench_median(ratios, b->runs));
 }
 
@@ -637,6 +656,11 @@ static int bench_key(bench *b, const char *argument)
         b->against_ring = strcmp(value, "ring") == 0;
         return b->against_ring || strcmp(value, "limit") == 0;
     }
+    if (strncmp(argument, "ratio=", 6) == 0) {
+        char *end;
+        b->ratio = strtod(value, &end);
+        return end != value && *end == 0 && b->ratio > 0.0 && b->ratio <= 1.0;
+    }
     if (strncmp(argument, "algorithm=", 10) == 0)
         return dtrain__plan_named(value, strlen(value), &b->algorithm);
     for (k = 0; k < 13; k++)
@@ -674,14 +698,16 @@ int main(int argc, char **argv)
     if (op == BENCH_OPS)
         return bench_complain(argv[1], "is no operation");
     b.op = (bench_op)op;
-    b.ranks = op >= ADAMW ? 1 : 2;
+    int links = op == LINK_TOPK || op == LINK_INT8;
+    b.ranks = links ? 4 : op >= ADAMW ? 1 : 2;
     b.runs = 11;
-    b.bytes = op == ADAMW || op == FILE_HEADER ? 100000000
-              : op >= SAVE_ASYNC               ? (size_t)256 << 20
-              : op == FILE_OPEN                ? (size_t)10000000000
-              : op >= FILE_READ                ? (size_t)1 << 30
-              : op == FUSED                    ? BENCH_FUSED * (size_t)4096
-                                               : (size_t)1 << 20;
+    b.ratio = 0.01;
+    b.bytes = op >= SAVE_ASYNC  ? (size_t)256 << 20
+              : op == FILE_OPEN ? (size_t)10000000000
+              : op >= FILE_READ ? (size_t)1 << 30
+              : op >= ADAMW     ? 100000000
+              : op == FUSED     ? BENCH_FUSED * (size_t)4096
+                                : (size_t)1 << 20;
     b.size = op == FILE_OPEN ? 1000 : op == FILE_HEADER ? 100000 : 1024;
     b.chunk = (size_t)256 << 10;
     b.repeats[0] = b.repeats[1] = 1;
@@ -703,6 +729,8 @@ int main(int argc, char **argv)
         return files_run(&b);
     if (op == GEMM || op == ADAMW)
         return op == GEMM ? bench_gemm(&b) : bench_adam_run(&b);
+    if (op >= TOPK)
+        return links ? compress_links(&b) : compress_alone(&b);
     if (b.transport == SLOW)
         return fsdp_slow_threads(&b);
     return b.transport != THREADS && b.ranks > 1 ? bench_processes(&b) : bench_collective(&b);

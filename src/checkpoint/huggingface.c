@@ -346,7 +346,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
     made->own = own;
     made->allocator = allocator != NULL ? allocator : &made->own;
-    snprintf(made->label, sizeof made->label, "%s", path);
+    snprintf(made->label, sizeof made->label, "%.255s", path);
     dtrain_status status = dtrain__huggingface_open_path(made, path, desc);
     if (status == DTRAIN_OK)
         *model = made;

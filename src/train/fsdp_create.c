@@ -4,6 +4,7 @@
 #define DTRAIN__FSDP_CREATE
 #include "fsdp_plan.c"
 #include "fsdp_access.c"
+#include "../comm/comm.c"
 
 /* Hashes what must be the same on every rank. */
 static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,

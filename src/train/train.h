@@ -9,6 +9,7 @@
 #include "../base/base.h"
 #include "../tensor/tensor.h"
 #include "../comm/comm.h"
+#include "../compress/compress.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -248,6 +249,33 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  * any thread; allocates nothing */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
 
+/* What gradients become before they travel. */
+typedef enum dtrain_compression {
+    DTRAIN_COMPRESS_DEFAULT = 0, /* top-k */
+    DTRAIN_COMPRESS_TOPK = 901,
+    DTRAIN_COMPRESS_BF16,
+    DTRAIN_COMPRESS_F16,
+    DTRAIN_COMPRESS_INT8,
+    DTRAIN_COMPRESS_FP8,
+    DTRAIN_COMPRESS_SIGN,
+    DTRAIN_COMPRESS_POWERSGD,
+    DTRAIN_COMPRESS_OWN
+} dtrain_compression;
+
+/* How the gradients of a table are compressed, each parameter by itself. Zero means the default.
+ *
+ * A parameter of less than least_count elements is all-reduced as it is. So is, by PowerSGD, one of one dimension; of
+ * others the first is the rows, of stacked ones the first two. */
+typedef struct dtrain_compress_desc {
+    dtrain_compression kind;         /* 0: top-k */
+    dtrain_topk_desc topk;           /* a ratio of 0 without a threshold: 0.01 */
+    size_t block;                    /* of int8, fp8 and sign; 0: their default */
+    int rank;                        /* of PowerSGD; 0: 4 */
+    const dtrain_compressor *own;    /* copied for every parameter, its destroy is never called */
+    dtrain_compressed_desc feedback; /* by default on */
+    size_t least_count;              /* 0: 1,024; 1: all are compressed */
+} dtrain_compress_desc;
+
 /* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
 typedef struct dtrain_ddp dtrain_ddp;
 
@@ -255,6 +283,8 @@ typedef struct dtrain_ddp_desc {
     size_t bucket_bytes; /* units travel together once they are so large; 0: 1 MiB; 1: each by itself */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
     int no_overlap;      /* 1: nothing is reduced before all units are */
+    const dtrain_compress_desc *compress; /* copied; sums travel compressed, each parameter by itself, in
+                                           * dtrain_ddp_finish. NULL: as they are */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.
@@ -349,10 +379,38 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
  * any thread; its aggregate is collective, and blocks up to timeout_ms */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
 
+/* Makes the aggregator that all-reduces each gradient of table compressed, with feedback.
+ *
+ *   comm      must outlive it
+ *   table     every call has the same parameters; their gradients may move
+ *   desc      NULL: all defaults
+ *   errors    as dtrain_compressor_topk, dtrain_compressor_powersgd and dtrain_compressed_create; a bad table
+ *
+ * any thread; its aggregate is collective, and blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
+                                                      const dtrain_param *table, size_t count,
+                                                      const dtrain_compress_desc *desc);
+
+/* Returns the state of a parameter's compression, for checkpoints and counters; NULL where it is sent as it is, and for
+ * other aggregators.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t param);
+
+/* Says what all parameters together have sent, those that are sent as they are included; a step is a call.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator);
+
 /* Frees what an aggregator owns.
  *
  * one thread per object */
 DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator);
+
+/* Returns the aggregator that a DDP sends its sums through; NULL where they travel as they are.
+ *
+ * one thread per object */
+DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp);
 
 /* Adds the gradients of this rank's examples to the table's, which are zero, and sets *weight to their weight. */
 typedef dtrain_status (*dtrain_compute_fn)(void *user, double *weight);

@@ -1,0 +1,293 @@
+/* ---- >>compress ----
+ * Less to send: the largest gradients alone (top-k), fewer bits a number (quantisers), few numbers a matrix
+ * (PowerSGD), what was not sent kept for the next step (error feedback), and all-reduces over them.
+ * Selections, packed bytes and sums are the same bits under any compiler flags and instruction set, and what all
+ * ranks get is the same on each. Bytes from another rank are checked in full before anything is written from them. */
+#ifndef DTRAIN__COMPRESS_H
+#define DTRAIN__COMPRESS_H
+#include "../base/base.h"
+#include "../tensor/tensor.h"
+#include "../comm/comm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Some elements of a vector, in ascending order of their index.
+ *
+ * Zero it before its first use; the functions below that fill it grow its arrays and keep them, so that nothing is
+ * allocated once the largest has been seen. A struct over arrays of your own, capacity 0, can be read by all others. */
+typedef struct dtrain_sparse {
+    uint32_t *indices; /* ascending, none twice, below original_count */
+    float *values;
+    size_t count;
+    size_t original_count;       /* elements of the whole vector */
+    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
+    dtrain_allocator *allocator; /* NULL: the C library */
+} dtrain_sparse;
+
+/* Returns how many elements a ratio of a vector is: max(1, ceil(count * ratio)), computed exactly; 0 for count 0.
+ *
+ *   ratio   above 1 counts as 1; below 0 and NaN as 0
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio);
+
+/* A ratio that falls to its last value while training warms up: first, then each stage's factor times the one before.
+ * The defaults are those of Deep Gradient Compression: 0.25, 0.0625, 0.015625, ... */
+typedef struct dtrain_topk_schedule {
+    double ratio;         /* the last */
+    uint64_t stage_steps; /* steps of a stage; 0: no warm-up */
+    double first_ratio;   /* 0: 0.25 */
+    double factor;        /* above 0, below 1; 0: 0.25 */
+} dtrain_topk_schedule;
+
+/* Returns the ratio of a step, counted from 0; the same bits on every machine. 0 for NULL.
+ *
+ *   source   Lin, Han, Mao, Wang, Dally, Deep Gradient Compression, ICLR 2018
+ *
+ * any thread */
+DTRAIN_API double dtrain_topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step);
+
+/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first.
+ *
+ *   data     count float32; k at most count
+ *   sparse   out: those elements
+ *   errors   DTRAIN_ERR_INVALID      k above count, or something is NULL
+ *            DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse);
+
+/* Selects as dtrain_topk every element whose magnitude is at least threshold, and every NaN.
+ *
+ *   threshold   0 or above, not NaN
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse);
+
+/* Adds data to sum, and selects of the sum as dtrain_topk, in one pass.
+ *
+ *   sum, data   count float32 each, apart
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k, dtrain_sparse *sparse);
+
+/* Adds the elements of sparse to those of data, or writes them and zero everywhere else.
+ *
+ *   data     count float32, count equal to sparse->original_count
+ *   errors   DTRAIN_ERR_INVALID  another count; an index out of range, out of order or twice: nothing is written
+ *
+ * any thread; allocates nothing */
+DTRAIN_API dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count);
+DTRAIN_API dtrain_status dtrain_sparse_write(const dtrain_sparse *sparse, float *data, size_t count);
+
+/* How indices are packed. */
+typedef enum dtrain_index_form {
+    DTRAIN_INDEX_AUTO = 0,  /* whichever is shortest */
+    DTRAIN_INDEX_U32 = 701, /* as they are */
+    DTRAIN_INDEX_U16,       /* as they are, for up to 65,536 elements */
+    DTRAIN_INDEX_DELTA,     /* how many elements were left out before each, 7 bits a byte, the lowest first */
+    DTRAIN_INDEX_NONE       /* every element of the vector is there, zeros where sparse has none */
+} dtrain_index_form;
+
+/* Returns how many bytes dtrain_sparse_pack writes; 0 for what it refuses.
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_sparse_bytes(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form);
+
+/* Packs sparse: a header of 32 bytes, the indices, the values.
+ *
+ *   values     DTRAIN_F32; DTRAIN_BF16 or DTRAIN_F16: rounded to the nearest
+ *   out        capacity bytes
+ *   bytes      out: how many were written
+ *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; capacity below dtrain_sparse_bytes; a bad
+ *                                  sparse, as dtrain_sparse_add
+ *
+ * any thread; allocates nothing */
+DTRAIN_API dtrain_status dtrain_sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+                                            void *out, size_t capacity, size_t *bytes);
+
+/* Unpacks what dtrain_sparse_pack made, of a vector of original_count elements. The bytes may come from anywhere.
+ *
+ *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
+ *                                range, out of order or twice. The text says which; sparse has count 0
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread; allocates only what sparse lacks */
+DTRAIN_API dtrain_status dtrain_sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes,
+                                              size_t original_count);
+
+/* Frees the arrays that the library gave sparse, and zeroes it; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
+
+/* A way to pack float32 vectors: a table of functions, to be filled by you or by those below. Each function gets the
+ * table itself, and sets no global state: ranks are threads, too. */
+typedef struct dtrain_compressor dtrain_compressor;
+struct dtrain_compressor {
+    const char *name;
+    void *self;   /* yours */
+    size_t block; /* of the compressors below: elements that share a scale */
+    /* How many bytes count elements are packed into. It depends on count alone. */
+    size_t (*bytes)(const dtrain_compressor *compressor, size_t count);
+    void (*pack)(const dtrain_compressor *compressor, const float *in, size_t count, void *out);
+    /* Any bytes must do: they come from another rank. */
+    void (*unpack)(const dtrain_compressor *compressor, const void *in, float *out, size_t count);
+    /* Instead of the three above, for what is no packing: adds in to residual (NULL: counts as zero, nothing is kept),
+     * sums what it sends of that over all ranks of comm into out, which may be in, and leaves the rest in residual.
+     * Adds the bytes that this rank sent to *sent. Collective; the same bits on every rank. */
+    dtrain_status (*reduce)(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in, float *residual,
+                            float *out, size_t count, uint64_t *sent);
+    void (*destroy)(void *self); /* may be NULL */
+};
+
+/* Make compressors that own nothing: copy them freely.
+ *
+ *   cast   each number as DTRAIN_BF16 or DTRAIN_F16, rounded to the nearest
+ *   int8   a float32 scale for each block, its largest magnitude / 127, then a byte a number: x / scale rounded to the
+ *          nearest, ties to even
+ *   fp8    the same with E4M3 numbers and the largest magnitude / 448
+ *   sign   a scale, the mean magnitude of the block, then a bit a number, 1 for negative; use it with feedback
+ *   block  a multiple of 8, at most 65,536; 0: 256, for sign 1,024
+ *
+ * All scales come first. A block with a NaN or infinity unpacks as NaN throughout, so that it is not hidden. The same
+ * bytes under any flags and instruction set.
+ *
+ *   source   int8: Dettmers, 8-bit approximations for parallelism in deep learning, ICLR 2016; fp8: Micikevicius and
+ *            others, arXiv:2209.05433, 2022; sign: Seide, Fu, Droppo, Li, Yu, Interspeech 2014
+ *
+ * any thread */
+DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype);
+DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block);
+DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block);
+DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
+
+/* How ranks add up what each has selected. The result is the same bits for all but SPLIT_TOPK. */
+typedef enum dtrain_sparse_exchange {
+    DTRAIN_EXCHANGE_AUTO = 0,     /* GATHER for up to 8 ranks, SPLIT for more */
+    DTRAIN_EXCHANGE_GATHER = 801, /* every rank gets every selection; where those are longer than the whole vectors,
+                                   * these are all-reduced instead */
+    DTRAIN_EXCHANGE_SPLIT,        /* each rank adds up one part of the vector, then all get all sums; a part whose sums
+                                   * are shorter without indices travels as it is */
+    DTRAIN_EXCHANGE_SPLIT_TOPK    /* as SPLIT, but of its part's sums each rank passes on only the ratio's share, the
+                                   * largest, and keeps the others in its residual */
+} dtrain_sparse_exchange;
+
+typedef struct dtrain_topk_desc {
+    dtrain_topk_schedule schedule; /* its ratio is needed, unless threshold is */
+    float threshold;               /* above 0: selects by magnitude, not by ratio */
+    dtrain_dtype values;           /* on the wire; 0: DTRAIN_F32; DTRAIN_BF16, DTRAIN_F16 */
+    dtrain_index_form indices;     /* 0: the shortest */
+    dtrain_sparse_exchange exchange;
+} dtrain_topk_desc;
+
+/* Makes the compressor that sends the largest elements. It counts its steps, for the schedule: one a vector.
+ *
+ *   allocator   must outlive it; NULL: the C library
+ *   errors      DTRAIN_ERR_INVALID  a ratio or threshold that selects nothing, an unknown dtype, form or exchange
+ *               DTRAIN_ERR_MEMORY
+ *   source      gather: Lin and others, ICLR 2018; switch to dense: Renggli and others, SparCML, SC 2019; split: Li and
+ *               Hoefler, Near-Optimal Sparse Allreduce (Ok-Topk), PPoPP 2022
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
+                                                dtrain_allocator *allocator);
+
+/* Makes the compressor that sends a matrix as the product of two thin ones, whose second starts from the last step's.
+ * A vector for which that is no shorter is all-reduced as it is.
+ *
+ *   rows, columns   the matrix of its vectors, row-major: they have rows * columns elements
+ *   rank            columns of the thin matrices, 1 to 64; 0: 4
+ *   seed            of the first start; the same on every rank
+ *   allocator       must outlive it; NULL: the C library
+ *   errors          DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
+ *   source          Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
+                                                    int rank, uint64_t seed, dtrain_allocator *allocator);
+
+/* Frees what a compressor owns.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor);
+
+/* The all-reduce of one vector, step after step, through a compressor, with what was not sent kept for the next. */
+typedef struct dtrain_compressed dtrain_compressed;
+
+typedef struct dtrain_compressed_desc {
+    int no_feedback; /* 1: what is not sent is lost */
+    float momentum;  /* top-k alone: of the velocity that is sent in the gradient's stead; the optimizer then has none.
+                      * 0: none */
+    int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
+    float
+        max_norm; /* of this rank's vector, times the root of the number of ranks: longer ones are shortened. 0: none */
+} dtrain_compressed_desc;
+
+typedef struct dtrain_compressed_stats {
+    uint64_t steps;
+    uint64_t dense_bytes; /* that this rank would have sent without the compressor: 2 (ranks - 1) / ranks a vector */
+    uint64_t sent_bytes;  /* that this rank has sent */
+} dtrain_compressed_stats;
+
+/* Makes the state of a vector's all-reduce. Memory: the residual and velocity, and once warm what a step packs.
+ *
+ *   comm         must outlive it
+ *   compressor   is taken over, and destroyed with it or on an error
+ *   desc         NULL: all defaults
+ *   errors       DTRAIN_ERR_INVALID  a table that cannot be used; constants out of range; momentum without top-k, or
+ *                                    without feedback
+ *                DTRAIN_ERR_MEMORY
+ *   source       Seide and others, Interspeech 2014; momentum correction, masking and clipping: Lin, Han, Mao, Wang,
+ *                Dally, ICLR 2018
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
+                                                  const dtrain_compressor *compressor,
+                                                  const dtrain_compressed_desc *desc);
+
+/* Sums over all ranks what each sends of in and of its residual; the same bits on every rank.
+ *
+ * Packing compressors: each part of the vector (see dtrain_shard) is packed and sent to its rank, which adds in the
+ * tree order as float32, packs the sum and sends it to all. What either packing lost is in the residuals afterwards, so
+ * that the sum of out and of all ranks' residuals is that of all inputs, and residuals before, to rounding.
+ *
+ *   in, out   count float32 each; the same buffer, or apart
+ *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size
+ *   errors    DTRAIN_ERR_CORRUPT  a rank sent bytes that are none; the text names it, and the group is broken
+ *             others as dtrain_all_reduce; the residual is undefined after an error
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
+                                                      dtrain_op op);
+
+/* Lists what a checkpoint keeps besides the vector: the residual, the velocity, what the compressor has (PowerSGD's
+ * start, the step of top-k's schedule).
+ *
+ *   index     0, 1, ...
+ *   name      out: "residual", "velocity", "start", "step"; data: out: count float32, to be read and written
+ *             between steps ("step" is two, the halves of a 64-bit number below 2^48)
+ *   returns   1; 0 where index is beyond the last
+ *
+ * one thread per object */
+DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
+                                       size_t *count);
+
+/* Says how much was sent; zeroes for NULL.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed_stats dtrain_compressed_counters(const dtrain_compressed *compressed);
+
+/* Frees the state and its compressor; NULL is legal.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

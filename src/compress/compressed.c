@@ -1,0 +1,321 @@
+/* ---- >>compressed ----
+ * The all-reduce of one vector through a compressor, and what a step hands to the next. Packing compressors: quantise,
+ * give each rank its part of all, add as float32 by the tree, quantise, gather. A part's owner keeps what its second
+ * packing lost. */
+#ifndef DTRAIN__COMPRESSED
+#define DTRAIN__COMPRESSED
+#include "compress.h"
+#include "quantise.c"
+#include "feedback.c"
+#include "selections.c"
+#include "powersgd.c"
+
+struct dtrain_compressed {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    dtrain_compressor compressor;
+    dtrain_compressed_desc desc;
+    size_t count;
+    int rank, ranks;
+    float *residual, *velocity; /* NULL: none */
+    size_t *numbers;            /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
+    const void **parts;         /* what is folded, a rank */
+    dtrain__room out, in, wide;
+    dtrain_compressed_stats stats;
+};
+
+/* Packs every rank's part of `from`, which it then unpacks to out, to take that from the residual. */
+static void dtrain__compressed_pack(dtrain_compressed *c, const float *from, float *out)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t *counts = c->numbers, *offsets = counts + c->ranks, at = 0;
+    for (int r = 0; r < c->ranks; r++) {
+        size_t begin, part = dtrain_split(c->count, c->ranks, r, &begin);
+        offsets[r] = at;
+        counts[r] = q->bytes(q, part);
+        q->pack(q, from + begin, part, c->out.data + at);
+        at += counts[r];
+        c->stats.sent_bytes += r != c->rank ? counts[r] : 0;
+        if (c->residual == NULL)
+            continue;
+        q->unpack(q, c->out.data + offsets[r], out + begin, part);
+        dtrain__feedback_left(c->residual + begin, out + begin, part);
+    }
+}
+
+/* Unpacks what came and adds it up in this rank's part of out. */
+static void dtrain__compressed_fold(dtrain_compressed *c, float *sum, size_t part)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t bytes = q->bytes(q, part);
+    void *outs[1];
+    outs[0] = sum;
+    for (int r = 0; r < c->ranks; r++) {
+        float *wide = (float *)(void *)c->wide.data + (size_t)r * part;
+        q->unpack(q, c->in.data + (size_t)r * bytes, wide, part);
+        c->parts[r] = wide;
+    }
+    if (part > 0)
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, c->parts, c->ranks, outs, 1, 0, part);
+}
+
+/* Packs the sum into its place among those of all ranks, and keeps what that loses. */
+static void dtrain__compressed_pack_sum(dtrain_compressed *c, const float *sum, size_t begin, size_t part)
+{
+    const dtrain_compressor *q = &c->compressor;
+    const size_t *offsets = c->numbers + c->ranks;
+    float *lost = (float *)(void *)c->wide.data, *back = lost + part;
+    q->pack(q, sum, part, c->out.data + offsets[c->rank]);
+    c->stats.sent_bytes += q->bytes(q, part) * (uint64_t)(c->ranks - 1);
+    if (c->residual == NULL || part == 0)
+        return;
+    memcpy(lost, sum, part * sizeof(float));
+    q->unpack(q, c->out.data + offsets[c->rank], back, part);
+    dtrain__feedback_left(lost, back, part);
+    dtrain__sum_f32(c->residual + begin, lost, part);
+}
+
+/* What all parts, what comes for one of them, and the unpacked need. */
+static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t part)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t all = 0, in = q->bytes(q, part), wide;
+    dtrain_status status = DTRAIN_OK;
+    for (int r = 0; r < c->ranks; r++)
+        if (!dtrain__add_size(all, q->bytes(q, dtrain_split(c->count, c->ranks, r, NULL)), &all))
+            all = SIZE_MAX;
+    if (!dtrain__mul_size(in, (size_t)c->ranks, &in))
+        in = SIZE_MAX;
+    if (!dtrain__mul_size(part * sizeof(float), (size_t)(c->ranks > 2 ? c->ranks : 2), &wide))
+        wide = SIZE_MAX;
+    status = dtrain__room_reserve(&c->out, c->allocator, all);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&c->in, c->allocator, in);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&c->wide, c->allocator, wide);
+    return status;
+}
+
+static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out)
+{
+    const dtrain_compressor *q = &c->compressor;
+    size_t begin, part = dtrain_split(c->count, c->ranks, c->rank, &begin), n = (size_t)c->ranks;
+    size_t *counts = c->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
+    dtrain_status status = dtrain__compressed_reserve(c, part);
+    if (status != DTRAIN_OK)
+        return status;
+    if (c->residual != NULL)
+        dtrain__sum_f32(c->residual, in, c->count);
+    dtrain__compressed_pack(c, c->residual != NULL ? c->residual : in, out);
+    for (size_t r = 0; r < n; r++) {
+        in_counts[r] = q->bytes(q, part);
+        in_offsets[r] = r * in_counts[r];
+    }
+    status = dtrain_all_to_all_v(c->comm, c->out.data, counts, offsets, c->in.data, in_counts, in_offsets, DTRAIN_U8);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__compressed_fold(c, out + begin, part);
+    dtrain__compressed_pack_sum(c, out + begin, begin, part);
+    status = dtrain_all_gather_v(c->comm, c->out.data + offsets[c->rank], c->out.data, counts, offsets, DTRAIN_U8);
+    for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
+        size_t at, count = dtrain_split(c->count, c->ranks, r, &at);
+        q->unpack(q, c->out.data + offsets[r], out + at, count);
+    }
+    return status;
+}
+
+static int dtrain__compressed_is_topk(const dtrain_compressed *c)
+{
+    return c->compressor.reduce == dtrain__selections_reduce;
+}
+
+/* Shortens the vector, and folds it into the velocity; returns what is to be sent, which may be in out. */
+static const float *dtrain__compressed_prepare(dtrain_compressed *c, const float *in, float *out)
+{
+    float factor = 1.0f;
+    if (c->desc.max_norm > 0.0f && c->count > 0)
+        factor = dtrain__feedback_factor(in, c->count, (double)c->desc.max_norm / dtrain__sqrt_f64((double)c->ranks));
+    if (c->velocity != NULL) {
+        dtrain__feedback_velocity(c->velocity, in, c->desc.momentum, factor, c->count);
+        return c->velocity;
+    }
+    if (factor != 1.0f) {
+        dtrain__weigh_f32(in, (double)factor, out, c->count);
+        return out;
+    }
+    return in;
+}
+
+/* The velocity of what was sent starts anew. */
+static void dtrain__compressed_mask(dtrain_compressed *c)
+{
+    const dtrain_sparse *chosen = &((dtrain__topk_state *)c->compressor.self)->chosen;
+    for (size_t i = 0; i < chosen->count; i++)
+        c->velocity[chosen->indices[i]] = 0.0f;
+}
+
+static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const float *in, const float *out,
+                                              dtrain_op op)
+{
+    if (c == NULL || (c->count > 0 && (in == NULL || out == NULL)))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed all_reduce: %s is NULL",
+                            c == NULL    ? "the object"
+                            : in == NULL ? "in"
+                                         : "out");
+    if (op != DTRAIN_SUM && op != DTRAIN_MEAN)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed all_reduce: operation %d, expected DTRAIN_SUM or DTRAIN_MEAN", (int)op);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
+                                                      dtrain_op op)
+{
+    dtrain_compressed *c = compressed;
+    dtrain_status status = dtrain__compressed_check(c, in, out, op);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t mode = dtrain__fpmode_enter();
+    const float *from = dtrain__compressed_prepare(c, in, out);
+    if (c->compressor.reduce != NULL)
+        status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
+    else
+        status = dtrain__compressed_dense(c, from, out);
+    if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking)
+        dtrain__compressed_mask(c);
+    if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
+        dtrain__divide_f32(out, (double)c->ranks, c->count);
+    c->stats.steps++;
+    c->stats.dense_bytes += dtrain__feedback_dense_bytes(c->count, c->ranks);
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
+                                       size_t *count)
+{
+    static const char *const names[] = {"residual", "velocity", "start", "step"};
+    float *datas[4] = {NULL, NULL, NULL, NULL};
+    size_t counts[4] = {0, 0, 0, 2};
+    if (compressed == NULL || index < 0)
+        return 0;
+    datas[0] = compressed->residual;
+    datas[1] = compressed->velocity;
+    counts[0] = counts[1] = compressed->count;
+    if (dtrain__compressed_is_topk(compressed))
+        datas[3] = ((dtrain__topk_state *)compressed->compressor.self)->step;
+    if (compressed->compressor.reduce == dtrain__powersgd_reduce) {
+        const dtrain__powersgd *p = (const dtrain__powersgd *)compressed->compressor.self;
+        datas[2] = p->right;
+        counts[2] = p->columns * p->rank;
+    }
+    for (int i = 0; i < 4; i++) {
+        if (datas[i] == NULL || index-- > 0)
+            continue;
+        *name = names[i];
+        *data = datas[i];
+        *count = counts[i];
+        return 1;
+    }
+    return 0;
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_compressed_counters(const dtrain_compressed *compressed)
+{
+    dtrain_compressed_stats none = {0, 0, 0};
+    return compressed != NULL ? compressed->stats : none;
+}
+
+static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *compressor,
+                                                   const dtrain_compressed_desc *desc)
+{
+    uint32_t momentum, norm;
+    memcpy(&momentum, &desc->momentum, sizeof momentum);
+    memcpy(&norm, &desc->max_norm, sizeof norm);
+    if (momentum >= 0x3f800000u || norm >= 0x7f800000u)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed_create: momentum is %g, max_norm %g; expected 0 or more, momentum below 1",
+                            (double)desc->momentum, (double)desc->max_norm);
+    if (momentum != 0 && (desc->no_feedback || compressor->reduce != dtrain__selections_reduce))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed_create: momentum %g needs top-k with feedback; of other compressors it is the "
+                            "optimizer's",
+                            (double)desc->momentum);
+    return dtrain__compressor_check(compressor, "compressed_create");
+}
+
+/* Fills what is there already but for its memory; what fails is the caller's to destroy. */
+static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
+{
+    size_t bytes = 0, n = (size_t)c->ranks;
+    int good = dtrain__mul_size(c->count, sizeof(float), &bytes);
+    dtrain_status status = dtrain__compressed_check_desc(&c->compressor, &c->desc);
+    if (status != DTRAIN_OK)
+        return status;
+    c->numbers = (size_t *)dtrain__alloc(c->allocator, 4 * n * sizeof(size_t));
+    c->parts = (const void **)dtrain__alloc(c->allocator, n * sizeof(void *));
+    if (good && !c->desc.no_feedback)
+        c->residual = (float *)dtrain__alloc(c->allocator, bytes);
+    if (good && c->desc.momentum > 0.0f)
+        c->velocity = (float *)dtrain__alloc(c->allocator, bytes);
+    if (!good || c->numbers == NULL || c->parts == NULL || (!c->desc.no_feedback && c->residual == NULL) ||
+        (c->desc.momentum > 0.0f && c->velocity == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for the state of %zu elements",
+                            c->count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
+                                                  const dtrain_compressor *compressor,
+                                                  const dtrain_compressed_desc *desc)
+{
+    if (compressed != NULL)
+        *compressed = NULL;
+    if (compressed == NULL || comm == NULL || compressor == NULL) {
+        if (compressor != NULL && compressor->destroy != NULL)
+            compressor->destroy(compressor->self);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: %s is NULL",
+                            compressed == NULL ? "compressed"
+                            : comm == NULL     ? "the group"
+                                               : "the compressor");
+    }
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain_compressed *c = (dtrain_compressed *)dtrain__alloc(allocator, sizeof *c);
+    if (c == NULL) {
+        if (compressor->destroy != NULL)
+            compressor->destroy(compressor->self);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for %zu bytes", sizeof *c);
+    }
+    c->comm = comm;
+    c->allocator = allocator;
+    c->compressor = *compressor;
+    c->count = count;
+    c->rank = dtrain_comm_rank(comm);
+    c->ranks = dtrain_comm_size(comm);
+    if (desc != NULL)
+        c->desc = *desc;
+    dtrain_status status = dtrain__compressed_init(c);
+    if (status == DTRAIN_OK)
+        *compressed = c;
+    else
+        dtrain_compressed_destroy(c);
+    return status;
+}
+
+DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
+{
+    dtrain_compressed *c = compressed;
+    if (c == NULL)
+        return;
+    dtrain_compressor_destroy(&c->compressor);
+    dtrain__free(c->allocator, c->residual, c->count * sizeof(float));
+    dtrain__free(c->allocator, c->velocity, c->count * sizeof(float));
+    dtrain__free(c->allocator, c->numbers, 4 * (size_t)c->ranks * sizeof(size_t));
+    dtrain__free(c->allocator, c->parts, (size_t)c->ranks * sizeof(void *));
+    dtrain__room_free(&c->out, c->allocator);
+    dtrain__room_free(&c->in, c->allocator);
+    dtrain__room_free(&c->wide, c->allocator);
+    dtrain__free(c->allocator, c, sizeof *c);
+}
+
+#endif

@@ -1,0 +1,111 @@
+/* ---- >>feedback ----
+ * What is done to a vector before and after it is compressed: shortened when it is too long, folded into a velocity,
+ * and what was not sent taken from the sum. Elementwise, each operation rounded; a length is the root of squares
+ * added in float64 in a fixed order. And the buffers that compressing needs, which grow and stay. */
+#ifndef DTRAIN__FEEDBACK
+#define DTRAIN__FEEDBACK
+#include "compress.h"
+#include "../base/platform.h"
+#include "../base/memory.c"
+#include "../tensor/fold.c"
+#include "../tensor/isa.c"
+#include "../tensor/vector.c"
+
+DTRAIN__EXACT_BEGIN
+
+/* velocity = velocity * momentum + in * factor */
+DTRAIN__INLINE void dtrain__feedback_velocity_body(float *velocity, const float *in, float momentum, float factor,
+                                                   size_t count)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) velocity[i] =
+        dtrain__rounded_f32(velocity[i] * momentum, zero) + dtrain__rounded_f32(in[i] * factor, zero);
+}
+
+/* residual = residual - sent; 0 where that is no number, as what is none would stay for ever */
+DTRAIN__INLINE void dtrain__feedback_left_body(float *residual, const float *sent, size_t count)
+{
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)
+    {
+        float left = residual[i] - sent[i];
+        uint32_t bits;
+        memcpy(&bits, &left, sizeof bits);
+        bits = (bits & 0x7f800000u) == 0x7f800000u ? 0 : bits;
+        memcpy(&left, &bits, sizeof bits);
+        residual[i] = left;
+    }
+}
+
+DTRAIN__KERNEL(dtrain__feedback_velocity,
+               (float *velocity, const float *in, float momentum, float factor, size_t count),
+               (velocity, in, momentum, factor, count))
+DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
+
+static double dtrain__sqrt_f64(double square)
+{
+#if defined(DTRAIN__X86)
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
+    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
+#else
+    return __builtin_sqrt(square);
+#endif
+}
+
+/* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
+static float dtrain__feedback_factor(const float *in, size_t count, double most)
+{
+    double length = dtrain__sqrt_f64(dtrain__sum_squares(DTRAIN_F32, in, count));
+    uint64_t bits;
+    memcpy(&bits, &length, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff && length > most ? (float)(most / length) : 1.0f;
+}
+
+DTRAIN__EXACT_END
+
+/* A buffer that grows, by half more than is needed: what a step packs varies a little. Its contents are lost. */
+typedef struct dtrain__room {
+    unsigned char *data;
+    size_t bytes;
+} dtrain__room;
+
+static dtrain_status dtrain__room_reserve(dtrain__room *room, dtrain_allocator *allocator, size_t bytes)
+{
+    if (room->bytes >= bytes && room->data != NULL)
+        return DTRAIN_OK;
+    size_t more = bytes / 2 + 4096, whole;
+    unsigned char *data = NULL;
+    if (dtrain__add_size(bytes, more, &whole))
+        data = (unsigned char *)dtrain__alloc(allocator, whole);
+    if (data == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed all_reduce: no memory for %zu bytes", bytes);
+    dtrain__free(allocator, room->data, room->bytes);
+    room->data = data;
+    room->bytes = whole;
+    return DTRAIN_OK;
+}
+
+static void dtrain__room_free(dtrain__room *room, dtrain_allocator *allocator)
+{
+    dtrain__free(allocator, room->data, room->bytes);
+    memset(room, 0, sizeof *room);
+}
+
+/* Bytes that a rank sends for a whole vector of float32. */
+static uint64_t dtrain__feedback_dense_bytes(size_t count, int ranks)
+{
+    return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
+}
+
+/* One rank cannot go on in the middle of an exchange, as what rank `from` sent is wrong: no other may, either. */
+static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status status, int from)
+{
+    dtrain__error kept = dtrain__thread_error;
+    char text[300];
+    snprintf(text, sizeof text, "compressed all_reduce on rank %d, data of rank %d: %.200s", dtrain_comm_rank(comm),
+             from, kept.text);
+    dtrain_comm_abort(comm, text);
+    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, data of rank %d: %.500s",
+                        dtrain_comm_rank(comm), from, kept.text);
+}
+
+#endif

@@ -1,0 +1,299 @@
+/* ---- >>quantise ----
+ * Fewer bits a number: casts, int8 and fp8 with a scale a block, one bit. A packed vector is the scales of all blocks,
+ * then the codes. Every code is one rounding of one product, found by adding a constant whose last place is that of
+ * the code, and every scale comes of integers or of sums in a fixed order, so that all instruction sets agree. */
+#ifndef DTRAIN__QUANTISE
+#define DTRAIN__QUANTISE
+#include "compress.h"
+#include "../base/platform.h"
+#include "../base/memory.c"
+#include "../tensor/dtype.c"
+#include "../tensor/isa.c"
+
+#define DTRAIN__QUANTISE_LANES 16
+#define DTRAIN__QUANTISE_TINY                                                                                          \
+    0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
+
+static size_t dtrain__quantise_blocks(size_t count, size_t block)
+{
+    return count / block + (count % block != 0);
+}
+
+DTRAIN__EXACT_BEGIN
+
+/* What a block's numbers are multiplied by, one after the other. */
+typedef struct dtrain__quantise_scale {
+    float scale, grow, inverse;
+    int bad; /* a NaN or infinity is among them */
+} dtrain__quantise_scale;
+
+DTRAIN__INLINE dtrain__quantise_scale dtrain__quantise_scale_of(uint32_t largest, float top)
+{
+    dtrain__quantise_scale s = {0.0f, 1.0f, 0.0f, 0};
+    const uint32_t nan = 0x7fc00000u;
+    float value;
+    memcpy(&value, &largest, sizeof value);
+    if (largest >= 0x7f800000u) {
+        memcpy(&s.scale, &nan, sizeof nan);
+        s.bad = 1;
+    } else if (largest > 0) {
+        s.grow = largest < DTRAIN__QUANTISE_TINY ? 1.2676506002282294e30f : 1.0f;
+        s.scale = value / top;
+        s.inverse = top / (value * s.grow);
+    }
+    return s;
+}
+
+DTRAIN__INLINE uint32_t dtrain__quantise_largest(const dtrain__u32 *bits, size_t count)
+{
+    uint32_t largest = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t size = bits[i] & 0x7fffffffu;
+        largest = size > largest ? size : largest;
+    }
+    return largest;
+}
+
+DTRAIN__INLINE uint32_t dtrain__quantise_float_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+DTRAIN__INLINE unsigned char dtrain__quantise_int8(float x)
+{
+    return (unsigned char)dtrain__quantise_float_bits(x + 12582912.0f); /* 1.5 * 2^23: its last place is 1 */
+}
+
+/* x is at most 448. */
+DTRAIN__INLINE unsigned char dtrain__quantise_fp8(float x)
+{
+    uint32_t bits = dtrain__quantise_float_bits(x), size = bits & 0x7fffffffu;
+    uint32_t normal = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - (120u << 3);
+    float magnitude;
+    memcpy(&magnitude, &size, sizeof size);
+    uint32_t small = dtrain__quantise_float_bits(magnitude + 24576.0f); /* 1.5 * 2^14: its last place is 2^-9 */
+    return (unsigned char)((bits >> 24 & 0x80u) | ((size < 121u << 23 ? small : normal) & 0x7fu));
+}
+
+DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
+{
+    uint32_t size = code & 0x7fu, bits = (size << 20) + (120u << 23);
+    uint32_t small = dtrain__quantise_float_bits((float)(int32_t)size * 0.001953125f);
+    bits = (size < 8 ? small : bits) | (uint32_t)(code & 0x80u) << 24;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+#define DTRAIN__QUANTISE_BYTES(name, top, encode, decode)                                                              \
+    DTRAIN__INLINE void name##_pack_body(const void *in, size_t count, size_t block, unsigned char *out)               \
+    {                                                                                                                  \
+        const dtrain__f32 *x = (const dtrain__f32 *)in;                                                                \
+        unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);                                        \
+        uint32_t zero = dtrain__opaque_zero;                                                                           \
+        for (size_t at = 0; at < count; at += block, out += 4) {                                                       \
+            size_t n = count - at < block ? count - at : block;                                                        \
+            dtrain__quantise_scale s =                                                                                 \
+                dtrain__quantise_scale_of(dtrain__quantise_largest((const dtrain__u32 *)in + at, n), top);             \
+            memcpy(out, &s.scale, 4);                                                                                  \
+            if (s.bad)                                                                                                 \
+                memset(codes + at, 0, n);                                                                              \
+            else                                                                                                       \
+                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] =                                     \
+                    encode(dtrain__rounded_f32(dtrain__rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero));      \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name##_pack, (const void *in, size_t count, size_t block, unsigned char *out),                      \
+                   (in, count, block, out))                                                                            \
+    DTRAIN__INLINE void name##_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)             \
+    {                                                                                                                  \
+        const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);                                   \
+        dtrain__f32 *x = (dtrain__f32 *)out;                                                                           \
+        for (size_t at = 0; at < count; at += block, in += 4) {                                                        \
+            size_t n = count - at < block ? count - at : block;                                                        \
+            float scale;                                                                                               \
+            memcpy(&scale, in, 4);                                                                                     \
+            DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) x[at + i] = decode(codes[at + i]) * scale;              \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name##_unpack, (const unsigned char *in, void *out, size_t count, size_t block),                    \
+                   (in, out, count, block))
+
+#define DTRAIN__QUANTISE_FROM_INT8(code) ((float)(int32_t)(int8_t)(code))
+DTRAIN__QUANTISE_BYTES(dtrain__int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
+DTRAIN__QUANTISE_BYTES(dtrain__fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
+
+/* The mean magnitude: lane i % 16 takes element i; lanes are joined as a tree. */
+DTRAIN__INLINE float dtrain__sign_scale(const dtrain__u32 *bits, size_t count)
+{
+    float lanes[DTRAIN__QUANTISE_LANES] = {0}, magnitude;
+    size_t i = 0;
+    for (; i + DTRAIN__QUANTISE_LANES <= count; i += DTRAIN__QUANTISE_LANES)
+        for (int k = 0; k < DTRAIN__QUANTISE_LANES; k++) {
+            uint32_t size = bits[i + (size_t)k] & 0x7fffffffu;
+            memcpy(&magnitude, &size, sizeof size);
+            lanes[k] = lanes[k] + magnitude;
+        }
+    for (int k = 0; i < count; i++, k++) {
+        uint32_t size = bits[i] & 0x7fffffffu;
+        memcpy(&magnitude, &size, sizeof size);
+        lanes[k] = lanes[k] + magnitude;
+    }
+    for (int half = DTRAIN__QUANTISE_LANES / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++)
+            lanes[k] = lanes[k] + lanes[k + half];
+    return lanes[0] / (float)count;
+}
+
+DTRAIN__INLINE void dtrain__sign_pack_body(const void *in, size_t count, size_t block, unsigned char *out)
+{
+    const dtrain__u32 *bits = (const dtrain__u32 *)in;
+    unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);
+    for (size_t at = 0; at < count; at += block, out += 4) {
+        size_t n = count - at < block ? count - at : block;
+        uint32_t scale = dtrain__quantise_float_bits(dtrain__sign_scale(bits + at, n));
+        int bad = (scale & 0x7fffffffu) >= 0x7f800000u;
+        scale = bad ? 0x7fc00000u : scale;
+        memcpy(out, &scale, 4);
+        for (size_t i = 0; i < n; i += 8) {
+            unsigned code = 0;
+            for (size_t k = 0; k < 8 && i + k < n && !bad; k++)
+                code |= (unsigned)(bits[at + i + k] >> 31) << k;
+            codes[(at + i) / 8] = (unsigned char)code;
+        }
+    }
+}
+
+DTRAIN__INLINE void dtrain__sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
+{
+    const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
+    dtrain__u32 *x = (dtrain__u32 *)out;
+    for (size_t at = 0; at < count; at += block, in += 4) {
+        size_t n = count - at < block ? count - at : block;
+        uint32_t scale;
+        memcpy(&scale, in, 4);
+        for (size_t i = at; i < at + n; i++)
+            x[i] = scale ^ (uint32_t)(codes[i / 8] >> (i % 8) & 1) << 31;
+    }
+}
+
+DTRAIN__KERNEL(dtrain__sign_pack, (const void *in, size_t count, size_t block, unsigned char *out),
+               (in, count, block, out))
+DTRAIN__KERNEL(dtrain__sign_unpack, (const unsigned char *in, void *out, size_t count, size_t block),
+               (in, out, count, block))
+
+DTRAIN__EXACT_END
+
+static size_t dtrain__cast_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    (void)compressor;
+    return 2 * count;
+}
+
+static size_t dtrain__byte_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    return 4 * dtrain__quantise_blocks(count, compressor->block) + count;
+}
+
+static size_t dtrain__sign_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    return 4 * dtrain__quantise_blocks(count, compressor->block) + count / 8 + (count % 8 != 0);
+}
+
+/* The table's functions over the kernels, in the default floating-point mode. */
+#define DTRAIN__QUANTISE_TABLE(name)                                                                                   \
+    static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out)         \
+    {                                                                                                                  \
+        uint64_t mode = dtrain__fpmode_enter();                                                                        \
+        name##_pack(in, count, compressor->block, (unsigned char *)out);                                               \
+        dtrain__fpmode_restore(mode);                                                                                  \
+    }                                                                                                                  \
+    static void name##_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count)       \
+    {                                                                                                                  \
+        uint64_t mode = dtrain__fpmode_enter();                                                                        \
+        name##_unpack((const unsigned char *)in, out, count, compressor->block);                                       \
+        dtrain__fpmode_restore(mode);                                                                                  \
+    }
+
+DTRAIN__QUANTISE_TABLE(dtrain__int8)
+DTRAIN__QUANTISE_TABLE(dtrain__fp8)
+DTRAIN__QUANTISE_TABLE(dtrain__sign)
+
+/* The dtype of a cast stands where others have their block. */
+static void dtrain__cast_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
+{
+    dtrain_convert(in, DTRAIN_F32, out, (dtrain_dtype)compressor->block, count);
+}
+
+static void dtrain__cast_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
+{
+    dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count);
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype)
+{
+    dtrain_compressor made = {dtype == DTRAIN_F16 ? "f16" : "bf16",
+                              NULL,
+                              (size_t)dtype,
+                              dtrain__cast_bytes,
+                              dtrain__cast_pack_now,
+                              dtrain__cast_unpack_now,
+                              NULL,
+                              NULL};
+    return made;
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block)
+{
+    dtrain_compressor made = {
+        "int8", NULL, block > 0 ? block : 256, dtrain__byte_bytes, dtrain__int8_pack_now, dtrain__int8_unpack_now,
+        NULL,   NULL};
+    return made;
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block)
+{
+    dtrain_compressor made = {
+        "fp8", NULL, block > 0 ? block : 256, dtrain__byte_bytes, dtrain__fp8_pack_now, dtrain__fp8_unpack_now,
+        NULL,  NULL};
+    return made;
+}
+
+DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block)
+{
+    dtrain_compressor made = {
+        "sign", NULL, block > 0 ? block : 1024, dtrain__sign_bytes, dtrain__sign_pack_now, dtrain__sign_unpack_now,
+        NULL,   NULL};
+    return made;
+}
+
+DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor)
+{
+    if (compressor == NULL)
+        return;
+    if (compressor->destroy != NULL)
+        compressor->destroy(compressor->self);
+    memset(compressor, 0, sizeof *compressor);
+}
+
+/* Says whether a table can be used, own or not. */
+static dtrain_status dtrain__compressor_check(const dtrain_compressor *compressor, const char *call)
+{
+    int cast = compressor->pack == dtrain__cast_pack_now, bytes = compressor->bytes == dtrain__byte_bytes;
+    int blocks = bytes || compressor->bytes == dtrain__sign_bytes;
+    if (compressor->reduce == NULL &&
+        (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);
+    if (cast && compressor->block != DTRAIN_BF16 && compressor->block != DTRAIN_F16)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a cast is to BF16 or F16, not to %s", call,
+                            dtrain_dtype_name((dtrain_dtype)compressor->block));
+    if (blocks && (compressor->block == 0 || compressor->block % 8 != 0 || compressor->block > 65536))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: a block of %s has %zu elements, expected a multiple of 8 up to 65536", call,
+                            compressor->name, compressor->block);
+    return DTRAIN_OK;
+}
+
+#endif

@@ -1,0 +1,485 @@
+/* ---- >>selections ----
+ * The all-reduce of selections. Gathered: every rank gets every selection and merges them by the tree. Split: each
+ * rank merges its part of the vector, and all get the merged parts. A merge adds what both have and copies what one
+ * has, so that a sum's bits are those of the dense tree in which absent elements are zeros; that none is -0 is settled
+ * at the end. Lengths are exchanged before data. */
+#ifndef DTRAIN__SELECTIONS
+#define DTRAIN__SELECTIONS
+#include "compress.h"
+#include "topk.c"
+#include "sparse.c"
+#include "feedback.c"
+#include "../comm/collectives.c"
+
+typedef struct dtrain__topk_state {
+    dtrain_allocator heap, *allocator;
+    dtrain_topk_desc desc;
+    float step[2]; /* its lower and upper 24 bits, as a checkpoint keeps it */
+    int ranks;
+    dtrain_sparse chosen, picked;
+    dtrain_sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
+    uint64_t *sizes;       /* 2 * ranks: to each rank, from each rank */
+    size_t *numbers;       /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
+    dtrain__room out, in;
+} dtrain__topk_state;
+
+/* What one call is about. */
+typedef struct dtrain__selections {
+    dtrain__topk_state *state;
+    dtrain_comm *comm;
+    float *residual, *out;
+    size_t count;
+    uint64_t *sent;
+    int rank, ranks;
+    double ratio; /* of this step */
+} dtrain__selections;
+
+static void dtrain__selections_free(dtrain__topk_state *state)
+{
+    size_t n = (size_t)state->ranks;
+    for (size_t i = 0; state->pieces != NULL && i < 2 * n; i++)
+        dtrain_sparse_destroy(&state->pieces[i]);
+    dtrain__free(state->allocator, state->pieces, 2 * n * sizeof(dtrain_sparse));
+    dtrain__free(state->allocator, state->sizes, 2 * n * sizeof(uint64_t));
+    dtrain__free(state->allocator, state->numbers, (5 * n + 1) * sizeof(size_t));
+    state->pieces = NULL;
+    state->sizes = NULL;
+    state->numbers = NULL;
+    state->ranks = 0;
+}
+
+/* Makes room for a group of so many ranks. */
+static dtrain_status dtrain__selections_open(dtrain__topk_state *state, int ranks)
+{
+    size_t n = (size_t)ranks;
+    if (state->ranks == ranks)
+        return DTRAIN_OK;
+    dtrain__selections_free(state);
+    state->ranks = ranks;
+    state->pieces = (dtrain_sparse *)dtrain__alloc(state->allocator, 2 * n * sizeof(dtrain_sparse));
+    state->sizes = (uint64_t *)dtrain__alloc(state->allocator, 2 * n * sizeof(uint64_t));
+    state->numbers = (size_t *)dtrain__alloc(state->allocator, (5 * n + 1) * sizeof(size_t));
+    if (state->pieces == NULL || state->sizes == NULL || state->numbers == NULL) {
+        dtrain__selections_free(state);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "topk: no memory for the pieces of %d ranks", ranks);
+    }
+    for (size_t i = 0; i < 2 * n; i++)
+        state->pieces[i].allocator = state->allocator;
+    return DTRAIN_OK;
+}
+
+/* out = a + b, where an element that one of them lacks is the other's. */
+static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtrain_sparse *b, dtrain_sparse *out)
+{
+    dtrain_status status = dtrain__sparse_reserve(out, a->count + b->count);
+    size_t i = 0, j = 0, n = 0;
+    if (status != DTRAIN_OK)
+        return status;
+    while (i < a->count && j < b->count) {
+        uint32_t left = a->indices[i], right = b->indices[j];
+        out->indices[n] = left < right ? left : right;
+        out->values[n++] = left == right ? a->values[i] + b->values[j] : left < right ? a->values[i] : b->values[j];
+        i += left <= right;
+        j += right <= left;
+    }
+    const dtrain_sparse *rest = i < a->count ? a : b;
+    size_t from = i < a->count ? i : j, more = rest->count - from;
+    if (more > 0) {
+        memcpy(out->indices + n, rest->indices + from, more * sizeof(uint32_t));
+        memcpy(out->values + n, rest->values + from, more * sizeof(float));
+    }
+    out->count = n + more;
+    out->original_count = a->original_count;
+    return DTRAIN_OK;
+}
+
+/* Merges the pieces of all ranks by the tree: neighbours first, one that has none goes up as it is. */
+static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain_sparse **merged)
+{
+    dtrain_sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
+    dtrain_status status = DTRAIN_OK;
+    uint64_t mode = dtrain__fpmode_enter();
+    memset(&nothing, 0, sizeof nothing);
+    for (int n = x->ranks; status == DTRAIN_OK && n > 1; n = (n + 1) / 2) {
+        for (int i = 0; status == DTRAIN_OK && i < n; i += 2)
+            status = dtrain__selections_merge(&from[i], i + 1 < n ? &from[i + 1] : &nothing, &to[i / 2]);
+        dtrain_sparse *next = to;
+        to = from;
+        from = next;
+    }
+    dtrain__fpmode_restore(mode);
+    *merged = &from[0];
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+}
+
+/* Rounds values to what the wire carries. */
+static void dtrain__selections_round(const dtrain__topk_state *state, dtrain_sparse *sparse)
+{
+    unsigned char tile[2 * DTRAIN__SPARSE_TILE];
+    dtrain_dtype wire = state->desc.values;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t at = 0; wire != DTRAIN_F32 && at < sparse->count; at += DTRAIN__SPARSE_TILE) {
+        size_t n = sparse->count - at < DTRAIN__SPARSE_TILE ? sparse->count - at : DTRAIN__SPARSE_TILE;
+        dtrain__convert(sparse->values + at, DTRAIN_F32, tile, wire, n);
+        dtrain__convert(tile, wire, sparse->values + at, DTRAIN_F32, n);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* residual[first + index] = whole - part, or adds that; what is no number is dropped. */
+static void dtrain__selections_keep(float *residual, size_t first, uint32_t index, float whole, float part, int adds)
+{
+    float *kept = residual + first + index, left = whole - part;
+    uint32_t bits;
+    memcpy(&bits, &left, sizeof bits);
+    left = (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
+    *kept = adds ? *kept + left : left;
+}
+
+/* Selects of what is to be sent, rounds that, and leaves the rest in the residual. */
+static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_sparse *chosen = &state->chosen;
+    uint64_t step = (uint64_t)state->step[0] + ((uint64_t)state->step[1] << 24);
+    dtrain_status status;
+    uint64_t mode = dtrain__fpmode_enter();
+    x->ratio = dtrain_topk_ratio(&state->desc.schedule, step++);
+    size_t k = dtrain_topk_count(x->count, x->ratio);
+    state->step[0] = (float)(step & 0xffffff);
+    state->step[1] = (float)(step >> 24 & 0xffffff);
+    if (state->desc.threshold > 0.0f && x->residual != NULL)
+        dtrain__sum_f32(x->residual, in, x->count);
+    if (state->desc.threshold > 0.0f)
+        status = dtrain_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
+    else if (x->residual != NULL)
+        status = dtrain_topk_add(x->residual, in, x->count, k, chosen);
+    else
+        status = dtrain_topk(in, x->count, k, chosen);
+    if (status == DTRAIN_OK)
+        dtrain__selections_round(state, chosen);
+    for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
+        dtrain__selections_keep(x->residual, 0, chosen->indices[i], x->residual[chosen->indices[i]], chosen->values[i],
+                                0);
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+/* Turns the sizes that ranks told into counts and offsets; each of a vector of at most `most` elements. */
+static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint64_t *sizes, size_t most, size_t *counts,
+                                              size_t *offsets, size_t *total)
+{
+    *total = 0;
+    for (int r = 0; r < x->ranks; r++) {
+        if (sizes[r] > DTRAIN__SPARSE_HEADER + 9 * (uint64_t)most) {
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%llu bytes are announced for at most %zu elements",
+                         (unsigned long long)sizes[r], most);
+            return dtrain__feedback_broken(x->comm, DTRAIN_ERR_CORRUPT, r);
+        }
+        counts[r] = (size_t)sizes[r];
+        offsets[r] = *total;
+        *total += counts[r];
+    }
+    return DTRAIN_OK;
+}
+
+/* A corrupt piece, or no memory for one, ends the exchange for all. */
+static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
+                                               dtrain_sparse *piece)
+{
+    dtrain_status status = dtrain_sparse_unpack(piece, x->state->in.data + at, bytes, count);
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
+}
+
+static void dtrain__selections_write(const dtrain_sparse *sparse, float *out)
+{
+    for (size_t i = 0; i < sparse->count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &sparse->values[i], sizeof bits);
+        bits = bits == 0x80000000u ? 0 : bits;
+        memcpy(&out[sparse->indices[i]], &bits, sizeof bits);
+    }
+}
+
+/* The selections are longer than the vectors: adds up these. */
+static dtrain_status dtrain__selections_dense(dtrain__selections *x)
+{
+    dtrain__sparse_write_now(&x->state->chosen, x->out);
+    *x->sent += dtrain__feedback_dense_bytes(x->count, x->ranks);
+    dtrain_status status = dtrain_all_reduce(x->comm, x->out, x->out, x->count, DTRAIN_F32, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &x->out[i], sizeof bits);
+        bits = bits == 0x80000000u ? 0 : bits;
+        memcpy(&x->out[i], &bits, sizeof bits);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__selections_gather(dtrain__selections *x)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_index_form form = state->desc.indices;
+    uint64_t mine = dtrain__sparse_size(&state->chosen, state->desc.values, &form);
+    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
+    dtrain_sparse *merged = NULL;
+    dtrain_status status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
+    *x->sent += 8 * (uint64_t)(x->ranks - 1);
+    if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->count)
+        return dtrain__selections_dense(x);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&state->in, state->allocator, total);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in.data + offsets[x->rank]);
+    status =
+        dtrain_all_gather_v(x->comm, state->in.data + offsets[x->rank], state->in.data, counts, offsets, DTRAIN_U8);
+    *x->sent += mine * (uint64_t)(x->ranks - 1);
+    for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
+        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_fold(x, &merged);
+    if (status != DTRAIN_OK)
+        return status;
+    if (x->count > 0)
+        memset(x->out, 0, x->count * sizeof(float));
+    dtrain__selections_write(merged, x->out);
+    return DTRAIN_OK;
+}
+
+/* The elements of the selection that are in a rank's part of the vector, which bounds say. */
+static dtrain_sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
+{
+    const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
+    dtrain_sparse part;
+    memset(&part, 0, sizeof part);
+    part.original_count = dtrain_split(x->count, x->ranks, rank, begin);
+    part.indices = x->state->chosen.indices + bounds[rank];
+    part.values = x->state->chosen.values + bounds[rank];
+    part.count = bounds[rank + 1] - bounds[rank];
+    return part;
+}
+
+/* Finds the bounds between parts. */
+static void dtrain__selections_cut(dtrain__selections *x)
+{
+    const dtrain_sparse *chosen = &x->state->chosen;
+    size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
+    for (int r = 0; r < x->ranks; r++) {
+        size_t begin, count = dtrain_split(x->count, x->ranks, r, &begin);
+        bounds[r] = next;
+        while (next < chosen->count && chosen->indices[next] < begin + count)
+            next++;
+    }
+    bounds[x->ranks] = next;
+}
+
+/* Packs each rank's part of the selection, with indices that count from the part's begin while it is packed. */
+static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t *counts, size_t *offsets)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_status status = DTRAIN_OK;
+    size_t begin, at = 0;
+    dtrain__selections_cut(x);
+    for (int pass = 0; status == DTRAIN_OK && pass < 2; pass++) {
+        for (int r = 0; r < x->ranks; r++) {
+            dtrain_index_form form = state->desc.indices;
+            dtrain_sparse part = dtrain__selections_part(x, r, &begin);
+            for (size_t i = 0; i < part.count; i++)
+                part.indices[i] -= (uint32_t)begin;
+            size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
+            if (pass == 1)
+                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out.data + offsets[r]);
+            for (size_t i = 0; i < part.count; i++)
+                part.indices[i] += (uint32_t)begin;
+            offsets[r] = pass == 0 ? at : offsets[r];
+            counts[r] = bytes;
+            state->sizes[r] = bytes;
+            at += pass == 0 ? bytes : 0;
+            *x->sent += pass == 1 && r != x->rank ? 8 + bytes : 0;
+        }
+        status = dtrain__room_reserve(&state->out, state->allocator, at);
+    }
+    return status;
+}
+
+/* Sends each rank its part of the selection, and unpacks what came for this rank's. */
+static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t part)
+{
+    dtrain__topk_state *state = x->state;
+    size_t n = (size_t)x->ranks, total = 0;
+    size_t *counts = state->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
+    dtrain_status status = dtrain__selections_pack_parts(x, counts, offsets);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_to_all(x->comm, state->sizes, state->sizes + n, n, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&state->in, state->allocator, total);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_to_all_v(x->comm, state->out.data, counts, offsets, state->in.data, in_counts, in_offsets,
+                                     DTRAIN_U8);
+    for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
+        status = dtrain__selections_unpack(x, r, in_offsets[r], in_counts[r], part, &state->pieces[r]);
+    return status;
+}
+
+/* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
+static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_sparse *merged, size_t begin, size_t quota)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_sparse *picked = &state->picked;
+    size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
+    dtrain_status status = dtrain_topk(merged->values, merged->count, keeps, picked);
+    uint64_t mode = dtrain__fpmode_enter();
+    size_t next = 0;
+    if (status == DTRAIN_OK)
+        dtrain__selections_round(state, picked);
+    for (size_t i = 0; status == DTRAIN_OK && i < merged->count; i++) {
+        int passes = next < picked->count && picked->indices[next] == i;
+        float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
+        if (x->residual != NULL)
+            dtrain__selections_keep(x->residual, begin, merged->indices[i], whole, part, 1);
+        merged->indices[next] = merged->indices[i];
+        merged->values[next] = part;
+        next += (size_t)passes;
+    }
+    dtrain__fpmode_restore(mode);
+    merged->count = next;
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+}
+
+/* Gathers every rank's sums, each straight into its part of the result. */
+static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain_sparse *merged)
+{
+    dtrain__topk_state *state = x->state;
+    dtrain_index_form form = state->desc.indices;
+    uint64_t mine = dtrain__sparse_size(merged, state->desc.values, &form);
+    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
+    dtrain_status status = dtrain__room_reserve(&state->out, state->allocator, (size_t)mine);
+    if (status != DTRAIN_OK)
+        return dtrain__feedback_broken(x->comm, status, x->rank);
+    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out.data);
+    status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
+    if (status == DTRAIN_OK)
+        status = dtrain__room_reserve(&state->in, state->allocator, total);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_gather_v(x->comm, state->out.data, state->in.data, counts, offsets, DTRAIN_U8);
+    *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
+    if (status == DTRAIN_OK && x->count > 0)
+        memset(x->out, 0, x->count * sizeof(float));
+    for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
+        size_t begin, part = dtrain_split(x->count, x->ranks, r, &begin);
+        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
+        if (status == DTRAIN_OK)
+            dtrain__selections_write(&state->pieces[0], x->out + begin);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__selections_split(dtrain__selections *x)
+{
+    size_t begin, part = dtrain_split(x->count, x->ranks, x->rank, &begin);
+    dtrain_sparse *merged = NULL;
+    dtrain_status status = dtrain__selections_scatter(x, part);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_fold(x, &merged);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
+    return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
+}
+
+static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
+                                               float *residual, float *out, size_t count, uint64_t *sent)
+{
+    dtrain__selections x;
+    x.state = (dtrain__topk_state *)compressor->self;
+    x.comm = comm;
+    x.residual = residual;
+    x.out = out;
+    x.count = count;
+    x.sent = sent;
+    x.rank = dtrain_comm_rank(comm);
+    x.ranks = dtrain_comm_size(comm);
+    dtrain_sparse_exchange way = x.state->desc.exchange;
+    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_select(&x, in);
+    if (status != DTRAIN_OK)
+        return status;
+    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x.ranks <= 8))
+        return dtrain__selections_gather(&x);
+    return dtrain__selections_split(&x);
+}
+
+static void dtrain__topk_destroy(void *self)
+{
+    dtrain__topk_state *state = (dtrain__topk_state *)self;
+    dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = state->allocator;
+    dtrain__selections_free(state);
+    dtrain_sparse_destroy(&state->chosen);
+    dtrain_sparse_destroy(&state->picked);
+    dtrain__room_free(&state->out, allocator);
+    dtrain__room_free(&state->in, allocator);
+    dtrain__free(allocator != &state->heap ? allocator : &heap, state, sizeof *state);
+}
+
+static dtrain_status dtrain__topk_check_desc(const dtrain_topk_desc *desc)
+{
+    uint32_t threshold;
+    memcpy(&threshold, &desc->threshold, sizeof threshold);
+    if (threshold > 0x7f800000u)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: threshold is %g, expected a number above 0",
+                            (double)desc->threshold);
+    if (threshold == 0 && !(desc->schedule.ratio > 0.0 && desc->schedule.ratio <= 1.0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressor_topk: the ratio is %g, expected one above 0 and at most 1",
+                            desc->schedule.ratio);
+    if (dtrain__sparse_width(desc->values) == 0 ||
+        (desc->indices != DTRAIN_INDEX_AUTO && desc->indices != DTRAIN_INDEX_U32 &&
+         desc->indices != DTRAIN_INDEX_DELTA) ||
+        (desc->exchange != DTRAIN_EXCHANGE_AUTO &&
+         (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT_TOPK)))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressor_topk: values %s, index form %d, exchange %d; expected F32, BF16 or F16, AUTO, "
+                            "U32 or DELTA, and one of dtrain_sparse_exchange",
+                            dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
+    if (desc->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && threshold != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g",
+                            (double)desc->threshold);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
+                                                dtrain_allocator *allocator)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain_topk_desc full;
+    if (compressor == NULL || desc == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: compressor and desc are needed, got NULL");
+    memset(compressor, 0, sizeof *compressor);
+    full = *desc;
+    full.values = full.values == 0 ? DTRAIN_F32 : full.values;
+    dtrain_status status = dtrain__topk_check_desc(&full);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__topk_state *state =
+        (dtrain__topk_state *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *state);
+    if (state == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_topk: no memory for %zu bytes", sizeof *state);
+    state->desc = full;
+    state->allocator = allocator != NULL ? allocator : &state->heap;
+    state->chosen.allocator = state->picked.allocator = state->allocator;
+    compressor->name = "topk";
+    compressor->self = state;
+    compressor->reduce = dtrain__selections_reduce;
+    compressor->destroy = dtrain__topk_destroy;
+    return DTRAIN_OK;
+}
+
+#endif

@@ -1,0 +1,468 @@
+/* ---- >>topk ----
+ * The k elements of largest magnitude. A key is a number's bits without the sign, all NaNs one key above infinity, so
+ * that the order is one of integers and the same everywhere. A sample of the keys gives a bar that a few more than k
+ * will pass; one pass over the data, which adds to it on request, collects those, and a radix search among them finds
+ * the k-th. Where the sample misled, a histogram of the upper bits of all keys gives the bar. Results never depend on
+ * the way taken. */
+#ifndef DTRAIN__TOPK
+#define DTRAIN__TOPK
+#include "compress.h"
+#include "../base/platform.h"
+#include "../base/memory.c"
+#include "../tensor/isa.c"
+
+#define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once: room beyond the last needs as many */
+#define DTRAIN__TOPK_SAMPLE ((size_t)65536)    /* keys of the largest sample */
+#define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
+#define DTRAIN__TOPK_BINS 2048
+#define DTRAIN__TOPK_NEVER 0x80000000u /* a bar above every key */
+#define DTRAIN__KEY_NAN 0x7f800001u
+
+/* Adds add to sum where there is one, then lists the numbers whose key is at least the bar, count at most
+ * DTRAIN__TOPK_BLOCK; data is sum then. Returns how many; indices and values have room for all. */
+typedef size_t (*dtrain__topk_block)(const float *data, float *sum, const float *add, size_t count, uint32_t bar,
+                                     uint32_t first, uint32_t *indices, float *values);
+
+static uint32_t dtrain__topk_bits(const float *from)
+{
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return bits & 0x7fffffffu;
+}
+
+static uint32_t dtrain__topk_key(const float *from)
+{
+    uint32_t bits = dtrain__topk_bits(from);
+    return bits < DTRAIN__KEY_NAN ? bits : DTRAIN__KEY_NAN;
+}
+
+DTRAIN__EXACT_BEGIN
+
+static size_t dtrain__topk_block_scalar(const float *data, float *sum, const float *add, size_t count, uint32_t bar,
+                                        uint32_t first, uint32_t *indices, float *values)
+{
+    size_t found = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (sum != NULL)
+            sum[i] = sum[i] + add[i];
+        if (dtrain__topk_bits(data + i) < bar)
+            continue;
+        indices[found] = first + (uint32_t)i;
+        values[found++] = data[i];
+    }
+    return found;
+}
+
+#if defined(DTRAIN__X86)
+/* Sums a vector of `width` numbers; what remains of a block is left to the scalar form. */
+#define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list)                                                            \
+    target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count,       \
+                                                  uint32_t bar, uint32_t first, uint32_t *indices, float *values)      \
+    {                                                                                                                  \
+        size_t found = 0, i = 0;                                                                                       \
+        for (; count - i >= width; i += width) {                                                                       \
+            if (sum != NULL)                                                                                           \
+                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i)));                  \
+            list                                                                                                       \
+        }                                                                                                              \
+        return found + dtrain__topk_block_scalar(data + i, sum != NULL ? sum + i : NULL, sum != NULL ? add + i : NULL, \
+                                                 count - i, bar, first + (uint32_t)i, indices + found,                 \
+                                                 values + found);                                                      \
+    }
+
+/* mask: a bit for each number that passes. */
+#define DTRAIN__TOPK_LIST(mask)                                                                                        \
+    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) {                                              \
+        unsigned lane = (unsigned)__builtin_ctz(left);                                                                 \
+        indices[found] = first + (uint32_t)i + lane;                                                                   \
+        values[found++] = data[i + lane];                                                                              \
+    }
+
+/* Keys and bars but DTRAIN__TOPK_NEVER are positive numbers: a signed comparison with one less will do. */
+#define DTRAIN__TOPK_PASS_sse2                                                                                         \
+    __m128i keys =                                                                                                     \
+        _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff));         \
+    DTRAIN__TOPK_LIST(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))))
+#define DTRAIN__TOPK_PASS_avx2                                                                                         \
+    __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)),                     \
+                                    _mm256_set1_epi32(0x7fffffff));                                                    \
+    DTRAIN__TOPK_LIST(                                                                                                 \
+        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))))
+#define DTRAIN__TOPK_PASS_avx512                                                                                       \
+    __m512i bits = _mm512_loadu_si512((const void *)(data + i));                                                       \
+    __mmask16 mask =                                                                                                   \
+        _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32((int)bar));   \
+    if (mask != 0) {                                                                                                   \
+        __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);                        \
+        __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(first + (uint32_t)i)));                           \
+        _mm512_storeu_si512((void *)(indices + found), _mm512_maskz_compress_epi32(mask, at));                         \
+        _mm512_storeu_si512((void *)(values + found), _mm512_maskz_compress_epi32(mask, bits));                        \
+        found += (size_t)__builtin_popcount(mask);                                                                     \
+    }
+
+DTRAIN__TOPK_BLOCK_OF(sse2, , 4, _mm, DTRAIN__TOPK_PASS_sse2)
+DTRAIN__TOPK_BLOCK_OF(avx2, __attribute__((target("avx2"))), 8, _mm256, DTRAIN__TOPK_PASS_avx2)
+DTRAIN__TOPK_BLOCK_OF(avx512, __attribute__((target("avx512f"))), 16, _mm512, DTRAIN__TOPK_PASS_avx512)
+#endif
+
+DTRAIN__EXACT_END
+
+static dtrain__topk_block dtrain__topk_block_get(void)
+{
+    switch (dtrain__isa()) {
+#if defined(DTRAIN__X86)
+    case DTRAIN__ISA_SSE2: return dtrain__topk_block_sse2;
+    case DTRAIN__ISA_AVX2: return dtrain__topk_block_avx2;
+    case DTRAIN__ISA_AVX512: return dtrain__topk_block_avx512;
+#endif
+    default: return dtrain__topk_block_scalar;
+    }
+}
+
+static dtrain_allocator *dtrain__sparse_allocator(const dtrain_sparse *sparse, dtrain_allocator *heap)
+{
+    memset(heap, 0, sizeof *heap);
+    return sparse->allocator != NULL ? sparse->allocator : heap;
+}
+
+/* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
+ * a little; what is in the arrays is lost. */
+static dtrain_status dtrain__sparse_reserve(dtrain_sparse *sparse, size_t count)
+{
+    dtrain_allocator heap, *allocator = dtrain__sparse_allocator(sparse, &heap);
+    size_t room, bytes, old = sparse->capacity * sizeof(float);
+    sparse->count = 0;
+    if (sparse->capacity > 0 && sparse->capacity - DTRAIN__TOPK_BLOCK >= count)
+        return DTRAIN_OK;
+    if (sparse->capacity == 0) {
+        sparse->indices = NULL;
+        sparse->values = NULL;
+    }
+    if (!dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &room) ||
+        !dtrain__mul_size(room, sizeof(float), &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements", count);
+    void *indices = dtrain__alloc(allocator, bytes), *values = dtrain__alloc(allocator, bytes);
+    if (indices == NULL || values == NULL) {
+        dtrain__free(allocator, indices, bytes);
+        dtrain__free(allocator, values, bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements, twice %zu bytes", count,
+                            bytes);
+    }
+    dtrain__free(allocator, sparse->indices, old);
+    dtrain__free(allocator, sparse->values, old);
+    sparse->indices = (uint32_t *)indices;
+    sparse->values = (float *)values;
+    sparse->capacity = room;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse)
+{
+    dtrain_allocator heap;
+    if (sparse == NULL)
+        return;
+    if (sparse->capacity > 0) {
+        dtrain_allocator *allocator = dtrain__sparse_allocator(sparse, &heap);
+        dtrain__free(allocator, sparse->indices, sparse->capacity * sizeof(uint32_t));
+        dtrain__free(allocator, sparse->values, sparse->capacity * sizeof(float));
+    }
+    memset(sparse, 0, sizeof *sparse);
+}
+
+/* ceil(count * mantissa / 2^shift), mantissa below 2^53, from the 128 bits of the product. */
+static uint64_t dtrain__topk_ceil(uint64_t count, uint64_t mantissa, int shift)
+{
+    uint64_t low = (count & 0xffffffffu) * (mantissa & 0xffffffffu), middle = (count >> 32) * (mantissa & 0xffffffffu);
+    uint64_t other = (count & 0xffffffffu) * (mantissa >> 32), high = (count >> 32) * (mantissa >> 32);
+    uint64_t carry = (low >> 32) + (middle & 0xffffffffu) + (other & 0xffffffffu);
+    high += (middle >> 32) + (other >> 32) + (carry >> 32);
+    low = carry << 32 | (low & 0xffffffffu);
+    if (shift > 117)
+        return 1;
+    if (shift >= 64)
+        return (high >> (shift - 64)) + ((high & (((uint64_t)1 << (shift - 64)) - 1)) != 0 || low != 0);
+    return (high << (64 - shift)) + (low >> shift) + ((low & (((uint64_t)1 << shift) - 1)) != 0);
+}
+
+DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio)
+{
+    uint64_t bits, mantissa;
+    int exponent;
+    memcpy(&bits, &ratio, sizeof bits);
+    exponent = (int)(bits >> 52 & 0x7ff);
+    mantissa = bits & 0xfffffffffffffu;
+    if (count == 0)
+        return 0;
+    if (bits >> 63 || (exponent == 0x7ff && mantissa != 0) || bits == 0)
+        return 1;
+    if (exponent >= 1023)
+        return count;
+    /* The ratio is mantissa / 2^shift. */
+    int shift = exponent > 0 ? 1075 - exponent : 1074;
+    uint64_t k = dtrain__topk_ceil(count, exponent > 0 ? mantissa | (uint64_t)1 << 52 : mantissa, shift);
+    return k > 0 ? (size_t)k : 1;
+}
+
+DTRAIN__EXACT_BEGIN
+
+DTRAIN_API double dtrain_topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step)
+{
+    if (schedule == NULL)
+        return 0.0;
+    double ratio = schedule->first_ratio > 0.0 ? schedule->first_ratio : 0.25;
+    double factor = schedule->factor > 0.0 && schedule->factor < 1.0 ? schedule->factor : 0.25;
+    uint64_t stage = schedule->stage_steps > 0 ? step / schedule->stage_steps : UINT64_MAX;
+    for (uint64_t i = 0; i < stage && ratio > schedule->ratio; i++)
+        ratio = ratio * factor;
+    return schedule->stage_steps > 0 && ratio > schedule->ratio ? ratio : schedule->ratio;
+}
+
+DTRAIN__EXACT_END
+
+/* A search for the k-th largest key, by bits from the top: 11, 10 and 10 of them. */
+typedef struct dtrain__topk_search {
+    uint32_t prefix; /* the bits known of it */
+    int shift;       /* how many are not */
+    size_t left;     /* its place among the keys that have the prefix: 1 is the largest */
+    size_t equal;    /* how many these are */
+} dtrain__topk_search;
+
+/* Finds the next bits of the key. Two tables, as equal neighbours would wait for each other's count. */
+static void dtrain__topk_narrow(dtrain__topk_search *search, const float *data, size_t count)
+{
+    uint32_t bins[2][DTRAIN__TOPK_BINS];
+    int known = search->shift, shift = known == 31 ? 20 : known - 10;
+    uint32_t mask = known == 31 ? 2047 : 1023, bin = mask;
+    memset(bins, 0, sizeof bins);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t key = dtrain__topk_key(data + i);
+        if (known == 31 || key >> known == search->prefix)
+            bins[i & 1][key >> shift & mask]++;
+    }
+    size_t here = (size_t)bins[0][bin] + bins[1][bin];
+    while (here < search->left) {
+        search->left -= here;
+        bin--;
+        here = (size_t)bins[0][bin] + bins[1][bin];
+    }
+    search->prefix = known == 31 ? bin : search->prefix << 10 | bin;
+    search->shift = shift;
+    search->equal = here;
+}
+
+static dtrain__topk_search dtrain__topk_begin(size_t k)
+{
+    dtrain__topk_search search;
+    memset(&search, 0, sizeof search);
+    search.shift = 31;
+    search.left = k;
+    return search;
+}
+
+/* The k-th largest key of count, 1 <= k <= count. */
+static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, size_t k)
+{
+    dtrain__topk_search search = dtrain__topk_begin(k);
+    while (search.shift > 0)
+        dtrain__topk_narrow(&search, data, count);
+    return search;
+}
+
+/* Keeps the k largest of what has been collected: all keys above the k-th, and the first of those equal to it. */
+static void dtrain__topk_keep(dtrain_sparse *sparse, size_t k)
+{
+    if (sparse->count == k)
+        return;
+    dtrain__topk_search search = dtrain__topk_find(sparse->values, sparse->count, k);
+    size_t kept = 0, ties = search.left;
+    for (size_t i = 0; i < sparse->count; i++) {
+        uint32_t key = dtrain__topk_key(sparse->values + i), index = sparse->indices[i];
+        float value = sparse->values[i];
+        size_t tie = key == search.prefix && ties > 0;
+        sparse->indices[kept] = index;
+        sparse->values[kept] = value;
+        kept += (size_t)(key > search.prefix) | tie;
+        ties -= tie;
+    }
+    sparse->count = kept;
+}
+
+/* Where a selection reads: data, or with add the sum that the first pass makes. */
+typedef struct dtrain__topk_source {
+    const float *data;
+    float *sum;
+    const float *add;
+    size_t count, k;
+} dtrain__topk_source;
+
+/* Collects every element whose key is at least the bar; 0 when they are more than there is room for. The sum is
+ * complete in either case. */
+static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_sparse *sparse)
+{
+    dtrain__topk_block block = dtrain__topk_block_get();
+    uint64_t mode = dtrain__fpmode_enter();
+    int fits = 1;
+    sparse->count = 0;
+    for (size_t at = 0; at < from->count && (fits || from->sum != NULL); at += DTRAIN__TOPK_BLOCK) {
+        size_t n = from->count - at < DTRAIN__TOPK_BLOCK ? from->count - at : DTRAIN__TOPK_BLOCK;
+        sparse->count += block(from->data + at, from->sum != NULL ? from->sum + at : NULL,
+                               from->sum != NULL ? from->add + at : NULL, n, fits ? bar : DTRAIN__TOPK_NEVER,
+                               (uint32_t)at, sparse->indices + sparse->count, sparse->values + sparse->count);
+        fits = fits && sparse->count <= sparse->capacity - DTRAIN__TOPK_BLOCK;
+        if (!fits)
+            sparse->count = 0;
+    }
+    from->sum = NULL; /* added once */
+    dtrain__fpmode_restore(mode);
+    return fits;
+}
+
+/* Collects the k elements that a finished search names, of which the equal ones may be many. */
+static void dtrain__topk_exactly(const dtrain__topk_source *from, const dtrain__topk_search *search,
+                                 dtrain_sparse *sparse)
+{
+    dtrain__topk_block block = dtrain__topk_block_get();
+    size_t ties = search->left;
+    sparse->count = 0;
+    for (size_t at = 0; at < from->count; at += DTRAIN__TOPK_BLOCK) {
+        size_t n = from->count - at < DTRAIN__TOPK_BLOCK ? from->count - at : DTRAIN__TOPK_BLOCK;
+        uint32_t *indices = sparse->indices + sparse->count;
+        float *values = sparse->values + sparse->count;
+        size_t found =
+                   block(from->data + at, NULL, NULL, n, search->prefix + (ties == 0), (uint32_t)at, indices, values),
+               kept = 0;
+        for (size_t i = 0; i < found; i++) {
+            int tie = dtrain__topk_key(values + i) == search->prefix;
+            if (tie && ties == 0)
+                continue;
+            ties -= (size_t)tie;
+            indices[kept] = indices[i];
+            values[kept++] = values[i];
+        }
+        sparse->count += kept;
+    }
+}
+
+static size_t dtrain__topk_root(size_t square)
+{
+    size_t root = 0;
+    while ((root + 1) * (root + 1) <= square)
+        root++;
+    return root;
+}
+
+/* A bar that a few more than k elements should pass: the key of a place in a sample, 4 deviations below that of k.
+ * The sample takes one element of each of equal pieces, at a place that no pattern of the data will follow. It is
+ * written to values. */
+static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *values, size_t sample)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    size_t piece = from->count / sample, expected = (size_t)((uint64_t)from->k * sample / from->count);
+    uint32_t state = 1;
+    for (size_t i = 0; i < sample; i++) {
+        state = state * 1664525u + 1013904223u;
+        size_t at = i * piece + (size_t)((uint64_t)state * piece >> 32);
+        values[i] = from->data[at];
+        if (from->sum != NULL)
+            values[i] += from->add[at];
+    }
+    dtrain__fpmode_restore(mode);
+    size_t place = expected + 4 * dtrain__topk_root(expected) + 8;
+    return dtrain__topk_find(values, sample, place < sample ? place : sample).prefix;
+}
+
+/* The way that always arrives: the bar from a histogram of all keys, exact where too many are equal in their upper
+ * bits. */
+static void dtrain__topk_surely(dtrain__topk_source *from, dtrain_sparse *sparse)
+{
+    dtrain__topk_search search = dtrain__topk_begin(from->k);
+    if (from->sum != NULL)
+        dtrain__topk_collect(from, DTRAIN__TOPK_NEVER, sparse);
+    dtrain__topk_narrow(&search, from->data, from->count);
+    size_t passing = from->k - search.left + search.equal;
+    if (passing <= sparse->capacity - DTRAIN__TOPK_BLOCK) {
+        dtrain__topk_collect(from, search.prefix << search.shift, sparse);
+        dtrain__topk_keep(sparse, from->k);
+        return;
+    }
+    while (search.shift > 0)
+        dtrain__topk_narrow(&search, from->data, from->count);
+    dtrain__topk_exactly(from, &search, sparse);
+}
+
+static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain_sparse *sparse, const char *call)
+{
+    if (sparse == NULL || (from->count > 0 && (from->data == NULL || (from->sum != NULL && from->add == NULL))))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s of %zu elements: %s is NULL", call, from->count,
+                            sparse == NULL ? "sparse" : "the data");
+    if (from->k > from->count)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: k is %zu, but there are %zu elements", call, from->k,
+                            from->count);
+    if ((uint64_t)from->count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
+                            from->count);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_sparse *sparse, const char *call)
+{
+    size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
+    size_t room = n / 64 + k + k / 2;
+    dtrain_status status = dtrain__topk_check(from, sparse, call);
+    if (status == DTRAIN_OK)
+        status = dtrain__sparse_reserve(sparse, room < n ? room : n);
+    if (status != DTRAIN_OK)
+        return status;
+    sparse->original_count = n;
+    if (k == 0) {
+        dtrain__topk_collect(from, DTRAIN__TOPK_NEVER, sparse);
+        return DTRAIN_OK;
+    }
+    if (k == n) {
+        dtrain__topk_collect(from, 0, sparse);
+        return DTRAIN_OK;
+    }
+    if (n >= DTRAIN__TOPK_SAMPLED && k < n / 2 &&
+        dtrain__topk_collect(from, dtrain__topk_guess(from, sparse->values, sample), sparse) && sparse->count >= k)
+        dtrain__topk_keep(sparse, k);
+    else
+        dtrain__topk_surely(from, sparse);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+{
+    dtrain__topk_source from = {data, NULL, NULL, count, k};
+    return dtrain__topk_select(&from, sparse, "topk");
+}
+
+DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+{
+    dtrain__topk_source from = {sum, sum, data, count, k};
+    return dtrain__topk_select(&from, sparse, "topk_add");
+}
+
+DTRAIN_API dtrain_status dtrain_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse)
+{
+    dtrain__topk_source from = {data, NULL, NULL, count, 0};
+    uint32_t bar;
+    memcpy(&bar, &threshold, sizeof bar);
+    bar = bar == 0x80000000u ? 0 : bar;
+    dtrain_status status = dtrain__topk_check(&from, sparse, "threshold");
+    if (status == DTRAIN_OK && bar > 0x7f800000u)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threshold: it is %g, expected a number of at least 0",
+                              (double)threshold);
+    size_t room = count / 64;
+    if (status == DTRAIN_OK)
+        status = dtrain__sparse_reserve(sparse, room);
+    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, bar, sparse)) {
+        room = sparse->capacity < count / 4 ? 4 * sparse->capacity : count;
+        status = dtrain__sparse_reserve(sparse, room);
+    }
+    if (status == DTRAIN_OK)
+        sparse->original_count = count;
+    return status;
+}
+
+#endif
