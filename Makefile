@@ -66,7 +66,7 @@ bench: all
 
 soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive \
 	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail
-	BITS=all sh tests/test_bits.sh
+	COMPILERS="gcc clang" BITS=all sh tests/test_bits.sh
 	$(test_dir)/soak $(MINUTES)
 	$(test_dir)/steady $(MINUTES)
 	for run in 1 2 3 4 5; do PROPERTY_SEED=$$(date +%s%N) $(test_dir)/test_property || exit 1; done

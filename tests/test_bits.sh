@@ -8,15 +8,15 @@ trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
 
 # One build a line: its name, then the compiler and flags. gcc contracts by default, clang where it is told to. With
-# BITS=all in the environment also those that have never differed from the others.
+# BITS=all in the environment also those that have never differed from the others. Asks cc, or the compilers that
+# COMPILERS names, as .ci/run does.
 builds() {
-    for cc in gcc clang; do
+    for cc in ${COMPILERS:-cc}; do
         command -v $cc >/dev/null 2>&1 || continue
-        cxx=clang++
-        [ $cc = clang ] || cxx=g++
+        case $cc in clang) cxx=clang++ ;; gcc) cxx=g++ ;; *) cxx=c++ ;; esac
         echo "$cc-O2 $cc -O2"
         echo "$cc-Ofast $cc -Ofast -march=native"
-        [ $cc = gcc ] || echo "$cc-contract $cc -O3 -march=native -ffp-contract=fast"
+        [ $cc != clang ] || echo "$cc-contract $cc -O3 -march=native -ffp-contract=fast"
         [ "${BITS:-}" = all ] || continue
         echo "$cc-O0 $cc -O0"
         echo "$cc-c99 $cc -std=c99 -O1"
@@ -41,7 +41,7 @@ aarch64 | arm64) isas="scalar neon" ;;
 *) isas="scalar sse2 avx2 avx512" ;;
 esac
 builds >"$dir/builds"
-[ -s "$dir/builds" ] || { echo "no compiler is called gcc or clang"; echo "0 passed, 1 failed"; exit 1; }
+[ -s "$dir/builds" ] || { echo "there is no ${COMPILERS:-cc}"; echo "0 passed, 1 failed"; exit 1; }
 awk 'NR % 2' "$dir/builds" | while read -r line; do build_and_run $line; done & # two at a time
 awk 'NR % 2 == 0' "$dir/builds" | while read -r line; do build_and_run $line; done
 wait

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The compile matrix and the amalgamation: what a user's compiler sees, and what an author's mistake meets.
+# The compile matrix and the amalgamation: what a user's compiler sees, and what an author's mistake meets. Asks cc, or the
+# compilers that COMPILERS in the environment names, as .ci/run does.
 set -u
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -57,7 +58,7 @@ compiler() {
     fails_with "$cc included late" 'include it before any system header' $cc -std=c99 -I. -c "$work/late.c" -o "$work/late.o"
 }
 
-for cc in gcc clang; do
+for cc in ${COMPILERS:-cc}; do
     mkdir "$work/$cc"
     (
         work=$work/$cc
@@ -71,7 +72,7 @@ for cc in gcc clang; do
     ) &
 done
 wait
-for cc in gcc clang; do
+for cc in ${COMPILERS:-cc}; do
     cat "$work/$cc/out"
     read -r good_ones bad_ones <"$work/$cc/counts"
     passed=$((passed + good_ones))
