@@ -30789,6 +30789,9 @@ static dtrain_status dtrain__shelf_read(dtrain__shelf *shelf, const dtrain__inde
 #ifndef DTRAIN__LOAD
 #define DTRAIN__LOAD
 
+/* How often a load is begun anew where one step was chosen again and again, and in all. */
+enum { DTRAIN__LOAD_SAME = 5, DTRAIN__LOAD_ATTEMPTS = 100 };
+
 /* What a wanted piece is read from. */
 typedef struct dtrain__load_want {
     size_t tensor; /* of the index; NONE: it is not there */
@@ -30833,13 +30836,12 @@ static void dtrain__load_end(dtrain__load *load)
 
 /* ---- which checkpoint ---- */
 
-/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. */
-static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+/* Reads what latest says; an empty name where that cannot be one. */
+static void dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
 {
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
     size_t bytes = 0, length;
-    uint64_t step;
     dtrain_status status =
         dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
     memset(name, 0, 32);
@@ -30848,17 +30850,39 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
         memcpy(name, text, length);
     dtrain__free(ckpt->allocator, text, bytes);
     dtrain__thread_error = before;
-    if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
-        return DTRAIN_OK;
+}
+
+/* Finds the highest step that has an index; an empty name where none has. Returns 0 or an errno. */
+static int dtrain__load_highest(dtrain_checkpoint *ckpt, int directory, char name[32])
+{
     int error = dtrain__save_list_steps(ckpt, directory);
-    for (size_t i = 0; i < ckpt->step_count; i++)
-        if (dtrain__save_has_index(directory, ckpt->steps[i])) {
-            dtrain__log(DTRAIN_LOG_WARN,
-                        "checkpoint: latest names no checkpoint; step %llu is the highest that is whole",
-                        (unsigned long long)ckpt->steps[i]);
+    memset(name, 0, 32);
+    for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
+        if (dtrain__save_has_index(directory, ckpt->steps[i]))
             dtrain__portion_step_name(name, ckpt->steps[i]);
+    return error;
+}
+
+/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
+ * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
+static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+{
+    char before[32];
+    uint64_t step;
+    memset(name, 0, 32);
+    for (int attempt = 0; attempt < DTRAIN__LOAD_ATTEMPTS; attempt++) {
+        memcpy(before, name, sizeof before);
+        dtrain__load_latest(ckpt, directory, name);
+        if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
             return DTRAIN_OK;
-        }
+        if (strcmp(name, before) == 0)
+            break;
+    }
+    int error = dtrain__load_highest(ckpt, directory, name);
+    if (name[0] != '\0') {
+        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the highest that is whole", name);
+        return DTRAIN_OK;
+    }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: the directory holds no checkpoint that is whole");
@@ -32159,10 +32183,10 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
 }
 
-/* One attempt at a load; *moved: what was chosen was replaced or removed while it was read, perhaps. */
+/* One attempt at a load; chosen: of which step; *moved: that was replaced or removed while it was read, perhaps. */
 static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
                                                 const dtrain_checkpoint_load_desc *desc,
-                                                dtrain_checkpoint_report *report, int *moved)
+                                                dtrain_checkpoint_report *report, char chosen[32], int *moved)
 {
     dtrain__load load;
     memset(&load, 0, sizeof load);
@@ -32176,6 +32200,7 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
              (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
+    memcpy(chosen, load.step_name, sizeof load.step_name);
     load.report.bytes_read = load.shelf.bytes_read;
     if (report != NULL)
         *report = load.report;
@@ -32193,14 +32218,18 @@ DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_
                                                 dtrain_checkpoint_report *report)
 {
     dtrain_status status = DTRAIN_OK;
+    char chosen[32] = "", before[32];
     int moved = 1;
     if (ckpt == NULL || state == NULL)
         return dtrain__fail(ckpt != NULL ? &ckpt->error : NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_load: a checkpointer and a state are needed, got NULL");
     dtrain__checkpoint_join(ckpt); /* what is being written may be what is to be read */
-    /* A run that saves into the same directory may remove what was chosen: then there is a newer one. */
-    for (int attempt = 0; attempt < 5 && moved; attempt++)
-        status = dtrain__checkpoint_attempt(ckpt, state, desc, report, &moved);
+    /* A run that saves into the same directory may remove what was chosen; then there is another, or the same anew. */
+    for (int attempt = 0, same = 0; attempt < DTRAIN__LOAD_ATTEMPTS && same < DTRAIN__LOAD_SAME && moved; attempt++) {
+        memcpy(before, chosen, sizeof before);
+        status = dtrain__checkpoint_attempt(ckpt, state, desc, report, chosen, &moved);
+        same = strcmp(before, chosen) == 0 ? same + 1 : 0;
+    }
     return status;
 }
 

@@ -338,6 +338,45 @@ TEST(the_newest_keep_last_stay_and_latest_is_found_or_found_out)
     dtrain_checkpoint_destroy(p.ckpt);
 }
 
+/* latest names a step that is gone, and none is left: every rank is told, and none waits for another. */
+static dtrain_status nothing_left(dtrain_comm *world, void *user)
+{
+    dtrain_checkpoint *ckpt = NULL;
+    float x[6] = {0};
+    dtrain_piece piece;
+    dtrain_checkpoint_state state;
+    memset(&piece, 0, sizeof piece);
+    memset(&state, 0, sizeof state);
+    piece.name = "x";
+    piece.dtype = DTRAIN_F32;
+    piece.ndim = 1;
+    piece.shape[0] = piece.count = 6;
+    piece.data = x;
+    state.pieces = &piece;
+    state.piece_count = 1;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, (const dtrain_checkpoint_desc *)user), DTRAIN_OK);
+    for (int attempt = 0; attempt < 2; attempt++) {
+        CHECK_EQ(dtrain_checkpoint_load(ckpt, &state, NULL, NULL), DTRAIN_ERR_IO);
+        CHECK_CONTAINS(dtrain_last_error(), "rank 0: checkpoint: the directory holds no checkpoint that is whole");
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_checkpoint_destroy(ckpt);
+    return DTRAIN_OK;
+}
+
+TEST(a_directory_whose_last_checkpoint_is_gone_is_an_error_on_every_rank)
+{
+    dtrain_comm_desc comm;
+    dtrain_checkpoint_desc desc;
+    memset(&comm, 0, sizeof comm);
+    memset(&desc, 0, sizeof desc);
+    comm.timeout_ms = 20000;
+    desc.directory = fresh("gone");
+    shell("mkdir -p %s", desc.directory);
+    shell("echo step-7 >%s/latest", desc.directory);
+    CHECK_EQ(dtrain_run_threads(3, nothing_left, &desc, &comm), DTRAIN_OK);
+}
+
 static void age(const char *path)
 {
     struct utimbuf old = {1000000000, 1000000000};

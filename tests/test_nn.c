@@ -604,7 +604,7 @@ static void ref_train(const gpt_job *job, const gpt_alone *a, double *losses)
         clip = square > 1 ? 1 / sqrt(square) : 1;
         for (int p = 0; p < GPT_PARAMS; p++) {
             size_t at = (size_t)ref_param(m, p, 0), end = at + dtrain_param_elements(&m->table[p]);
-            double decay = m->table[p].no_decay ? 0 : 0.1;
+            double decay = m->table[p].no_decay || !adam ? 0 : 0.1;
             for (size_t i = at; i < end; i++) {
                 double d = g[i] * clip;
                 first[i] = adam ? 0.9 * first[i] + 0.1 * d : 0.9 * first[i] + d + decay * w[i];

@@ -423,10 +423,10 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
 }
 
-/* One attempt at a load; *moved: what was chosen was replaced or removed while it was read, perhaps. */
+/* One attempt at a load; chosen: of which step; *moved: that was replaced or removed while it was read, perhaps. */
 static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
                                                 const dtrain_checkpoint_load_desc *desc,
-                                                dtrain_checkpoint_report *report, int *moved)
+                                                dtrain_checkpoint_report *report, char chosen[32], int *moved)
 {
     dtrain__load load;
     memset(&load, 0, sizeof load);
@@ -440,6 +440,7 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
              (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
+    memcpy(chosen, load.step_name, sizeof load.step_name);
     load.report.bytes_read = load.shelf.bytes_read;
     if (report != NULL)
         *report = load.report;
@@ -457,14 +458,18 @@ DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_
                                                 dtrain_checkpoint_report *report)
 {
     dtrain_status status = DTRAIN_OK;
+    char chosen[32] = "", before[32];
     int moved = 1;
     if (ckpt == NULL || state == NULL)
         return dtrain__fail(ckpt != NULL ? &ckpt->error : NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_load: a checkpointer and a state are needed, got NULL");
     dtrain__checkpoint_join(ckpt); /* what is being written may be what is to be read */
-    /* A run that saves into the same directory may remove what was chosen: then there is a newer one. */
-    for (int attempt = 0; attempt < 5 && moved; attempt++)
-        status = dtrain__checkpoint_attempt(ckpt, state, desc, report, &moved);
+    /* A run that saves into the same directory may remove what was chosen; then there is another, or the same anew. */
+    for (int attempt = 0, same = 0; attempt < DTRAIN__LOAD_ATTEMPTS && same < DTRAIN__LOAD_SAME && moved; attempt++) {
+        memcpy(before, chosen, sizeof before);
+        status = dtrain__checkpoint_attempt(ckpt, state, desc, report, chosen, &moved);
+        same = strcmp(before, chosen) == 0 ? same + 1 : 0;
+    }
     return status;
 }
 

@@ -8,6 +8,9 @@
 #include "verify.c"
 #include "huggingface.c"
 
+/* How often a load is begun anew where one step was chosen again and again, and in all. */
+enum { DTRAIN__LOAD_SAME = 5, DTRAIN__LOAD_ATTEMPTS = 100 };
+
 /* What a wanted piece is read from. */
 typedef struct dtrain__load_want {
     size_t tensor; /* of the index; NONE: it is not there */
@@ -52,13 +55,12 @@ static void dtrain__load_end(dtrain__load *load)
 
 /* ---- which checkpoint ---- */
 
-/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. */
-static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+/* Reads what latest says; an empty name where that cannot be one. */
+static void dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
 {
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
     size_t bytes = 0, length;
-    uint64_t step;
     dtrain_status status =
         dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
     memset(name, 0, 32);
@@ -67,17 +69,39 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
         memcpy(name, text, length);
     dtrain__free(ckpt->allocator, text, bytes);
     dtrain__thread_error = before;
-    if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
-        return DTRAIN_OK;
+}
+
+/* Finds the highest step that has an index; an empty name where none has. Returns 0 or an errno. */
+static int dtrain__load_highest(dtrain_checkpoint *ckpt, int directory, char name[32])
+{
     int error = dtrain__save_list_steps(ckpt, directory);
-    for (size_t i = 0; i < ckpt->step_count; i++)
-        if (dtrain__save_has_index(directory, ckpt->steps[i])) {
-            dtrain__log(DTRAIN_LOG_WARN,
-                        "checkpoint: latest names no checkpoint; step %llu is the highest that is whole",
-                        (unsigned long long)ckpt->steps[i]);
+    memset(name, 0, 32);
+    for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
+        if (dtrain__save_has_index(directory, ckpt->steps[i]))
             dtrain__portion_step_name(name, ckpt->steps[i]);
+    return error;
+}
+
+/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
+ * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
+static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+{
+    char before[32];
+    uint64_t step;
+    memset(name, 0, 32);
+    for (int attempt = 0; attempt < DTRAIN__LOAD_ATTEMPTS; attempt++) {
+        memcpy(before, name, sizeof before);
+        dtrain__load_latest(ckpt, directory, name);
+        if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
             return DTRAIN_OK;
-        }
+        if (strcmp(name, before) == 0)
+            break;
+    }
+    int error = dtrain__load_highest(ckpt, directory, name);
+    if (name[0] != '\0') {
+        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the highest that is whole", name);
+        return DTRAIN_OK;
+    }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: the directory holds no checkpoint that is whole");
