@@ -35,8 +35,7 @@ build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
 build/bench: CFLAGS += -fno-math-errno
-build/bench: tools/bench_wire.h tools/bench_ring.h tools/bench_fsdp.h tools/bench_files.h tools/bench_checkpoint.h \
-	tools/bench_compress.h
+build/bench: $(wildcard tools/bench_*.h)
 
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)

@@ -5426,6 +5426,16 @@ DTRAIN__AXPY(dtrain__axpy_f64, dtrain__f64, dtrain__rounded_f64)
 DTRAIN__SQUARES(dtrain__squares_f32, dtrain__f32)
 DTRAIN__SQUARES(dtrain__squares_f64, dtrain__f64)
 
+static double dtrain__sqrt_f64(double square)
+{
+#if defined(DTRAIN__X86)
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
+    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
+#else
+    return __builtin_sqrt(square);
+#endif
+}
+
 static double dtrain__squares_total(const double *lanes)
 {
     return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
@@ -17864,16 +17874,6 @@ DTRAIN__KERNEL(dtrain__feedback_velocity,
                (velocity, in, momentum, factor, count))
 DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
 
-static double dtrain__sqrt_f64(double square)
-{
-#if defined(DTRAIN__X86)
-    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
-    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
-#else
-    return __builtin_sqrt(square);
-#endif
-}
-
 /* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
 static float dtrain__feedback_factor(const float *in, size_t count, double most)
 {
@@ -19143,16 +19143,6 @@ DTRAIN__EXACT_BEGIN
         dtrain__train_adamw_##isa, dtrain__train_sgd_##isa, dtrain__train_add_##isa, dtrain__train_divide_##isa,      \
         dtrain__train_multiply_##isa};
 
-static double dtrain__train_root(double square)
-{
-#if defined(DTRAIN__X86)
-    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
-    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
-#else
-    return __builtin_sqrt(square);
-#endif
-}
-
 static float dtrain__train_ratio(double over, double under)
 {
     return (float)(over / under);
@@ -19900,7 +19890,7 @@ static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_op
     c.rest1 = (float)(1.0 - beta1);
     c.beta2 = desc->beta2;
     c.rest2 = (float)(1.0 - beta2);
-    c.root = (float)(1.0 / dtrain__train_root(rest2));
+    c.root = (float)(1.0 / dtrain__sqrt_f64(rest2));
     c.eps = desc->eps;
     c.rate = (float)((double)lr / rest1);
     c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
@@ -21928,7 +21918,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
         status = dtrain__fsdp_sum_squares(fsdp);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_leave(fsdp, status);
-    double length = dtrain__train_root(dtrain__exact_value(&fsdp->sum));
+    double length = dtrain__sqrt_f64(dtrain__exact_value(&fsdp->sum));
     if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
@@ -23658,7 +23648,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
         if (dtrain__params_trained(&table[i]))
             dtrain__exact_add_squares(&sum, (const float *)table[i].grad, dtrain_param_elements(&table[i]));
     }
-    double length = dtrain__train_root(dtrain__exact_value(&sum));
+    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
     if (norm != NULL)
         *norm = length;
     if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
@@ -28668,6 +28658,14 @@ static dtrain_status dtrain__index_string(dtrain__index_parser *parser, int is_n
     return status == DTRAIN_OK ? dtrain__index_keep(parser, &token, is_name, at, length) : status;
 }
 
+/* What an object's end says: whether the text itself is at fault. */
+static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_status status)
+{
+    if (status == DTRAIN_OK && parser->json.error != NULL)
+        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    return status;
+}
+
 /* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so
  * that none comes twice. */
 typedef dtrain_status (*dtrain__index_member)(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
@@ -28693,9 +28691,7 @@ static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__
             *seen |= (uint32_t)1 << which;
         }
     }
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    return dtrain__index_ended(parser, status);
 }
 
 /* Finds a key among names; -1: none. */
@@ -28881,9 +28877,7 @@ static dtrain_status dtrain__index_read_tensors(dtrain__index_parser *parser)
         if (status == DTRAIN_OK)
             index->tensors[index->tensor_count++] = tensor;
     }
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    return dtrain__index_ended(parser, status);
 }
 
 /* ---- files and values ---- */
@@ -28982,9 +28976,7 @@ static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
         if (status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
             index->values[index->value_count++] = value;
     }
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    return dtrain__index_ended(parser, status);
 }
 
 /* ---- facts ---- */

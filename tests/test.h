@@ -3,6 +3,7 @@
 #ifndef DTRAIN_TEST_H
 #define DTRAIN_TEST_H
 
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,6 +54,20 @@ static int test_failures;
         if (strstr(test_text_, (part)) == NULL)                                                                        \
             TEST_FAIL("\"%s\" does not contain \"%s\"", test_text_, (part));                                           \
     } while (0)
+
+static inline float from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t to_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
 
 static int test_wanted(int argc, char **argv, const char *name)
 {

@@ -8,23 +8,12 @@ make -s build/train_gpt build/dtrun >/dev/null || exit 1
 dir=$(mktemp -d build/test_ckpt_gpt.XXXXXX) || exit 1
 trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
-passed=0
-failed=0
+. tests/check.sh
+logs="$dir/log"
 small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 24 --quiet --text examples/gpt.h"
 small="$small --csv $dir/csv --svg $dir/svg"
 
 field() { sed -n "s/.*$1=\([^ ]*\).*/\1/p" "$2"; }
-
-check() { # fact name
-    if [ "$1" -eq 0 ]; then
-        passed=$((passed + 1))
-        echo "ok $2"
-    else
-        failed=$((failed + 1))
-        echo "FAIL $2"
-        head -5 "$dir/log"
-    fi
-}
 
 same_weights() { [ -n "$(field weights_sha256 "$1")" ] && [ "$(field weights_sha256 "$1")" = "$(field weights_sha256 "$2")" ]; }
 same_loss() {
@@ -69,5 +58,4 @@ check $? resuming_from_an_empty_directory_is_refused
 build/train_gpt $small --width 64 --ranks 2 --resume --save "$dir/run" >"$dir/out" 2>"$dir/log"
 [ $? -ne 0 ] && grep -q "of another shape" "$dir/log"
 check $? resuming_another_model_is_refused
-echo "$passed passed, $failed failed"
-[ $failed -eq 0 ]
+checked

@@ -10,19 +10,8 @@ unset DTRAIN_TOKEN DTRAIN_TOKEN_FILE DTRAIN_LISTEN_FD OMP_NUM_THREADS OPENBLAS_N
 warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
 dtrun=$PWD/build/dtrun
 child=$dir/child
-passed=0
-failed=0
-
-check() { # status name
-    if [ "$1" -eq 0 ]; then
-        passed=$((passed + 1))
-        echo "ok $2"
-    else
-        failed=$((failed + 1))
-        echo "FAIL $2"
-        head -5 "$dir/out" "$dir/err" 2>/dev/null
-    fi
-}
+. tests/check.sh
+logs="$dir/out $dir/err"
 
 try() { # what command...
     what=$1
@@ -444,5 +433,4 @@ try "--threads 0" refused "1 to 65536" -n 1 --threads 0 true
 run --help
 try "--help is status 0 and tells the options" [ "$status $(grep -c -e '--[a-z]' "$dir/out")" = "0 7" ]
 
-echo "$passed passed, $failed failed"
-[ $failed -eq 0 ]
+checked

@@ -8,19 +8,8 @@ dir=$(mktemp -d build/test_examples.XXXXXX) || exit 1
 trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
 warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
-passed=0
-failed=0
-
-check() { # status name
-    if [ "$1" -eq 0 ]; then
-        passed=$((passed + 1))
-        echo "ok $2"
-    else
-        failed=$((failed + 1))
-        echo "FAIL $2"
-        [ ! -s "$dir/log" ] || head -30 "$dir/log"
-    fi
-}
+. tests/check.sh
+logs="$dir/log"
 
 # The command after " * cc" or "/* cc" in the file's first comment, up to "&&" or the comment's end.
 build_line() {
@@ -146,5 +135,4 @@ for compiler in gcc clang; do
     done
 done
 
-echo "$passed passed, $failed failed"
-[ $failed -eq 0 ]
+checked

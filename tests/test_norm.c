@@ -23,18 +23,11 @@ static uint64_t bits_of(double value)
     return bits;
 }
 
-static float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Any float that is finite: each exponent as likely as any other. */
 static float any_float(uint64_t seed, uint64_t index)
 {
     uint64_t random = dtrain_random_u64(seed, index);
-    return float_of((uint32_t)(random >> 32 & 0x807FFFFF) | (uint32_t)(random % 255) << 23);
+    return from_bits((uint32_t)(random >> 32 & 0x807FFFFF) | (uint32_t)(random % 255) << 23);
 }
 
 static dtrain__exact exact_of(const float *x, size_t count)
@@ -391,9 +384,9 @@ TEST(gradients_that_are_not_finite_stay_as_they_are)
         for (size_t i = 0; i < 300; i++)
             grad[i] = 4.0f;
         if (kind != 1)
-            grad[1] = float_of(INFINITY_BITS | 0x80000000u);
+            grad[1] = from_bits(INFINITY_BITS | 0x80000000u);
         if (kind != 0)
-            grad[200] = float_of(NAN_BITS);
+            grad[200] = from_bits(NAN_BITS);
         memcpy(kept, grad, sizeof kept);
         CHECK_EQ(dtrain_clip_grad_norm(table, 2, 1.0f, &norm), DTRAIN_OK);
         CHECK(kind == 0 ? is_infinity(norm) : is_nan(norm));
@@ -411,7 +404,7 @@ TEST(modes_that_flush_subnormals_change_nothing)
     static float x[2000];
     unsigned before = __builtin_ia32_stmxcsr();
     for (size_t i = 0; i < 2000; i++)
-        x[i] = float_of((uint32_t)dtrain_random_u64(60, i) & 0x807FFFFFu); /* subnormals */
+        x[i] = from_bits((uint32_t)dtrain_random_u64(60, i) & 0x807FFFFFu); /* subnormals */
     double expected = reference(x, 2000);
     __builtin_ia32_ldmxcsr(before | 0x8040u);
     double got = value_of(x, 2000), few = value_of(x, 100);

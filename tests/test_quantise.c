@@ -11,13 +11,6 @@ enum { N = 5000 };
 static float data[N + 4], back[N + 4], other[N + 4];
 static unsigned char packed[8 * N], again[8 * N];
 
-static float from_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Numbers of both signs over many powers of two; small: below 2^-100, subnormals among them. */
 static void fill(size_t n, uint64_t seed, int small)
 {

@@ -7,14 +7,6 @@
 #include "test.h"
 #include <math.h>
 
-static int error_says(const char *part)
-{
-    if (strstr(dtrain_last_error(), part) != NULL)
-        return 1;
-    printf("the error was: %s\n", dtrain_last_error());
-    return 0;
-}
-
 /* Numbers of every size and sign, so that the order of additions shows in their bits. */
 static float noise(uint64_t seed, uint64_t index)
 {
@@ -61,12 +53,12 @@ TEST(a_bad_table_is_refused_by_name)
     good[1] = param("b", 1, 10, memory + 20, memory + 30);
     CHECK_EQ(dtrain_params_check(good, 2), DTRAIN_OK);
     CHECK_EQ(dtrain_params_check(NULL, 0), DTRAIN_ERR_INVALID);
-    CHECK(error_says("empty"));
+    CHECK_CONTAINS(dtrain_last_error(), "empty");
 #define REFUSED(change, text)                                                                                          \
     memcpy(bad, good, sizeof bad);                                                                                     \
     change;                                                                                                            \
     CHECK_EQ(dtrain_params_check(bad, 2), DTRAIN_ERR_INVALID);                                                         \
-    CHECK(error_says(text))
+    CHECK_CONTAINS(dtrain_last_error(), text)
     REFUSED(bad[1].name = NULL, "parameter 1 of the table has no name");
     REFUSED(bad[1].name = "", "has no name");
     REFUSED(bad[1].name = "a", "two parameters are named a");
@@ -94,14 +86,14 @@ TEST(only_a_library_that_reserves_takes_a_table_without_memory)
     table[1] = param("b", 1, 10, memory, memory + 10);
     CHECK_EQ(dtrain__params_check_for(table, 2, 1), DTRAIN_OK);
     CHECK_EQ(dtrain__params_check_for(table, 2, 0), DTRAIN_ERR_INVALID);
-    CHECK(error_says("parameter a: data is NULL, expected 40 bytes"));
+    CHECK_CONTAINS(dtrain_last_error(), "parameter a: data is NULL, expected 40 bytes");
     CHECK_EQ(dtrain_params_check(table, 2), DTRAIN_ERR_INVALID);
     table[0].data = memory + 9;
     CHECK_EQ(dtrain__params_check_for(table, 2, 1), DTRAIN_ERR_INVALID);
-    CHECK(error_says("overlap"));
+    CHECK_CONTAINS(dtrain_last_error(), "overlap");
     table[0] = param("b", 0, 10, NULL, NULL);
     CHECK_EQ(dtrain__params_check_for(table, 2, 1), DTRAIN_ERR_INVALID);
-    CHECK(error_says("two parameters are named b"));
+    CHECK_CONTAINS(dtrain_last_error(), "two parameters are named b");
 }
 
 TEST(a_digest_covers_all_of_a_table_but_its_addresses)
@@ -352,15 +344,15 @@ TEST(a_sampler_refuses_what_it_cannot_deal)
     memset(&desc, 0, sizeof desc);
     CHECK_EQ(dtrain_sampler_init(&sampler, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_ERR_INVALID);
-    CHECK(error_says("count is 0"));
+    CHECK_CONTAINS(dtrain_last_error(), "count is 0");
     desc.count = 3;
     desc.micro_batches = -1;
     CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_ERR_INVALID);
-    CHECK(error_says("micro_batches is -1"));
+    CHECK_CONTAINS(dtrain_last_error(), "micro_batches is -1");
     desc.micro_batches = 1;
     desc.batch = SIZE_MAX;
     CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_ERR_INVALID);
-    CHECK(error_says("at most 2^30"));
+    CHECK_CONTAINS(dtrain_last_error(), "at most 2^30");
     desc.batch = 0;
     desc.no_shuffle = 1;
     CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
@@ -519,7 +511,7 @@ TEST(an_optimizer_refuses_bad_constants_and_tables)
     memset(&desc, 0, sizeof desc);                                                                                     \
     change;                                                                                                            \
     CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &desc, NULL), DTRAIN_ERR_INVALID);                         \
-    CHECK(error_says(text));                                                                                           \
+    CHECK_CONTAINS(dtrain_last_error(), text);                                                                         \
     CHECK(optimizer == NULL)
     REFUSED(desc.beta1 = 1.0f, "beta1");
     REFUSED(desc.beta2 = -0.5f, "beta2");
@@ -532,13 +524,13 @@ TEST(an_optimizer_refuses_bad_constants_and_tables)
     table.name = "p";
     table.dtype = DTRAIN_F16;
     CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, NULL, NULL), DTRAIN_ERR_UNSUPPORTED);
-    CHECK(error_says("F32 only"));
+    CHECK_CONTAINS(dtrain_last_error(), "F32 only");
     CHECK_EQ(dtrain_optimizer_create(NULL, &table, 1, NULL, NULL), DTRAIN_ERR_INVALID);
     table.dtype = DTRAIN_F32;
     CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, NULL, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_optimizer_step(NULL, 1.0f), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_optimizer_step(optimizer, -1.0f), DTRAIN_ERR_INVALID);
-    CHECK(error_says("lr is -1"));
+    CHECK_CONTAINS(dtrain_last_error(), "lr is -1");
     dtrain_optimizer_destroy(optimizer);
 }
 
@@ -586,7 +578,7 @@ TEST(clipping_shortens_only_what_is_too_long)
     CHECK_EQ(dtrain_clip_grad_norm(table, 2, 2.5f, &norm), DTRAIN_OK);
     CHECK(norm == 5.0 && grads[0] == 1.5f && grads[3] == 2.0f);
     CHECK_EQ(dtrain_clip_grad_norm(table, 2, -1.0f, &norm), DTRAIN_ERR_INVALID);
-    CHECK(error_says("max_norm is -1"));
+    CHECK_CONTAINS(dtrain_last_error(), "max_norm is -1");
     table[1].dtype = DTRAIN_BF16;
     CHECK_EQ(dtrain_clip_grad_norm(table, 2, 1.0f, &norm), DTRAIN_ERR_UNSUPPORTED);
 }
@@ -662,15 +654,15 @@ TEST(a_train_step_names_what_is_missing)
     dtrain_param table = param("w", 0, 1, memory, memory + 1);
     memset(&step, 0, sizeof step);
     CHECK_EQ(dtrain_train_step(NULL, NULL), DTRAIN_ERR_INVALID);
-    CHECK(error_says("the desc is NULL"));
+    CHECK_CONTAINS(dtrain_last_error(), "the desc is NULL");
     CHECK_EQ(dtrain_train_step(&step, NULL), DTRAIN_ERR_INVALID);
-    CHECK(error_says("table is NULL"));
+    CHECK_CONTAINS(dtrain_last_error(), "table is NULL");
     step.table = &table;
     CHECK_EQ(dtrain_train_step(&step, NULL), DTRAIN_ERR_INVALID);
-    CHECK(error_says("compute is NULL"));
+    CHECK_CONTAINS(dtrain_last_error(), "compute is NULL");
     step.compute = line_compute;
     CHECK_EQ(dtrain_train_step(&step, NULL), DTRAIN_ERR_INVALID);
-    CHECK(error_says("optimizer is NULL"));
+    CHECK_CONTAINS(dtrain_last_error(), "optimizer is NULL");
 }
 
 /* ---- bits ---- */

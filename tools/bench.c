@@ -329,6 +329,7 @@ static double bench_median(const double *values, int n)
 
 #include "bench_wire.h"
 #include "bench_ring.h"
+#include "bench_link.h"
 #include "bench_fsdp.h"
 
 static void bench_print(const bench *b);

@@ -1,22 +1,10 @@
 /* Compressors beside what they cannot be faster than: a bare loop that reads, or reads and writes, as many bytes on
- * the same thread; and the aggregation of one vector compressed beside the same as it is, over links of 100 Mbit/s:
- * the threads transport as one of the user's own, of which each rank's sends take so long. */
+ * the same thread; and the aggregation of one vector compressed beside the same as it is, over links of 100 Mbit/s
+ * (tools/bench_link.h). */
 #ifndef BENCH_COMPRESS_H
 #define BENCH_COMPRESS_H
 
 #define COMPRESS_LINK_NS 80 /* that a byte takes: 100 Mbit/s */
-#define COMPRESS_LINK_CHUNK ((size_t)16 << 10)
-
-typedef struct compress_link {
-    dtrain_transport inner;
-    int64_t next_ns;
-} compress_link;
-
-typedef struct compress_thread {
-    bench *b;
-    dtrain__board *board;
-    int rank;
-} compress_thread;
 
 BENCH_INLINE float compress_read_body(const float *restrict x, size_t n)
 {
@@ -93,45 +81,6 @@ static int compress_alone(bench *b)
     return 0;
 }
 
-static dtrain_status compress_link_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                        size_t *moved)
-{
-    compress_link *link = (compress_link *)self;
-    for (*moved = 0; *moved < bytes;) {
-        size_t n = bytes - *moved < COMPRESS_LINK_CHUNK ? bytes - *moved : COMPRESS_LINK_CHUNK, sent;
-        int64_t now = bench_now_ns(), wait = link->next_ns - now;
-        if (link->next_ns > deadline_ns)
-            return DTRAIN_ERR_TIMEOUT;
-        if (wait > 0) {
-            struct timespec pause = {wait / 1000000000, wait % 1000000000};
-            nanosleep(&pause, NULL);
-        }
-        dtrain_status status =
-            link->inner.send(link->inner.self, peer, (const char *)data + *moved, n, deadline_ns, &sent);
-        *moved += sent;
-        if (wait < -1000000)
-            link->next_ns = now; /* the link was idle */
-        link->next_ns += (int64_t)sent * COMPRESS_LINK_NS;
-        if (status != DTRAIN_OK)
-            return status;
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_status compress_link_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                        size_t *moved)
-{
-    compress_link *link = (compress_link *)self;
-    return link->inner.recv(link->inner.self, peer, data, bytes, deadline_ns, moved);
-}
-
-static void compress_link_destroy(void *self)
-{
-    compress_link *link = (compress_link *)self;
-    link->inner.destroy(link->inner.self);
-    free(link);
-}
-
 static void compress_rank(dtrain_comm *world, bench *b)
 {
     int rank = dtrain_comm_rank(world);
@@ -164,47 +113,10 @@ static void compress_rank(dtrain_comm *world, bench *b)
     free(out);
 }
 
-static void *compress_link_rank(void *pointer)
-{
-    compress_thread *thread = (compress_thread *)pointer;
-    compress_link *link = (compress_link *)calloc(1, sizeof *link);
-    dtrain_transport transport;
-    dtrain_comm *world;
-    if (link == NULL)
-        exit(1);
-    dtrain__threads_transport(&link->inner, thread->board, thread->rank);
-    memset(&transport, 0, sizeof transport);
-    transport.self = link;
-    transport.rank = thread->rank;
-    transport.size = thread->b->ranks;
-    transport.send = compress_link_send;
-    transport.recv = compress_link_recv;
-    transport.destroy = compress_link_destroy;
-    dtrain_comm_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.timeout_ms = -1;
-    desc.checksum = -1;
-    DTRAIN_CHECK(dtrain_comm_from_transport(&world, &transport, &desc));
-    compress_rank(world, thread->b);
-    dtrain_comm_destroy(world);
-    return NULL;
-}
-
 static int compress_links(bench *b)
 {
-    pthread_t threads[BENCH_RANKS];
-    compress_thread ranks[BENCH_RANKS];
-    dtrain__board *board;
-    DTRAIN_CHECK(dtrain__board_create(&board, b->ranks, NULL));
-    for (int r = 0; r < b->ranks; r++) {
-        ranks[r].b = b;
-        ranks[r].board = board;
-        ranks[r].rank = r;
-        if (pthread_create(&threads[r], NULL, compress_link_rank, &ranks[r]) != 0)
-            return 1;
-    }
-    for (int r = 0; r < b->ranks; r++)
-        pthread_join(threads[r], NULL);
+    if (bench_links(b, COMPRESS_LINK_NS, compress_rank) != 0)
+        return 1;
     bench_print(b);
     return 0;
 }

@@ -6,7 +6,7 @@
  * page of its gradients. The turns are so many that all ranks together compute for work % as long as they communicate
  * where they do nothing else: one all_reduce a layer; with transport=slow, what the strategy itself communicates.
  *
- * slow: the threads transport as one of the user's own, each of whose messages takes so long that the processors idle.
+ * slow: over links (tools/bench_link.h) that take so long that the processors idle.
  *
  * Three objects take turns: the strategy, DDP, and the strategy over memory of the caller's, which commits and drops
  * no page. pages is the share of a step by which the first is slower than the third; cpu_ says the same of the time of
@@ -16,7 +16,6 @@
 
 #define FSDP_PARAMS 12
 #define FSDP_SLOW_NS 4 /* that a byte takes */
-#define FSDP_SLOW_CHUNK ((size_t)32 << 10)
 enum { FSDP_IT, FSDP_DDP, FSDP_PLAIN, FSDP_OBJECTS };
 
 typedef struct fsdp_model {
@@ -25,11 +24,6 @@ typedef struct fsdp_model {
     float *weights[FSDP_PARAMS], *grads[FSDP_PARAMS];
     size_t counts[FSDP_PARAMS]; /* of a layer */
 } fsdp_model;
-
-typedef struct fsdp_slow {
-    dtrain_transport inner;
-    int64_t next_ns;
-} fsdp_slow;
 
 static const dtrain_strategy fsdp_strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD,
                                                   DTRAIN_HYBRID_SHARD};
@@ -263,88 +257,15 @@ static void fsdp_print(const bench *b)
            bench_median(cpu_pages, b->runs));
 }
 
-/* Sends at a given rate; the time is slept. */
-static dtrain_status fsdp_slow_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                    size_t *moved)
+static void fsdp_slow_rank(dtrain_comm *world, bench *b)
 {
-    fsdp_slow *slow = (fsdp_slow *)self;
-    *moved = 0;
-    while (*moved < bytes) {
-        size_t n = bytes - *moved < FSDP_SLOW_CHUNK ? bytes - *moved : FSDP_SLOW_CHUNK, sent;
-        int64_t now = bench_now_ns(), until = slow->next_ns < deadline_ns ? slow->next_ns : deadline_ns;
-        if (now < until) {
-            struct timespec pause = {(until - now) / 1000000000, (until - now) % 1000000000};
-            nanosleep(&pause, NULL);
-        }
-        if (slow->next_ns > until)
-            return DTRAIN_ERR_TIMEOUT;
-        dtrain_status status =
-            slow->inner.send(slow->inner.self, peer, (const unsigned char *)data + *moved, n, deadline_ns, &sent);
-        now = bench_now_ns();
-        slow->next_ns = (slow->next_ns > now - 1000000 ? slow->next_ns : now) + (int64_t)sent * FSDP_SLOW_NS;
-        *moved += sent;
-        if (status != DTRAIN_OK)
-            return status;
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_status fsdp_slow_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved)
-{
-    fsdp_slow *slow = (fsdp_slow *)self;
-    return slow->inner.recv(slow->inner.self, peer, data, bytes, deadline_ns, moved);
-}
-
-static void fsdp_slow_destroy(void *self)
-{
-    fsdp_slow *slow = (fsdp_slow *)self;
-    slow->inner.destroy(slow->inner.self);
-    free(slow);
-}
-
-typedef struct fsdp_thread {
-    bench *b;
-    dtrain__board *board;
-    int rank;
-} fsdp_thread;
-
-static void *fsdp_slow_rank(void *pointer)
-{
-    fsdp_thread *thread = (fsdp_thread *)pointer;
-    fsdp_slow *slow = (fsdp_slow *)calloc(1, sizeof *slow);
-    dtrain_transport transport;
-    dtrain_comm *world;
-    if (slow == NULL)
-        exit(1);
-    dtrain__threads_transport(&slow->inner, thread->board, thread->rank);
-    memset(&transport, 0, sizeof transport);
-    transport.self = slow;
-    transport.rank = thread->rank;
-    transport.size = thread->b->ranks;
-    transport.send = fsdp_slow_send;
-    transport.recv = fsdp_slow_recv;
-    transport.destroy = fsdp_slow_destroy;
-    DTRAIN_CHECK(dtrain_comm_from_transport(&world, &transport, NULL));
-    DTRAIN_CHECK(fsdp_rank(world, thread->b));
-    dtrain_comm_destroy(world);
-    return NULL;
+    DTRAIN_CHECK(fsdp_rank(world, b));
 }
 
 static int fsdp_slow_threads(bench *b)
 {
-    pthread_t threads[BENCH_RANKS];
-    fsdp_thread ranks[BENCH_RANKS];
-    dtrain__board *board;
-    DTRAIN_CHECK(dtrain__board_create(&board, b->ranks, NULL));
-    for (int r = 0; r < b->ranks; r++) {
-        ranks[r].b = b;
-        ranks[r].board = board;
-        ranks[r].rank = r;
-        if (pthread_create(&threads[r], NULL, fsdp_slow_rank, &ranks[r]) != 0)
-            return 1;
-    }
-    for (int r = 0; r < b->ranks; r++)
-        pthread_join(threads[r], NULL);
+    if (bench_links(b, FSDP_SLOW_NS, fsdp_slow_rank) != 0)
+        return 1;
     fsdp_print(b);
     return 0;
 }

@@ -310,6 +310,14 @@ static dtrain_status dtrain__index_string(dtrain__index_parser *parser, int is_n
     return status == DTRAIN_OK ? dtrain__index_keep(parser, &token, is_name, at, length) : status;
 }
 
+/* What an object's end says: whether the text itself is at fault. */
+static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_status status)
+{
+    if (status == DTRAIN_OK && parser->json.error != NULL)
+        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    return status;
+}
+
 /* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so
  * that none comes twice. */
 typedef dtrain_status (*dtrain__index_member)(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
@@ -335,9 +343,7 @@ static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__
             *seen |= (uint32_t)1 << which;
         }
     }
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    return dtrain__index_ended(parser, status);
 }
 
 /* Finds a key among names; -1: none. */
@@ -523,9 +529,7 @@ static dtrain_status dtrain__index_read_tensors(dtrain__index_parser *parser)
         if (status == DTRAIN_OK)
             index->tensors[index->tensor_count++] = tensor;
     }
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    return dtrain__index_ended(parser, status);
 }
 
 /* ---- files and values ---- */
@@ -624,9 +628,7 @@ static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
         if (status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
             index->values[index->value_count++] = value;
     }
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    return dtrain__index_ended(parser, status);
 }
 
 /* ---- facts ---- */

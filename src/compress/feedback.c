@@ -41,16 +41,6 @@ DTRAIN__KERNEL(dtrain__feedback_velocity,
                (velocity, in, momentum, factor, count))
 DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
 
-static double dtrain__sqrt_f64(double square)
-{
-#if defined(DTRAIN__X86)
-    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
-    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
-#else
-    return __builtin_sqrt(square);
-#endif
-}
-
 /* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
 static float dtrain__feedback_factor(const float *in, size_t count, double most)
 {

@@ -57,6 +57,16 @@ DTRAIN__AXPY(dtrain__axpy_f64, dtrain__f64, dtrain__rounded_f64)
 DTRAIN__SQUARES(dtrain__squares_f32, dtrain__f32)
 DTRAIN__SQUARES(dtrain__squares_f64, dtrain__f64)
 
+static double dtrain__sqrt_f64(double square)
+{
+#if defined(DTRAIN__X86)
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
+    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
+#else
+    return __builtin_sqrt(square);
+#endif
+}
+
 static double dtrain__squares_total(const double *lanes)
 {
     return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));

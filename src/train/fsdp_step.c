@@ -209,7 +209,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
         status = dtrain__fsdp_sum_squares(fsdp);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_leave(fsdp, status);
-    double length = dtrain__train_root(dtrain__exact_value(&fsdp->sum));
+    double length = dtrain__sqrt_f64(dtrain__exact_value(&fsdp->sum));
     if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),

@@ -8,6 +8,7 @@
 #include "../base/platform.h"
 #include "../base/memory.c"
 #include "../tensor/isa.c"
+#include "../tensor/vector.c"
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -180,16 +181,6 @@ DTRAIN__EXACT_BEGIN
     static const dtrain__train_kernels dtrain__train_kernels_##isa = {                                                \
         dtrain__train_adamw_##isa, dtrain__train_sgd_##isa, dtrain__train_add_##isa, dtrain__train_divide_##isa,      \
         dtrain__train_multiply_##isa};
-
-static double dtrain__train_root(double square)
-{
-#if defined(DTRAIN__X86)
-    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
-    return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
-#else
-    return __builtin_sqrt(square);
-#endif
-}
 
 static float dtrain__train_ratio(double over, double under)
 {

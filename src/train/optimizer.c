@@ -57,7 +57,7 @@ static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_op
     c.rest1 = (float)(1.0 - beta1);
     c.beta2 = desc->beta2;
     c.rest2 = (float)(1.0 - beta2);
-    c.root = (float)(1.0 / dtrain__train_root(rest2));
+    c.root = (float)(1.0 / dtrain__sqrt_f64(rest2));
     c.eps = desc->eps;
     c.rate = (float)((double)lr / rest1);
     c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));

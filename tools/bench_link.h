@@ -1,0 +1,97 @@
+/* Slow links: the threads transport as one of the user's own, of which each rank's sends take so long a byte. The time
+ * is slept, so that the processors are free. */
+#ifndef BENCH_LINK_H
+#define BENCH_LINK_H
+
+#define BENCH_LINK_CHUNK ((size_t)16 << 10)
+
+typedef struct bench_link {
+    dtrain_transport inner;
+    dtrain__board *board;
+    bench *b;
+    void (*body)(dtrain_comm *world, bench *b);
+    int rank;
+    int64_t byte_ns, next_ns;
+} bench_link;
+
+static dtrain_status bench_link_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                     size_t *moved)
+{
+    bench_link *link = (bench_link *)self;
+    for (*moved = 0; *moved < bytes;) {
+        size_t n = bytes - *moved < BENCH_LINK_CHUNK ? bytes - *moved : BENCH_LINK_CHUNK, sent;
+        int64_t now = bench_now_ns(), until = link->next_ns < deadline_ns ? link->next_ns : deadline_ns;
+        if (now < until) {
+            struct timespec pause = {(until - now) / 1000000000, (until - now) % 1000000000};
+            nanosleep(&pause, NULL);
+        }
+        if (link->next_ns > until)
+            return DTRAIN_ERR_TIMEOUT;
+        dtrain_status status =
+            link->inner.send(link->inner.self, peer, (const char *)data + *moved, n, deadline_ns, &sent);
+        if (link->next_ns < now - 1000000) /* it was idle */
+            link->next_ns = now;
+        link->next_ns += (int64_t)sent * link->byte_ns;
+        *moved += sent;
+        if (status != DTRAIN_OK)
+            return status;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status bench_link_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved)
+{
+    bench_link *link = (bench_link *)self;
+    return link->inner.recv(link->inner.self, peer, data, bytes, deadline_ns, moved);
+}
+
+static void bench_link_destroy(void *self)
+{
+    bench_link *link = (bench_link *)self;
+    link->inner.destroy(link->inner.self);
+}
+
+static void *bench_link_rank(void *pointer)
+{
+    bench_link *link = (bench_link *)pointer;
+    dtrain_transport transport;
+    dtrain_comm_desc desc;
+    dtrain_comm *world;
+    dtrain__threads_transport(&link->inner, link->board, link->rank);
+    memset(&transport, 0, sizeof transport);
+    transport.self = link;
+    transport.rank = link->rank;
+    transport.size = link->b->ranks;
+    transport.send = bench_link_send;
+    transport.recv = bench_link_recv;
+    transport.destroy = bench_link_destroy;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = -1;
+    DTRAIN_CHECK(dtrain_comm_from_transport(&world, &transport, &desc));
+    link->body(world, link->b);
+    dtrain_comm_destroy(world);
+    return NULL;
+}
+
+/* Runs body on every rank over such links. */
+static int bench_links(bench *b, int64_t byte_ns, void (*body)(dtrain_comm *world, bench *b))
+{
+    static bench_link links[BENCH_RANKS];
+    pthread_t threads[BENCH_RANKS];
+    dtrain__board *board;
+    DTRAIN_CHECK(dtrain__board_create(&board, b->ranks, NULL));
+    for (int r = 0; r < b->ranks; r++) {
+        links[r].board = board;
+        links[r].b = b;
+        links[r].body = body;
+        links[r].rank = r;
+        links[r].byte_ns = byte_ns;
+        if (pthread_create(&threads[r], NULL, bench_link_rank, &links[r]) != 0)
+            return 1;
+    }
+    for (int r = 0; r < b->ranks; r++)
+        pthread_join(threads[r], NULL);
+    return 0;
+}
+
+#endif
