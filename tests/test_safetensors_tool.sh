@@ -125,6 +125,8 @@ prints "cat of converted" '1.5
 -2'
 ends "diff of converted" 1 "$tool" diff a.safetensors half.safetensors
 prints "diff of converted" '! w: F32 [2,1] and BF16 [2,1]'
+ends "options before paths" 0 "$tool" convert --dtype bf16 a.safetensors half2.safetensors
+if cmp -s half.safetensors half2.safetensors; then good; else bad "options before paths: another file"; fi
 ends "convert in place" 0 "$tool" convert half.safetensors half.safetensors --dtype F64
 ends "cat of a double" 0 "$tool" cat half.safetensors w 1
 prints "cat of a double" -2
@@ -149,12 +151,20 @@ ends "verify of a damaged checkpoint" 1 "$tool" verify run/step-2
 says "verify of a damaged checkpoint" "$(basename "$damaged")"
 ends "export of a damaged checkpoint" 1 "$tool" export run/step-2 damaged.safetensors
 if [ ! -e damaged.safetensors ]; then good; else bad "a file was exported of damaged data"; fi
+ends "ls of a checkpoint" 2 "$tool" ls run
+if grep -q 'of a checkpoint, "safetensors export" makes a file first' err; then good; else bad "ls of a checkpoint"; fi
 ends "export of nothing" 2 "$tool" export absent some.safetensors
 ends "export to nowhere" 2 "$tool" export run
 
 ends "no command" 2 "$tool"
 ends "a wrong command" 2 "$tool" frobnicate a.safetensors
 ends "too many arguments" 2 "$tool" ls a.safetensors b.safetensors
+ends "help" 0 "$tool" --help
+if [ "$(grep -c '^ *safetensors\|^usage: safetensors' out)" -eq 8 ]; then good; else bad "help names all commands"; fi
+ends "an option that is none" 2 "$tool" ls a.safetensors --sise 8B
+ends "convert without a dtype" 2 "$tool" convert a.safetensors b2.safetensors
+cp a.safetensors ./--size
+ends "a path like an option" 0 "$tool" ls -- --size
 ends "a wrong size" 2 "$tool" split a.safetensors more --size 5XB
 if [ -e /dev/full ]; then
     "$tool" ls a.safetensors >/dev/full 2>err

@@ -1,22 +1,24 @@
-/* Looks into safetensors files and Hugging Face models, and makes others of them.
+/* Looks into safetensors files, Hugging Face models and checkpoints, and makes others of them.
  *
  * cc -O2 -I. tools/safetensors.c -o build/safetensors -lpthread -lm
  *
  *   safetensors ls PATH                        every tensor: dtype, shape, bytes, name; and the metadata
  *   safetensors cat PATH NAME [BEGIN [COUNT]]  its elements, one a line
  *   safetensors diff A B                       what one has and the other has not; 1 when there is anything
- *   safetensors verify PATH...                 whether it keeps every rule of the format: ok, or the rule and the
- * place; of a checkpoint, with every hash safetensors merge MODEL FILE               a model of several files as one
- *   safetensors split PATH DIRECTORY [--size 5GB]   a file or model as one of several files of that many bytes
+ *   safetensors verify PATH...                 whether it keeps every rule of the format, and of a checkpoint every
+ *                                              hash: ok, or what is broken and where
+ *   safetensors merge MODEL FILE               a model of several files as one
+ *   safetensors split PATH DIRECTORY [--size 5GB]
+ *                                              a file or model as one of several files of that many bytes
  *   safetensors convert PATH FILE --dtype bf16 the same with every F64, F32, F16, BF16, F8_E4M3 and F8_E5M2 as another
  *                                              of these
- *   safetensors export CHECKPOINT FILE [--optimizer]   the weights of a checkpoint, whole, as one file; its optimizer
- *                                              state too
+ *   safetensors export CHECKPOINT FILE [--optimizer]
+ *                                              the weights of a checkpoint, whole, as one file; its optimizer state too
  *
- * PATH is a .safetensors file, a model.safetensors.index.json, or a directory with one of them;
- * CHECKPOINT a directory NAME/step-N, or NAME for the newest in it. merge, split and
- * convert hold no tensor in memory. Ends with 0; with 1 for a file that breaks a rule, or a difference; with 2 for a
- * wrong call, or when the system refuses. */
+ * PATH is a .safetensors file, a model.safetensors.index.json, or a directory with one of them; CHECKPOINT a directory
+ * NAME/step-N, or NAME for the newest in it, which verify takes as well. Options may stand anywhere; after -- there are
+ * none. merge, split and convert hold no tensor in memory. Ends with 0; with 1 for a file that breaks a rule, or a
+ * difference; with 2 for a wrong call, or when the system refuses. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -27,16 +29,29 @@
 
 enum { GOOD = 0, BAD = 1, FAILED = 2 };
 
-static int usage(const char *what)
+static const char usage_text[] =
+    "usage: safetensors ls PATH\n"
+    "       safetensors cat PATH NAME [BEGIN [COUNT]]\n"
+    "       safetensors diff A B\n"
+    "       safetensors verify PATH...\n"
+    "       safetensors merge MODEL FILE\n"
+    "       safetensors split PATH DIRECTORY [--size 5GB]\n"
+    "       safetensors convert PATH FILE --dtype bf16\n"
+    "       safetensors export CHECKPOINT FILE [--optimizer]\n"
+    "ends with 0, 1 for a broken rule or a difference, 2 for a wrong call or what the system refuses\n";
+
+/* Says what is wrong with the call. */
+static int misused(const char *what)
 {
-    fprintf(
-        stderr,
-        "safetensors: %s\n"
-        "usage: safetensors ls PATH | cat PATH NAME [BEGIN [COUNT]] | diff A B | verify PATH... | merge MODEL FILE |\n"
-        "       split PATH DIRECTORY [--size 5GB] | convert PATH FILE --dtype bf16\n",
-        what);
+    fprintf(stderr, "safetensors: %s; safetensors --help says how\n", what);
     return FAILED;
 }
+
+typedef struct options {
+    uint64_t size;
+    dtrain_dtype dtype; /* 0: not given */
+    int optimizer;
+} options;
 
 /* Prints the library's error; gives the exit code. */
 static int complain(dtrain_status status)
@@ -216,10 +231,10 @@ static int cat(const dtrain_safetensors_model *model, int argc, char **argv)
         return FAILED;
     }
     if (argc > 1 && (!number(argv[1], &begin) || begin > tensor->count))
-        return usage("BEGIN is no element of the tensor");
+        return misused("BEGIN is no element of the tensor");
     count = tensor->count - begin;
     if (argc > 2 && (!number(argv[2], &count) || count > tensor->count - begin))
-        return usage("COUNT goes beyond the tensor");
+        return misused("COUNT goes beyond the tensor");
     return print_elements(file, tensor, begin, count);
 }
 
@@ -397,7 +412,15 @@ static int is_checkpoint(const char *path)
 
 static int verify_checkpoint(const char *path)
 {
-    dtrain_status status = dtrain_checkpoint_verify(path);
+    dtrain__export all;
+    dtrain_status status = dtrain__export_begin(&all, path);
+    for (size_t i = 0; status == DTRAIN_OK && i < all.index.file_count; i++)
+        progress_total += all.index.files[i].data.data_bytes;
+    all.tell = progress;
+    if (status == DTRAIN_OK)
+        status = dtrain__export_check(&all);
+    dtrain__export_end(&all);
+    progress_end();
     if (status != DTRAIN_OK)
         return complain(status);
     printf("%s: ok, a checkpoint\n", path);
@@ -426,12 +449,21 @@ static int verify(int count, char **paths)
     return result;
 }
 
-static int export_checkpoint(int argc, char **argv)
+static int export_checkpoint(const options *given, int argc, char **argv)
 {
-    int with_optimizer = argc == 3 && strcmp(argv[2], "--optimizer") == 0;
-    if (argc != 2 && !with_optimizer)
-        return usage("export takes a checkpoint, a file and perhaps --optimizer");
-    dtrain_status status = dtrain_checkpoint_export(argv[0], argv[1], with_optimizer);
+    if (argc != 2)
+        return misused("export takes a checkpoint and a file");
+    dtrain__export all;
+    dtrain_status status = dtrain__export_begin(&all, argv[0]);
+    if (status == DTRAIN_OK)
+        status = dtrain__export_list(&all, given->optimizer);
+    if (status == DTRAIN_OK)
+        status = dtrain_safetensors_size(&progress_total, all.sources, all.count, NULL);
+    all.tell = progress;
+    if (status == DTRAIN_OK)
+        status = dtrain_safetensors_save(argv[1], all.sources, all.count, NULL);
+    dtrain__export_end(&all);
+    progress_end();
     return status == DTRAIN_OK ? GOOD : complain(status);
 }
 
@@ -515,51 +547,91 @@ static int dtype_of(const char *text, dtrain_dtype *dtype)
            is_float(*dtype);
 }
 
-/* Runs a command on an open model; arguments are those after its path. */
-static int run(const char *command, const dtrain_safetensors_model *model, int argc, char **argv)
+/* Takes the options out of the arguments; NULL, or what is wrong with them. */
+static const char *take_options(options *given, int *argc, char **argv)
 {
-    uint64_t most = 5000000000u;
-    dtrain_dtype dtype;
-    if (strcmp(command, "ls") == 0)
-        return argc == 0 ? list(model) : usage("ls takes one path");
-    if (strcmp(command, "cat") == 0)
-        return argc >= 1 && argc <= 3 ? cat(model, argc, argv) : usage("cat takes a path and a name");
-    if (strcmp(command, "diff") == 0)
-        return argc == 1 ? diff(model, argv[0]) : usage("diff takes two paths");
-    if (strcmp(command, "merge") == 0)
-        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0) : usage("merge takes a model and a file");
-    if (strcmp(command, "split") == 0) {
-        if (argc != 1 && !(argc == 3 && strcmp(argv[1], "--size") == 0 && size_of(argv[2], &most)))
-            return usage("split takes a path, a directory and a --size as 5GB or 512MiB");
-        return rewrite(model, argv[0], most, (dtrain_dtype)0);
+    int kept = 0, plain = 0;
+    for (int i = 0; i < *argc; i++) {
+        const char *value = i + 1 < *argc ? argv[i + 1] : "";
+        if (plain || strncmp(argv[i], "--", 2) != 0) {
+            argv[kept++] = argv[i];
+        } else if (strcmp(argv[i], "--") == 0) {
+            plain = 1;
+        } else if (strcmp(argv[i], "--optimizer") == 0) {
+            given->optimizer = 1;
+        } else if (strcmp(argv[i], "--size") == 0) {
+            if (!size_of(value, &given->size))
+                return "--size is followed by a size as 5GB or 512MiB";
+            i++;
+        } else if (strcmp(argv[i], "--dtype") == 0) {
+            if (!dtype_of(value, &given->dtype))
+                return "--dtype is followed by one of f64, f32, f16, bf16, f8_e4m3 and f8_e5m2";
+            i++;
+        } else {
+            return "there is no such option";
+        }
     }
-    if (argc != 3 || strcmp(argv[1], "--dtype") != 0 || !dtype_of(argv[2], &dtype))
-        return usage("convert takes a path, a file and a --dtype of f64, f32, f16, bf16, f8_e4m3 or f8_e5m2");
-    return rewrite(model, argv[0], 0, dtype);
+    *argc = kept;
+    return NULL;
+}
+
+/* Runs a command on an open model; arguments are those after its path. */
+static int run(const char *command, const options *given, const dtrain_safetensors_model *model, int argc, char **argv)
+{
+    if (strcmp(command, "ls") == 0)
+        return argc == 0 ? list(model) : misused("ls takes one path");
+    if (strcmp(command, "cat") == 0)
+        return argc >= 1 && argc <= 3 ? cat(model, argc, argv) : misused("cat takes a path and a name");
+    if (strcmp(command, "diff") == 0)
+        return argc == 1 ? diff(model, argv[0]) : misused("diff takes two paths");
+    if (strcmp(command, "merge") == 0)
+        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0) : misused("merge takes a model and a file");
+    if (strcmp(command, "split") == 0)
+        return argc == 1 ? rewrite(model, argv[0], given->size, (dtrain_dtype)0)
+                         : misused("split takes a path and a directory");
+    if (argc != 1 || (int)given->dtype == 0)
+        return misused("convert takes a path, a file and a --dtype");
+    return rewrite(model, argv[0], 0, given->dtype);
+}
+
+/* Opens what a command reads and runs it; arguments are those after the command. */
+static int open_and_run(const char *command, const options *given, int argc, char **argv)
+{
+    dtrain_safetensors_model *model;
+    dtrain_status status = dtrain_safetensors_model_open(&model, argv[0], NULL);
+    if (status != DTRAIN_OK) {
+        int result = complain(status);
+        if (is_checkpoint(argv[0]))
+            fprintf(stderr, "safetensors: of a checkpoint, \"safetensors export\" makes a file first\n");
+        return strcmp(command, "diff") == 0 ? FAILED : result;
+    }
+    int result = run(command, given, model, argc - 1, argv + 1);
+    dtrain_safetensors_model_close(model);
+    return result;
 }
 
 int main(int argc, char **argv)
 {
-    static const char *const commands[] = {"ls", "cat", "diff", "merge", "split", "convert"};
-    dtrain_safetensors_model *model;
-    int known = 0;
-    if (argc < 3)
-        return usage(argc < 2 ? "no command" : "no path");
-    if (strcmp(argv[1], "verify") == 0)
-        return verify(argc - 2, argv + 2);
-    if (strcmp(argv[1], "export") == 0)
-        return export_checkpoint(argc - 2, argv + 2);
-    for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
-        known |= strcmp(argv[1], commands[i]) == 0;
-    if (!known)
-        return usage("there is no such command");
-    dtrain_status status = dtrain_safetensors_model_open(&model, argv[2], NULL);
-    if (status != DTRAIN_OK) {
-        int result = complain(status);
-        return strcmp(argv[1], "diff") == 0 ? FAILED : result;
-    }
-    int result = run(argv[1], model, argc - 3, argv + 3);
-    dtrain_safetensors_model_close(model);
+    static const char *const commands[] = {"ls", "cat", "diff", "merge", "split", "convert", "verify", "export"};
+    options given = {5000000000u, (dtrain_dtype)0, 0};
+    int known = 0, result;
+    if (argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
+        return fputs(usage_text, stdout) < 0 || fflush(stdout) != 0 ? FAILED : GOOD;
+    argc--;
+    argv++;
+    const char *wrong = take_options(&given, &argc, argv);
+    if (wrong != NULL)
+        return misused(wrong);
+    for (size_t i = 0; i < sizeof commands / sizeof commands[0] && argc > 0; i++)
+        known |= strcmp(argv[0], commands[i]) == 0;
+    if (!known || argc < 2)
+        return misused(argc == 0 ? "no command" : !known ? "there is no such command" : "no path");
+    if (strcmp(argv[0], "verify") == 0)
+        result = verify(argc - 1, argv + 1);
+    else if (strcmp(argv[0], "export") == 0)
+        result = export_checkpoint(&given, argc - 1, argv + 1);
+    else
+        result = open_and_run(argv[0], &given, argc - 1, argv + 1);
     if (fflush(stdout) != 0 || ferror(stdout)) {
         fprintf(stderr, "safetensors: writing the output: %s\n", strerror(errno));
         result = FAILED;

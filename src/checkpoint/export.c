@@ -12,6 +12,7 @@ typedef struct dtrain__export {
     dtrain_safetensors_source *sources;
     struct dtrain__export_tensor *tensors; /* of the sources */
     size_t count;
+    void (*tell)(uint64_t bytes); /* how much was read; may be NULL */
 } dtrain__export;
 
 /* What a source's fill is given. */
@@ -72,6 +73,8 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
         size_t have = 0;
         status = dtrain__verified_get(&all->shelf.data, at, all->shelf.data.data_bytes - at, &data, &have);
         at += have;
+        if (all->tell != NULL)
+            all->tell(have);
     }
     for (size_t i = 0; status == DTRAIN_OK && i < index->tensor_count; i++)
         for (size_t k = index->tensors[i].first;
@@ -83,12 +86,20 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
     return status;
 }
 
+static dtrain_status dtrain__export_check(dtrain__export *all)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t file = 0; status == DTRAIN_OK && file < all->index.file_count; file++)
+        status = dtrain__export_check_file(all, file);
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
 {
     dtrain__export all;
     dtrain_status status = dtrain__export_begin(&all, path);
-    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
-        status = dtrain__export_check_file(&all, file);
+    if (status == DTRAIN_OK)
+        status = dtrain__export_check(&all);
     dtrain__export_end(&all);
     return status;
 }
@@ -116,6 +127,8 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
         if (status == DTRAIN_OK)
             status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, &ignored);
     }
+    if (all->tell != NULL)
+        all->tell(bytes);
     return status;
 }
 
