@@ -4,6 +4,7 @@ static int file_fault(const char *call);
 static unsigned long most(const char *call, unsigned long bytes);
 #define DTRAIN__FILE_FAULT(call) file_fault(call)
 #define DTRAIN__FILE_LIMIT(call, bytes) most(call, bytes)
+#define DTRAIN__SAVE_LEFT_NS 500000000
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
 #include "../dtrain.h"
@@ -507,6 +508,53 @@ static int train_until_killed(dtrain_comm *world, scene *s)
     while (getpid() != 0) /* the others are on their way out as well: nobody leaves before it is killed */
         usleep(10000);
     return 1;
+}
+
+/* Saves twice; rank 2 is gone before the second, and the others do not wait for it until their time is up. */
+static int save_without_rank_2(dtrain_comm *world, scene *s)
+{
+    job *j = (job *)s->user;
+    int rank = dtrain_comm_rank(world);
+    holding *h = (holding *)malloc(sizeof *h);
+    dtrain_checkpoint *ckpt = NULL;
+    holding_begin(h, 3, rank);
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &j->desc), DTRAIN_OK);
+    holding_fill(h, 1);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &h->state), DTRAIN_OK);
+    if (rank == 2)
+        raise(SIGKILL);
+    holding_fill(h, 2);
+    CHECK_EQ(dtrain_checkpoint_save_async(ckpt, &h->state), DTRAIN_OK);
+    dtrain_status status = dtrain_checkpoint_wait(ckpt);
+    if (rank == 0) {
+        CHECK_EQ(status, DTRAIN_ERR_PEER_LOST);
+        CHECK_CONTAINS(dtrain_last_error(), "step 2: rank 2 has left the group before its part was written");
+        CHECK_EQ(newest(j->directory), 1);
+    } else {
+        CHECK_EQ(status, DTRAIN_ERR_IO);
+        CHECK_CONTAINS(dtrain_last_error(), "rank 0 has failed: checkpoint of step 2: rank 2 has left");
+    }
+    dtrain_checkpoint_destroy(ckpt);
+    free(h);
+    return test_failures != 0;
+}
+
+TEST(a_rank_that_dies_before_an_asynchronous_save_is_not_waited_for)
+{
+    job j;
+    scene s;
+    pid_t pids[3];
+    memset(&j, 0, sizeof j);
+    j.directory = j.desc.directory = fresh("dead");
+    j.desc.no_sync = 1;
+    j.desc.timeout_ms = 250000;
+    scene_begin(&s, 3, 0);
+    s.user = &j;
+    for (int rank = 0; rank < 3; rank++)
+        pids[rank] = start_rank(&s, rank, save_without_rank_2);
+    CHECK_EQ(end_of(pids[0], 100), 0);
+    CHECK_EQ(end_of(pids[1], 100), 0);
+    waitpid(pids[2], NULL, 0);
 }
 
 /* Starts a job, kills it at a random moment, and looks at what is there. */

@@ -16,6 +16,9 @@
 
 #define DTRAIN__SAVE_INDEX "index.json"
 #define DTRAIN__SAVE_LATEST "latest"
+#ifndef DTRAIN__SAVE_LEFT_NS /* that network file systems get to show what a rank wrote last */
+#define DTRAIN__SAVE_LEFT_NS 10000000000
+#endif
 #define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
 
 /* What ranks tell each other. */
@@ -227,35 +230,51 @@ static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory,
                         (unsigned long long)ckpt->portion.index.facts.step, rank, why);
 }
 
-static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index)
+/* A rank that has left without its mark; -1: there is none. Who waits for the index waits for rank 0 alone. */
+static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
 {
+    for (int rank = 0; rank < (for_index ? 1 : ckpt->ranks); rank++)
+        if ((for_index || !ckpt->seen[rank]) && rank != ckpt->rank && dtrain__comm_has_left(ckpt->comm, rank))
+            return rank;
+    return -1;
+}
+
+static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, int left)
+{
+    unsigned long long step = ckpt->portion.index.facts.step;
     char ranks[200];
     size_t used = 0;
     ranks[0] = '\0';
     for (int rank = 0; rank < ckpt->ranks && used < sizeof ranks - 16; rank++)
         if (!ckpt->seen[rank])
             used += (size_t)snprintf(ranks + used, sizeof ranks - used, "%s%d", used > 0 ? ", " : "", rank);
+    if (left >= 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST,
+                            "checkpoint of step %llu: rank %d has left the group before %s: the checkpoint before this "
+                            "one is the newest",
+                            step, left, for_index ? "it wrote the index" : "its part was written");
     return for_index
                ? dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index",
-                              (unsigned long long)ckpt->portion.index.facts.step, ckpt->rank,
-                              (long long)(2 * ckpt->timeout_ms))
+                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index", step,
+                              ckpt->rank, (long long)(2 * ckpt->timeout_ms))
                : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                               "checkpoint of step %llu: nothing has come from rank %s for %lld ms: see that every "
                               "rank saves, or give a longer timeout_ms",
-                              (unsigned long long)ckpt->portion.index.facts.step, ranks, (long long)ckpt->timeout_ms);
+                              step, ranks, (long long)ckpt->timeout_ms);
 }
 
 /* Waits until all marks are there; for_index: until rank 0 says that the index is. Every turn lists the directory anew,
- * which makes network file systems look. */
+ * which makes network file systems look. Of a rank that has left, what it wrote last is awaited for a while. */
 static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, int for_index)
 {
     dtrain__save_marks marks = {ckpt, 0, -1, 0};
     int64_t span = dtrain__os_ms_to_ns(for_index ? 2 * ckpt->timeout_ms : ckpt->timeout_ms);
     int64_t until = dtrain__os_now_ns() + span, pause = 500000, longest = 20000000 + (int64_t)ckpt->ranks * 1000000;
+    int64_t left_until = INT64_MAX;
     memset(ckpt->seen, 0, (size_t)ckpt->ranks);
     for (;;) {
-        int before = marks.count, error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
+        int before = marks.count, left = dtrain__save_left(ckpt, for_index);
+        int error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
         if (error != 0 && error != EINTR)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
                                 (unsigned long long)ckpt->portion.index.facts.step, strerror(error));
@@ -266,8 +285,12 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
         int64_t now = dtrain__os_now_ns();
         if (marks.count > before)
             until = now + span;
-        if (now >= until)
-            return dtrain__save_late(ckpt, for_index);
+        if (left < 0)
+            left_until = INT64_MAX;
+        else if (left_until == INT64_MAX)
+            left_until = now + DTRAIN__SAVE_LEFT_NS;
+        if (now >= until || now >= left_until)
+            return dtrain__save_late(ckpt, for_index, now >= left_until ? left : -1);
         struct timespec turn = dtrain__os_timespec(pause);
         nanosleep(&turn, NULL);
         pause = pause < longest ? pause * 2 : pause;

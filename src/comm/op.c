@@ -389,6 +389,20 @@ static const dtrain__error *dtrain__comm_aborted(dtrain_comm *comm)
     return cause != NULL && cause->status == DTRAIN_ERR_ABORTED ? cause : NULL;
 }
 
+/* Whether a rank's end of the group is known to be gone, whatever became of its process; any thread. */
+static int dtrain__comm_has_left(const dtrain_comm *comm, int rank)
+{
+    int left = 0;
+    if (comm->transport.board != NULL)
+        return __atomic_load_n(&comm->transport.board->slots[rank].left, __ATOMIC_SEQ_CST) != 0;
+    if (comm->socket != NULL) {
+        pthread_mutex_lock(&comm->socket->hub->mutex);
+        left = comm->socket->peers[rank].left;
+        pthread_mutex_unlock(&comm->socket->hub->mutex);
+    }
+    return left;
+}
+
 /* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
 static void dtrain__comm_break(dtrain_comm *comm, const dtrain__error *cause)
 {
