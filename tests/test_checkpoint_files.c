@@ -1,7 +1,5 @@
 /* What checkpoints are on the disk: what fits and what does not, damage, what is kept and what is cleared, disks that
  * are not shared, asynchronous saves. */
-#define DTRAIN_IMPLEMENTATION
-#define DTRAIN_API static
 #include "../dtrain.h"
 #include "test.h"
 #include "processes.h"

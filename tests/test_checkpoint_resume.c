@@ -1,7 +1,5 @@
 /* A run that was stopped and resumed from a checkpoint, against one that never stopped: the same bits on as many ranks,
  * with the order of data, random numbers and the loss scale; on another number of ranks, the same losses. */
-#define DTRAIN_IMPLEMENTATION
-#define DTRAIN_API static
 #include "../dtrain.h"
 #include "test.h"
 #include "processes.h"

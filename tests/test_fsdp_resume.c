@@ -1,9 +1,8 @@
 /* FSDP beyond one object: a state that is written to new slices goes on as if it had never stopped, and a rank that is
  * lost is noticed by those that share no sharded group with it. */
-#define DTRAIN_API static
-#define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"
+#include "processes.h"
 
 enum { UNITS = 3, ELEMENTS = 37, STEPS = 6, HALF = 3 };
 
@@ -143,7 +142,7 @@ static dtrain_status leave_hybrid(dtrain_comm *world, void *user)
 {
     dtrain_fsdp *fsdp;
     int rank = dtrain_comm_rank(world);
-    double began = (double)dtrain__os_now_ns(), seconds;
+    double began = now_s(), seconds;
     const dtrain_slice *slices = NULL;
     size_t count = 0;
     (void)user;
@@ -153,7 +152,7 @@ static dtrain_status leave_hybrid(dtrain_comm *world, void *user)
     CHECK_EQ(status, rank == 3 ? DTRAIN_ERR_IO : DTRAIN_ERR_PEER_LOST);
     __atomic_add_fetch(&told, rank != 3, __ATOMIC_SEQ_CST);
     do /* nobody goes before all know, which would tell the others by itself */
-        seconds = ((double)dtrain__os_now_ns() - began) * 1e-9;
+        seconds = now_s() - began;
     while (rank != 3 && __atomic_load_n(&told, __ATOMIC_SEQ_CST) < 3 && seconds < 20);
     CHECK(seconds < 20);
     CHECK_EQ(dtrain_fsdp_local(fsdp, &slices, &count), DTRAIN_OK);
