@@ -17,6 +17,7 @@
  *     >>order        the order in which a reduction adds
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
+ *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
@@ -2007,6 +2008,181 @@ typedef struct dtrain_step_result {
  *
  * collective when its aggregator is */
 DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>server ----
+ * The parameter server: one rank of a group to which all others, the workers, send their gradients.
+ *
+ * Synchronous: the server trains too. It folds the gradients of all ranks in the order of >>order and sends the mean
+ * back, the same bits as dtrain_aggregator_all_reduce gives. A worker that dies is left out from there on.
+ *
+ * Asynchronous: the server holds the parameters and the optimizer and only serves. A worker pushes the gradients of
+ * its step, pulls the newest parameters, and goes on; it waits for a slower one only when it would otherwise be more
+ * than `staleness` steps ahead of it (stale synchronous parallel).
+ *
+ * Each worker and the server are a group of two of their own, so that each can be lost by itself. */
+#ifndef DTRAIN__SERVER_H
+#define DTRAIN__SERVER_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dtrain_server dtrain_server;
+
+/* How a server works; the same on every rank. Zero means the default. */
+typedef struct dtrain_server_desc {
+    int server;       /* its rank; 0 */
+    int async;        /* 1: asynchronous */
+    int staleness;    /* asynchronous: steps that a worker may be ahead of the slowest; 0: 4; negative: none */
+    int no_broadcast; /* 1: the parameters are the same on all ranks already */
+    const dtrain_compress_desc *compress; /* copied; a kind that packs: TOPK of one ratio, taken piece by piece, BF16,
+                                           * F16, INT8, FP8, SIGN, or an OWN without reduce. NULL: as they are */
+} dtrain_server_desc;
+
+/* Makes one rank's end of a parameter server, and gives every rank the server's parameters, frozen ones too.
+ *
+ * Memory, in bytes for P trained elements: synchronous, up to 2 MiB on a worker and 1 MiB a worker on the server; with
+ * compression, 4 P on each rank for what was not sent. Asynchronous, 4 P on a worker and 4 P a worker on the server;
+ * with compression fewer, but 4 P on a worker for what was not sent, and on the server 4 P a worker for what each has.
+ *
+ *   comm     must outlive it; may be used for other things, and may break, without harm to it
+ *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
+ *   desc     NULL: all defaults
+ *   errors   DTRAIN_ERR_INVALID      a bad table, a rank outside the group, constants out of range
+ *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a transport of your
+ *                                    own
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the first rank that differs from rank 0
+ *            DTRAIN_ERR_MEMORY; those of dtrain_broadcast and dtrain_comm_split
+ *            on every rank, whichever it was
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms a call of those two */
+DTRAIN_API dtrain_status dtrain_server_create(dtrain_server **server, dtrain_comm *comm, const dtrain_param *table,
+                                              size_t count, const dtrain_server_desc *desc);
+
+/* Makes the aggregator of a server, which must outlive it; every call has the table's parameters, whose memory may
+ * move.
+ *
+ * Synchronous: sends each rank's sums and weight to the server, and gives every rank the mean, in pieces that are on
+ * their way in both directions at once. With compression each piece is packed by the worker, folded as float32,
+ * packed by the server, and what either packing loses is kept for the next step; all ranks get the same bits.
+ * When a worker is lost, the mean is over those that are left, by their weights: in the step in which it is lost, from
+ * the first piece that it did not send. total_weight is that of the last piece.
+ *
+ * Asynchronous, on workers: dtrain_server_push, then dtrain_server_pull. *total_weight is 0, as the server applies
+ * the gradients: dtrain_train_step does not. After a pull that came too late, call dtrain_server_pull first.
+ *
+ *   errors   DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank. For good, as the next three
+ *            DTRAIN_ERR_CORRUPT    a rank sent what no rank sends; the text names it
+ *            DTRAIN_ERR_TIMEOUT    synchronous: a rank has sent nothing for timeout_ms; the text names it
+ *            DTRAIN_ERR_ABORTED    the server gave up; the text says why
+ *            DTRAIN_ERR_INVALID    another table, a bad weight, or the asynchronous server's own rank
+ *
+ * any thread; its aggregate is collective over the server and the workers that are left, and blocks up to timeout_ms a
+ * message */
+DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server);
+
+/* Sends the sums in the table's gradients to an asynchronous server, which divides them by weight and applies them.
+ *
+ * Returns when they are copied. They count from the parameters of the last pull, of which each push needs one; the
+ * first has those of dtrain_server_create.
+ *
+ *   weight   of the step's examples; 0: nothing is applied, but the step counts
+ *   errors   DTRAIN_ERR_INVALID    no pull since the last push; the server's own rank; it is synchronous; a bad weight
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_server_push(dtrain_server *server, double weight);
+
+/* Fetches the asynchronous server's newest parameters into the table.
+ *
+ * A worker that has pushed c gradients gets them once every other worker that is left has pushed c - staleness, and
+ * so they hold all but the last `staleness` steps of the slowest. How many steps of the slowest they lack is the
+ * staleness of the gradient that is computed from them: never above the bound. Packed, what has changed since
+ * the last pull travels, and what packing loses of it comes with later pulls. The age of a gradient, the number of
+ * updates between its pull and its own application, is so never above (workers - 1) * (2 * staleness + 1).
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT    a slower worker did not come within timeout_ms; the text says which, and how far
+ *                                  behind. It can be called again
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank
+ *            DTRAIN_ERR_INVALID    as dtrain_server_push
+ *   source   Ho and others, More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013
+ *
+ * one thread per object; blocks up to timeout_ms a message, for the server's answer twice that */
+DTRAIN_API dtrain_status dtrain_server_pull(dtrain_server *server);
+
+/* Says that this worker is done: nobody waits for it any more. A worker that is destroyed without it counts as lost.
+ *
+ *   errors   as dtrain_server_push; DTRAIN_OK for one that has left already
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server);
+
+#define DTRAIN_STALENESS_BINS 16
+
+/* What an end of a server has done. */
+typedef struct dtrain_server_stats {
+    uint64_t steps;                                   /* synchronous: aggregated; asynchronous: gradients pushed, on the
+                                                       * server those of all workers */
+    uint64_t updates;                                 /* of the asynchronous server: gradients applied */
+    uint64_t pulls, waits;                            /* on the server those of all; how many had to wait for another */
+    uint64_t largest_staleness, staleness_sum;        /* of the gradients in updates; on a worker of those it pulled */
+    uint64_t staleness_counts[DTRAIN_STALENESS_BINS]; /* how many had 0, 1, ...; the last: that or more */
+    uint64_t largest_age, age_sum;                    /* of the gradients in updates; on a worker 0 */
+    uint64_t sent_bytes, received_bytes;              /* of gradients and parameters */
+    int workers, left, lost;                          /* on the server: there now, left, lost; on a worker 0 */
+} dtrain_server_stats;
+
+/* How an asynchronous server applies what is pushed. */
+typedef struct dtrain_serve_desc {
+    dtrain_optimizer *optimizer; /* made from the server's table */
+    dtrain_schedule schedule;    /* of the learning rate; its steps are updates */
+    float max_norm;              /* of each gradient; 0: not clipped */
+    /* Called after each update with the worker whose gradient it was; what is saved there is whole. May be NULL. A
+     * status other than DTRAIN_OK ends dtrain_server_run with it. */
+    dtrain_status (*on_update)(void *user, int worker, const dtrain_server_stats *stats);
+    void *user;
+} dtrain_serve_desc;
+
+/* Serves until no worker is left: all have left or are lost. The table's data are the parameters.
+ *
+ * A lost worker is left out, with a line in the log; a gradient that it had not sent in full is not applied.
+ *
+ *   errors   DTRAIN_ERR_INVALID  another rank than the server's; it is synchronous; no optimizer
+ *            DTRAIN_ERR_TIMEOUT  no worker has sent anything for timeout_ms; the text names the slowest. It can be
+ *                                called again
+ *            that of on_update: it can be called again
+ *
+ * one thread per object; blocks until then */
+DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_serve_desc *desc);
+
+/* Says what this end has done; zeroes for NULL.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server);
+
+/* Lists what a rank with compression keeps for the next step, for checkpoints.
+ *
+ *   count     out: elements, those of all trained parameters in the table's order
+ *   returns   NULL where nothing is kept
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_server_residual(dtrain_server *server, size_t *count);
+
+/* Returns the text of the object's last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_server_error(const dtrain_server *server);
+
+/* Leaves the groups and frees this end; NULL is legal. Never waits for a peer.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
 
 #ifdef __cplusplus
 }
@@ -23953,6 +24129,1395 @@ DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggre
         sum.sent_bytes += part.sent_bytes;
     }
     return sum;
+}
+
+#endif
+
+/* ---- >>server_topk ----
+ * Top-k as a compressor that packs, for the parameter server: of each piece the k elements of largest magnitude, whose
+ * number depends on the length of the piece alone, and so the bytes do. What is unpacked is checked in full first. */
+#ifndef DTRAIN__SERVER_TOPK
+#define DTRAIN__SERVER_TOPK
+
+typedef struct dtrain__server_topk {
+    dtrain_allocator *allocator;
+    double ratio;
+    dtrain_dtype values;
+    dtrain_sparse sparse;
+    dtrain_status status; /* of the last unpacking */
+} dtrain__server_topk;
+
+/* The form of a piece's indices: none where that is shorter. */
+static dtrain_index_form dtrain__server_topk_form(const dtrain__server_topk *topk, size_t count, size_t k)
+{
+    size_t width = dtrain__sparse_width(topk->values), index = count <= 65536 ? 2 : 4;
+    if (k * (index + width) >= count * width)
+        return DTRAIN_INDEX_NONE;
+    return index == 2 ? DTRAIN_INDEX_U16 : DTRAIN_INDEX_U32;
+}
+
+static size_t dtrain__server_topk_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    const dtrain__server_topk *topk = (const dtrain__server_topk *)compressor->self;
+    size_t k = dtrain_topk_count(count, topk->ratio), width = dtrain__sparse_width(topk->values);
+    dtrain_index_form form = dtrain__server_topk_form(topk, count, k);
+    if (form == DTRAIN_INDEX_NONE)
+        return DTRAIN__SPARSE_HEADER + count * width;
+    return DTRAIN__SPARSE_HEADER + k * (width + (form == DTRAIN_INDEX_U16 ? 2 : 4));
+}
+
+/* Without memory it packs what nobody takes for a selection, so that it is not hidden. */
+static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
+{
+    dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
+    size_t k = dtrain_topk_count(count, topk->ratio), bytes = dtrain__server_topk_bytes(compressor, count), written;
+    dtrain_status status = dtrain_topk(in, count, k, &topk->sparse);
+    if (status == DTRAIN_OK)
+        status = dtrain_sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k), out, bytes,
+                                    &written);
+    if (status != DTRAIN_OK)
+        memset(out, 0, bytes);
+}
+
+static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
+{
+    dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
+    topk->status = dtrain_sparse_unpack(&topk->sparse, in, dtrain__server_topk_bytes(compressor, count), count);
+    if (topk->status == DTRAIN_OK)
+        topk->status = dtrain_sparse_write(&topk->sparse, out, count);
+    if (topk->status != DTRAIN_OK)
+        memset(out, 0, count * sizeof(float));
+}
+
+static void dtrain__server_topk_destroy(void *self)
+{
+    dtrain__server_topk *topk = (dtrain__server_topk *)self;
+    dtrain_sparse_destroy(&topk->sparse);
+    dtrain__free(topk->allocator, topk, sizeof *topk);
+}
+
+static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtrain_topk_desc *desc,
+                                              dtrain_allocator *allocator)
+{
+    double ratio = desc->schedule.ratio != 0.0 ? desc->schedule.ratio : 0.01;
+    dtrain_dtype values = desc->values != 0 ? desc->values : DTRAIN_F32;
+    if (desc->schedule.stage_steps != 0 || desc->threshold != 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "server_create: top-k with a %s; a server's selects one ratio throughout",
+                            desc->threshold != 0.0f ? "threshold" : "warm-up");
+    if (!(ratio > 0.0 && ratio <= 1.0) || dtrain__sparse_width(values) == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "server_create: top-k with a ratio of %g as %s; expected above 0 to 1, and F32, BF16 or "
+                            "F16",
+                            ratio, dtrain_dtype_name(values));
+    dtrain__server_topk *topk = (dtrain__server_topk *)dtrain__alloc(allocator, sizeof *topk);
+    if (topk == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "server_create: no memory for %zu bytes", sizeof *topk);
+    topk->allocator = topk->sparse.allocator = allocator;
+    topk->ratio = ratio;
+    topk->values = values;
+    made->name = "topk";
+    made->self = topk;
+    made->bytes = dtrain__server_topk_bytes;
+    made->pack = dtrain__server_topk_pack;
+    made->unpack = dtrain__server_topk_unpack;
+    made->destroy = dtrain__server_topk_destroy;
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>server_core ----
+ * What both forms of the parameter server share: the cut of all trained parameters into pieces, packing, and the groups
+ * of two with their loss. A link's server is rank 0 of its group, its worker rank 1.
+ * Every buffer that a message is sent from or received into belongs to the object, and a group is destroyed, which
+ * ends its messages, before they are freed. */
+#ifndef DTRAIN__SERVER
+#define DTRAIN__SERVER
+
+#ifndef DTRAIN__SERVER_PIECE
+#define DTRAIN__SERVER_PIECE 65536 /* elements at most */
+#endif
+#define DTRAIN__SERVER_WINDOW 4 /* pieces under way in one direction */
+#define DTRAIN__SERVER_PREFIX sizeof(double)
+#define DTRAIN__SERVER_LETTER 4 /* words */
+
+/* A part of what all trained parameters are in a row: of one packed parameter, or of several that are not. */
+typedef struct dtrain__server_piece {
+    size_t begin, count; /* elements */
+    size_t param;        /* the first of them is in */
+    size_t at, bytes;    /* in a message of all pieces */
+    int packed;
+} dtrain__server_piece;
+
+typedef struct dtrain__server_link {
+    dtrain_comm *comm; /* NULL: none, left or lost */
+    int rank;          /* of the other end in the whole group */
+    dtrain_work *in[DTRAIN__SERVER_WINDOW], *out[DTRAIN__SERVER_WINDOW];
+    unsigned char *in_frames[DTRAIN__SERVER_WINDOW];
+    float *wide; /* synchronous server: what an incoming piece unpacks to */
+    /* of the asynchronous server */
+    int state, fresh; /* fresh: has pulled since it pushed */
+    uint64_t clock;   /* its gradients that came */
+    uint64_t version; /* updates when it pulled */
+    uint64_t staleness;
+    int64_t held_ns; /* since when its pull waits; 0: it does not */
+    double weight;   /* of the gradient under way */
+    uint64_t letter_in[DTRAIN__SERVER_LETTER], letter_out[DTRAIN__SERVER_LETTER];
+    unsigned char *message;
+    float *view; /* the parameters that it has, where they travel packed */
+} dtrain__server_link;
+
+struct dtrain_server {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    dtrain_server_desc desc;
+    dtrain_compressor compressor; /* where packs */
+    int packs, feedback;
+    size_t least; /* elements of a parameter that is packed */
+    int rank, ranks, serves;
+    dtrain_param *table;
+    size_t count, *elements, *begins; /* of each parameter: trained elements, and those before it */
+    size_t total;
+    dtrain__server_piece *pieces;
+    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix */
+    dtrain__server_link *links;
+    int link_count;
+    float *residual; /* 2 kinds: a worker's of its gradients, the synchronous server's of its sums */
+    float *own, *wide;
+    unsigned char *out_frames[DTRAIN__SERVER_WINDOW];
+    const void **inputs; /* of a fold, and their weights */
+    double *weights;
+    uint64_t clock; /* a worker's pushes */
+    int fresh, left;
+    int64_t heard_ns; /* when anything last came */
+    int turn;         /* the link that an idle server waits for next */
+    dtrain_server_stats stats;
+    dtrain__error broken, error;
+};
+
+DTRAIN__EXACT_BEGIN
+DTRAIN__PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
+DTRAIN__EXACT_END
+
+/* Keeps the text of a call's error, whoever wrote it. */
+static dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
+{
+    if (status != DTRAIN_OK && s != NULL)
+        s->error = dtrain__thread_error;
+    return status;
+}
+
+/* Leaves a link; its messages end. */
+static void dtrain__server_close(dtrain__server_link *link)
+{
+    dtrain_comm_destroy(link->comm);
+    link->comm = NULL;
+    memset(link->in, 0, sizeof link->in);
+    memset(link->out, 0, sizeof link->out);
+}
+
+/* A worker no longer counts; the thread's last error says why. */
+static void dtrain__server_drop(dtrain_server *s, dtrain__server_link *link)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__server_close(link);
+    s->stats.lost++;
+    s->stats.workers--;
+    dtrain__log(DTRAIN_LOG_WARN, "parameter server on rank %d goes on without rank %d, with %d workers: %.500s",
+                s->rank, link->rank, s->stats.workers, cause.text);
+}
+
+/* Nothing can go on: every other end hears why. Returns the cause, the thread's last error. */
+static dtrain_status dtrain__server_break(dtrain_server *s)
+{
+    s->broken = dtrain__thread_error;
+    for (int i = 0; i < s->link_count; i++) {
+        if (s->links[i].comm != NULL && s->serves)
+            dtrain_comm_abort(s->links[i].comm, s->broken.text);
+        dtrain__server_close(&s->links[i]);
+    }
+    return dtrain__report(&s->broken);
+}
+
+/* A worker's link is of no more use; the thread's last error says why. */
+static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__fail(NULL, status, "%s on rank %d, with rank %d, the parameter server: %.500s", call, s->rank,
+                 s->desc.server, cause.text);
+    return dtrain__server_break(s);
+}
+
+/* Waits for a message, if there is one. */
+static dtrain_status dtrain__server_wait(dtrain_work **work)
+{
+    dtrain_work *pending = *work;
+    *work = NULL;
+    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+}
+
+/* ---- pieces ---- */
+
+/* The next elements of a piece that are in one parameter, of which *param is the one before or already that; returns
+ * how many, and where in it they begin. */
+static size_t dtrain__server_next(const dtrain_server *s, const dtrain__server_piece *piece, size_t done, size_t *param,
+                                  size_t *from)
+{
+    size_t at = piece->begin + done, n;
+    while (at - s->begins[*param] >= s->elements[*param])
+        ++*param;
+    *from = at - s->begins[*param];
+    n = s->elements[*param] - *from;
+    return n < piece->count - done ? n : piece->count - done;
+}
+
+/* Copies a piece of the gradients, or of the parameters, to one place. */
+static void dtrain__server_take(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
+                                int data, float *to)
+{
+    size_t param = piece->param, from, n;
+    for (size_t done = 0; done < piece->count; done += n) {
+        n = dtrain__server_next(s, piece, done, &param, &from);
+        memcpy(to + done, (const float *)(data ? table[param].data : table[param].grad) + from, n * sizeof(float));
+    }
+}
+
+/* Copies a piece from one place to the gradients, divided unless divisor is 0, or to the parameters. */
+static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
+                               int data, const float *values, double divisor)
+{
+    size_t param = piece->param, from, n;
+    for (size_t done = 0; done < piece->count; done += n) {
+        n = dtrain__server_next(s, piece, done, &param, &from);
+        float *to = (float *)(data ? table[param].data : table[param].grad) + from;
+        if (divisor > 0.0)
+            dtrain__train_kernels_get()->divide(to, values + done, (float)divisor, n);
+        else
+            memcpy(to, values + done, n * sizeof(float));
+    }
+}
+
+/* Packs a piece with what the last one left, and keeps what this one leaves. Returns what the other end will have:
+ * from, or back. */
+static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_piece *piece, const float *from,
+                                        unsigned char *to, float *back)
+{
+    const dtrain_compressor *q = &s->compressor;
+    float *residual = s->residual != NULL ? s->residual + piece->begin : NULL;
+    if (!piece->packed) {
+        memcpy(to, from, piece->count * sizeof(float));
+        return from;
+    }
+    if (residual != NULL) {
+        dtrain__sum_f32(residual, from, piece->count);
+        from = residual;
+    }
+    q->pack(q, from, piece->count, to);
+    q->unpack(q, to, back, piece->count);
+    if (residual != NULL)
+        dtrain__feedback_left(residual, back, piece->count);
+    return back;
+}
+
+/* Unpacks what came; only of top-k can it be wrong. */
+static dtrain_status dtrain__server_unpack(const dtrain_server *s, const dtrain__server_piece *piece,
+                                           const unsigned char *from, float *to)
+{
+    if (!piece->packed) {
+        memcpy(to, from, piece->count * sizeof(float));
+        return DTRAIN_OK;
+    }
+    s->compressor.unpack(&s->compressor, from, to, piece->count);
+    return s->compressor.unpack == dtrain__server_topk_unpack
+               ? ((const dtrain__server_topk *)s->compressor.self)->status
+               : DTRAIN_OK;
+}
+
+/* Cuts the parameters into pieces; without s->pieces it only counts them. Returns 0 on an overflow. */
+static int dtrain__server_cut(dtrain_server *s)
+{
+    dtrain__server_piece piece;
+    size_t used = 0, n;
+    int good = 1;
+    memset(&piece, 0, sizeof piece);
+    s->message_bytes = 0;
+    for (size_t i = 0; i < s->count; i++) {
+        int packed = s->packs && s->elements[i] >= s->least;
+        for (size_t at = 0; at < s->elements[i]; at += n) {
+            int joins = used > 0 && !packed && !piece.packed && piece.count < DTRAIN__SERVER_PIECE;
+            size_t room = joins ? DTRAIN__SERVER_PIECE - piece.count : DTRAIN__SERVER_PIECE;
+            n = s->elements[i] - at < room ? s->elements[i] - at : room;
+            s->message_bytes -= joins ? piece.bytes : 0;
+            used += !joins;
+            if (!joins) {
+                piece.begin = s->begins[i] + at;
+                piece.param = i;
+                piece.count = 0;
+            }
+            piece.count += n;
+            piece.packed = packed;
+            piece.at = s->message_bytes;
+            piece.bytes = packed ? s->compressor.bytes(&s->compressor, piece.count) : piece.count * sizeof(float);
+            good = good && dtrain__add_size(s->message_bytes, piece.bytes, &s->message_bytes) &&
+                   piece.bytes <= SIZE_MAX / 2;
+            s->largest = piece.bytes > s->largest ? piece.bytes : s->largest;
+            if (s->pieces != NULL)
+                s->pieces[used - 1] = piece;
+        }
+    }
+    s->piece_count = used > 0 ? used : 1; /* an empty one carries the weights */
+    return good;
+}
+
+#endif
+
+/* ---- >>server_create ----
+ * Making and freeing a parameter server. All ranks compare what they were given, and whether they could make their
+ * end, before the first group is made, so that either every rank has its server or every rank has an error. */
+#ifndef DTRAIN__SERVER_CREATE
+#define DTRAIN__SERVER_CREATE
+
+static dtrain_status dtrain__server_no_memory(size_t bytes)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "server_create: no memory for %zu bytes", bytes);
+}
+
+static dtrain_status dtrain__server_check_desc(dtrain_server *s)
+{
+    const dtrain_compress_desc *c = s->desc.compress;
+    if (s->desc.server < 0 || s->desc.server >= s->ranks)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "server_create on rank %d: the server is rank %d, expected 0 to %d", s->rank,
+                            s->desc.server, s->ranks - 1);
+    if (c == NULL)
+        return DTRAIN_OK;
+    if (c->kind == DTRAIN_COMPRESS_POWERSGD ||
+        (c->kind == DTRAIN_COMPRESS_OWN && c->own != NULL && c->own->reduce != NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "server_create on rank %d: compression %d does not pack: use top-k, BF16, F16, INT8, FP8, "
+                            "SIGN or an OWN without reduce, or dtrain_aggregator_compressed",
+                            s->rank, (int)c->kind);
+    if (c->feedback.momentum != 0.0f || c->feedback.max_norm != 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "server_create on rank %d: feedback has momentum %g and max_norm %g; a server has neither",
+                            s->rank, (double)c->feedback.momentum, (double)c->feedback.max_norm);
+    s->packs = 1;
+    s->feedback = !c->feedback.no_feedback;
+    s->least = c->least_count > 0 ? c->least_count : DTRAIN__COMPRESSION_LEAST;
+    if (c->kind == DTRAIN_COMPRESS_DEFAULT || c->kind == DTRAIN_COMPRESS_TOPK)
+        return dtrain__server_topk_make(&s->compressor, &c->topk, s->allocator);
+    dtrain_status status = dtrain__compression_make(c, 1, 1, s->allocator, &s->compressor);
+    return status == DTRAIN_OK ? dtrain__compressor_check(&s->compressor, "server_create") : status;
+}
+
+/* The table's copy and its cut. */
+static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param *table, size_t count)
+{
+    size_t bytes = 0;
+    s->table = (dtrain_param *)dtrain__alloc(s->allocator, count * sizeof *table);
+    s->elements = (size_t *)dtrain__alloc(s->allocator, count * sizeof *s->elements);
+    s->begins = (size_t *)dtrain__alloc(s->allocator, count * sizeof *s->begins);
+    s->count = count;
+    if (s->table == NULL || s->elements == NULL || s->begins == NULL)
+        return dtrain__server_no_memory(count * (sizeof *table + 2 * sizeof(size_t)));
+    memcpy(s->table, table, count * sizeof *table);
+    for (size_t i = 0; i < count; i++) {
+        s->elements[i] = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        s->begins[i] = s->total;
+        s->total += s->elements[i]; /* they are in memory, so they add up */
+    }
+    if (!dtrain__server_cut(s) || !dtrain__mul_size(s->piece_count, sizeof *s->pieces, &bytes))
+        return dtrain__server_no_memory(SIZE_MAX);
+    s->pieces = (dtrain__server_piece *)dtrain__alloc(s->allocator, bytes);
+    if (s->pieces == NULL)
+        return dtrain__server_no_memory(bytes);
+    dtrain__server_cut(s);
+    s->largest += DTRAIN__SERVER_PREFIX;
+    return DTRAIN_OK;
+}
+
+/* Memory of what is not needed is not taken: 0 bytes leave NULL. */
+static int dtrain__server_take_memory(dtrain_server *s, void *place, size_t count, size_t width)
+{
+    size_t bytes;
+    void *memory = NULL;
+    if (count == 0)
+        return 1;
+    if (dtrain__mul_size(count, width, &bytes))
+        memory = dtrain__alloc(s->allocator, bytes);
+    memcpy(place, &memory, sizeof memory);
+    return memory != NULL;
+}
+
+/* Takes, or with `frees` gives back, all buffers; returns 0 when there is no memory. */
+static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_t count, size_t width)
+{
+    void *memory;
+    if (!frees)
+        return dtrain__server_take_memory(s, place, count, width);
+    memcpy(&memory, place, sizeof memory);
+    dtrain__free(s->allocator, memory, count * width);
+    return 1;
+}
+
+static int dtrain__server_buffers(dtrain_server *s, int frees)
+{
+    int sync = !s->desc.async, serves = s->serves, good = 1;
+    size_t piece = s->total < DTRAIN__SERVER_PIECE ? s->total : DTRAIN__SERVER_PIECE, n = (size_t)s->link_count + 1;
+    int residual = s->feedback && (sync || !serves);
+    good &= dtrain__server_buffer(s, frees, &s->residual, residual ? s->total : 0, sizeof(float));
+    good &= dtrain__server_buffer(s, frees, &s->own, piece, sizeof(float));
+    good &= dtrain__server_buffer(s, frees, &s->wide, piece, sizeof(float));
+    good &= dtrain__server_buffer(s, frees, &s->inputs, sync && serves ? n : 0, sizeof *s->inputs);
+    good &= dtrain__server_buffer(s, frees, &s->weights, sync && serves ? n : 0, sizeof *s->weights);
+    for (int k = 0; k < DTRAIN__SERVER_WINDOW; k++)
+        good &= dtrain__server_buffer(s, frees, &s->out_frames[k], sync ? s->largest : 0, 1);
+    for (int i = 0; s->links != NULL && i < s->link_count; i++) {
+        dtrain__server_link *link = &s->links[i];
+        for (int k = 0; k < DTRAIN__SERVER_WINDOW; k++)
+            good &= dtrain__server_buffer(s, frees, &link->in_frames[k], sync ? s->largest : 0, 1);
+        good &= dtrain__server_buffer(s, frees, &link->wide, sync && serves && s->packs ? piece : 0, sizeof(float));
+        good &= dtrain__server_buffer(s, frees, &link->message, sync ? 0 : s->message_bytes, 1);
+        good &= dtrain__server_buffer(s, frees, &link->view, !sync && serves && s->packs ? s->total : 0, sizeof(float));
+    }
+    return good;
+}
+
+static dtrain_status dtrain__server_prepare(dtrain_server *s, const dtrain_param *table, size_t count)
+{
+    dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_check_desc(s);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_lay_out(s, table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    s->serves = s->rank == s->desc.server;
+    s->link_count = s->serves ? s->ranks - 1 : 1;
+    s->links = (dtrain__server_link *)dtrain__alloc(s->allocator, (size_t)s->link_count * sizeof *s->links);
+    if (s->links == NULL || !dtrain__server_buffers(s, 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "server_create on rank %d: no memory for %zu trained elements",
+                            s->rank, s->total);
+    return DTRAIN_OK;
+}
+
+/* What every rank says of itself before anything is made. */
+typedef struct dtrain__server_word {
+    uint64_t status;
+    unsigned char table[32], desc[32];
+} dtrain__server_word;
+
+static void dtrain__server_digest(const dtrain_server *s, dtrain__server_word *word)
+{
+    uint64_t fields[10];
+    memset(fields, 0, sizeof fields);
+    fields[0] = (uint64_t)s->desc.server;
+    fields[1] = (uint64_t)(s->desc.async != 0);
+    fields[2] = (uint64_t)s->desc.staleness;
+    fields[3] = (uint64_t)(s->desc.no_broadcast != 0);
+    fields[4] = (uint64_t)(s->packs ? (uint64_t)s->desc.compress->kind : 0);
+    fields[5] = s->compressor.block;
+    fields[6] = s->least;
+    fields[7] = (uint64_t)s->feedback;
+    if (s->compressor.unpack == dtrain__server_topk_unpack) {
+        const dtrain__server_topk *topk = (const dtrain__server_topk *)s->compressor.self;
+        memcpy(&fields[8], &topk->ratio, sizeof topk->ratio);
+        fields[9] = (uint64_t)topk->values;
+    }
+    dtrain_sha256(fields, sizeof fields, word->desc);
+    dtrain__params_digest(s->table, s->count, word->table);
+}
+
+/* Every rank learns whether all can go on; status is this rank's. */
+static dtrain_status dtrain__server_compare(dtrain_server *s, dtrain_status status)
+{
+    dtrain__error mine = dtrain__thread_error;
+    size_t n = (size_t)s->ranks, words = sizeof(dtrain__server_word) / sizeof(uint64_t);
+    dtrain__server_word own, *all = (dtrain__server_word *)dtrain__alloc(s->allocator, n * sizeof *all);
+    if (all == NULL) /* the others hear of it at their deadline: there is nothing to tell them with */
+        return dtrain__server_no_memory(n * sizeof *all);
+    memset(&own, 0, sizeof own);
+    own.status = (uint64_t)status;
+    if (status == DTRAIN_OK)
+        dtrain__server_digest(s, &own);
+    dtrain_status gathered = dtrain_all_gather(s->comm, &own, all, words * n, DTRAIN_U64);
+    for (int r = 0; gathered == DTRAIN_OK && status == DTRAIN_OK && r < s->ranks; r++)
+        if (all[r].status != DTRAIN_OK)
+            status = dtrain__fail(
+                NULL, all[r].status <= DTRAIN_ERR_ABORTED ? (dtrain_status)all[r].status : DTRAIN_ERR_CORRUPT,
+                "server_create on rank %d: rank %d could not make its end (%s): see its text", s->rank, r,
+                dtrain_status_name((dtrain_status)all[r].status));
+    for (int r = 1; gathered == DTRAIN_OK && status == DTRAIN_OK && r < s->ranks; r++) {
+        int table = memcmp(all[r].table, all[0].table, sizeof own.table) != 0;
+        if (table || memcmp(all[r].desc, all[0].desc, sizeof own.desc) != 0)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                                  "server_create on rank %d: rank %d gave another %s than rank 0; every rank gives the "
+                                  "same but for addresses",
+                                  s->rank, r, table ? "table" : "desc");
+    }
+    dtrain__free(s->allocator, all, n * sizeof *all);
+    if (own.status != DTRAIN_OK)
+        return dtrain__report(&mine);
+    return gathered != DTRAIN_OK ? gathered : status;
+}
+
+/* A group of the server and each worker, one after the other. */
+static dtrain_status dtrain__server_connect(dtrain_server *s)
+{
+    dtrain_status status = DTRAIN_OK;
+    int links = 0, pair[2];
+    pair[0] = s->desc.server;
+    for (pair[1] = 0; pair[1] < s->ranks && status == DTRAIN_OK; pair[1]++) {
+        dtrain_comm *group = NULL;
+        if (pair[1] == s->desc.server)
+            continue;
+        status = dtrain_comm_subgroup(s->comm, pair, 2, &group);
+        if (status != DTRAIN_OK || group == NULL)
+            continue;
+        s->links[links].comm = group;
+        s->links[links].fresh = 1;
+        s->links[links++].rank = s->serves ? pair[1] : pair[0];
+    }
+    s->stats.workers = s->serves ? links : 0;
+    return status;
+}
+
+static dtrain_status dtrain__server_init(dtrain_server *s, const dtrain_param *table, size_t count)
+{
+    dtrain_status status = dtrain__server_compare(s, dtrain__server_prepare(s, table, count));
+    if (status == DTRAIN_OK)
+        status = dtrain__server_connect(s);
+    for (size_t i = 0; status == DTRAIN_OK && i < count && !s->desc.no_broadcast; i++)
+        status =
+            dtrain_broadcast(s->comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, s->desc.server);
+    for (int l = 0; status == DTRAIN_OK && l < s->link_count && s->links[l].view != NULL; l++)
+        for (size_t p = 0; p < s->piece_count; p++)
+            dtrain__server_take(s, table, &s->pieces[p], 1, s->links[l].view + s->pieces[p].begin);
+    s->fresh = 1;
+    s->desc.compress = NULL; /* not ours to keep */
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_server_create(dtrain_server **server, dtrain_comm *comm, const dtrain_param *table,
+                                              size_t count, const dtrain_server_desc *desc)
+{
+    if (server == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "server_create: %s is NULL",
+                            server == NULL ? "server" : "the group");
+    *server = NULL;
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain_server *s = (dtrain_server *)dtrain__alloc(allocator, sizeof *s);
+    if (s == NULL)
+        return dtrain__server_no_memory(sizeof *s);
+    s->comm = comm;
+    s->allocator = allocator;
+    s->rank = dtrain_comm_rank(comm);
+    s->ranks = dtrain_comm_size(comm);
+    if (desc != NULL)
+        s->desc = *desc;
+    s->desc.staleness = s->desc.staleness == 0 ? 4 : s->desc.staleness < 0 ? 0 : s->desc.staleness;
+    dtrain_status status = dtrain__server_init(s, table, count);
+    if (status == DTRAIN_OK) {
+        *server = s;
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_server_destroy(s);
+    return dtrain__report(&cause);
+}
+
+DTRAIN_API void dtrain_server_destroy(dtrain_server *server)
+{
+    dtrain_server *s = server;
+    if (s == NULL)
+        return;
+    dtrain_allocator *allocator = s->allocator;
+    for (int i = 0; s->links != NULL && i < s->link_count; i++)
+        dtrain__server_close(&s->links[i]);
+    dtrain__server_buffers(s, 1);
+    dtrain_compressor_destroy(&s->compressor);
+    dtrain__free(allocator, s->links, (size_t)s->link_count * sizeof *s->links);
+    dtrain__free(allocator, s->pieces, s->piece_count * sizeof *s->pieces);
+    dtrain__free(allocator, s->begins, s->count * sizeof *s->begins);
+    dtrain__free(allocator, s->elements, s->count * sizeof *s->elements);
+    dtrain__free(allocator, s->table, s->count * sizeof *s->table);
+    dtrain__free(allocator, s, sizeof *s);
+}
+
+DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server)
+{
+    dtrain_server_stats none;
+    memset(&none, 0, sizeof none);
+    return server != NULL ? server->stats : none;
+}
+
+DTRAIN_API float *dtrain_server_residual(dtrain_server *server, size_t *count)
+{
+    if (count != NULL)
+        *count = server != NULL && server->residual != NULL ? server->total : 0;
+    return server != NULL ? server->residual : NULL;
+}
+
+DTRAIN_API const char *dtrain_server_error(const dtrain_server *server)
+{
+    return server != NULL ? server->error.text : "";
+}
+
+#endif
+
+/* ---- >>server_sync ----
+ * The synchronous parameter server. Each piece of the gradients is a message to the server, and its sum one back, each
+ * with a weight before it; DTRAIN__SERVER_WINDOW of them are under way in either direction. A worker is at most that
+ * many pieces ahead of what it has back, and the server receives piece p of all before it waits for room to send the
+ * sum, so that neither waits for the other. */
+#ifndef DTRAIN__SERVER_SYNC
+#define DTRAIN__SERVER_SYNC
+
+static int dtrain__server_slot(size_t piece)
+{
+    return (int)(piece % DTRAIN__SERVER_WINDOW);
+}
+
+/* Starts to receive a piece, where there is one. */
+static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link *link, size_t piece)
+{
+    int slot = dtrain__server_slot(piece);
+    if (piece >= s->piece_count)
+        return DTRAIN_OK;
+    return dtrain_recv_async(link->comm, link->in_frames[slot], DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes,
+                             DTRAIN_U8, s->serves, &link->in[slot]);
+}
+
+/* Starts to send what is in a piece's frame. */
+static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *link, size_t piece)
+{
+    int slot = dtrain__server_slot(piece);
+    size_t bytes = DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
+    s->stats.sent_bytes += bytes;
+    return dtrain_send_async(link->comm, s->out_frames[slot], bytes, DTRAIN_U8, s->serves, &link->out[slot]);
+}
+
+/* Waits for a piece and reads the weight before it. */
+static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_link *link, size_t piece, double *weight)
+{
+    int slot = dtrain__server_slot(piece);
+    dtrain_status status = dtrain__server_wait(&link->in[slot]);
+    if (status != DTRAIN_OK)
+        return status;
+    s->stats.received_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
+    memcpy(weight, link->in_frames[slot], sizeof *weight);
+    if (!dtrain__train_finite(*weight) || *weight < 0.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "aggregate on rank %d: rank %d sent a weight of %g, expected a number of at least 0",
+                            s->rank, link->rank, *weight);
+    return DTRAIN_OK;
+}
+
+/* ---- a worker ---- */
+
+static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *table, size_t piece, double weight)
+{
+    dtrain__server_link *link = &s->links[0];
+    int slot = dtrain__server_slot(piece);
+    dtrain_status status = dtrain__server_wait(&link->out[slot]);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__server_take(s, table, &s->pieces[piece], 0, s->own);
+    memcpy(s->out_frames[slot], &weight, sizeof weight);
+    dtrain__server_pack(s, &s->pieces[piece], s->own, s->out_frames[slot] + DTRAIN__SERVER_PREFIX, s->wide);
+    return dtrain__server_send(s, link, piece);
+}
+
+static dtrain_status dtrain__server_get(dtrain_server *s, const dtrain_param *table, size_t piece, double *total)
+{
+    dtrain__server_link *link = &s->links[0];
+    const unsigned char *frame = link->in_frames[dtrain__server_slot(piece)];
+    dtrain_status status = dtrain__server_receive(s, link, piece, total);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__server_unpack(s, &s->pieces[piece], frame + DTRAIN__SERVER_PREFIX, s->wide);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__server_put(s, table, &s->pieces[piece], 0, s->wide, *total);
+    return dtrain__server_expect(s, link, piece + DTRAIN__SERVER_WINDOW);
+}
+
+static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *table, double weight, double *total)
+{
+    dtrain__server_link *link = &s->links[0];
+    dtrain_status status = DTRAIN_OK;
+    for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++)
+        status = dtrain__server_expect(s, link, p);
+    for (size_t p = 0; p < s->piece_count + DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++) {
+        size_t back = p - DTRAIN__SERVER_WINDOW;
+        if (p >= DTRAIN__SERVER_WINDOW && back < s->piece_count)
+            status = dtrain__server_get(s, table, back, total);
+        if (status == DTRAIN_OK && p < s->piece_count)
+            status = dtrain__server_give(s, table, p, weight);
+    }
+    for (int slot = 0; slot < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; slot++)
+        status = dtrain__server_wait(&link->out[slot]);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__server_gone(s, "aggregate", status);
+}
+
+/* ---- the server ---- */
+
+/* What a link's failure means: a lost worker is left out, anything else ends the call. */
+static dtrain_status dtrain__server_judge(dtrain_server *s, dtrain__server_link *link, dtrain_status status)
+{
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    if (status == DTRAIN_ERR_PEER_LOST) {
+        dtrain__server_drop(s, link);
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__fail(NULL, status, "aggregate on rank %d, the parameter server, with rank %d: %.500s", s->rank, link->rank,
+                 cause.text);
+    return dtrain__server_break(s);
+}
+
+/* Adds an input of the fold. */
+static void dtrain__server_input(dtrain_server *s, int *n, const void *values, double weight)
+{
+    s->inputs[*n] = values;
+    s->weights[(*n)++] = weight;
+}
+
+/* Takes a piece from every worker that is left, in the order of ranks, this one's own among them. Returns in *n how
+ * many there are. */
+static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param *table, size_t p, double weight,
+                                            int *n)
+{
+    const dtrain__server_piece *piece = &s->pieces[p];
+    dtrain_status status = DTRAIN_OK;
+    *n = 0;
+    dtrain__server_take(s, table, piece, 0, s->own);
+    for (int i = 0; i <= s->link_count && status == DTRAIN_OK; i++) {
+        double theirs = 0.0;
+        if (i == s->rank) /* its links are those of the ranks before it, then those after it */
+            dtrain__server_input(s, n, s->own, weight);
+        if (i == s->link_count || s->links[i].comm == NULL)
+            continue;
+        dtrain__server_link *link = &s->links[i];
+        const unsigned char *data = link->in_frames[dtrain__server_slot(p)] + DTRAIN__SERVER_PREFIX;
+        status = dtrain__server_receive(s, link, p, &theirs);
+        if (status == DTRAIN_OK && piece->packed)
+            status = dtrain__server_unpack(s, piece, data, link->wide);
+        status = dtrain__server_judge(s, link, status);
+        if (status != DTRAIN_OK || link->comm == NULL)
+            continue;
+        dtrain__server_input(s, n, piece->packed ? (const void *)link->wide : data, theirs);
+    }
+    return status;
+}
+
+/* Every worker has taken what was sent from a slot, or is lost. */
+static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++)
+        if (s->links[i].comm != NULL)
+            status = dtrain__server_judge(s, &s->links[i], dtrain__server_wait(&s->links[i].out[slot]));
+    return status;
+}
+
+/* Folds a piece, sends it to every worker, and keeps the mean. */
+static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param *table, size_t p, int n, double *total)
+{
+    const dtrain__server_piece *piece = &s->pieces[p];
+    unsigned char *frame = s->out_frames[dtrain__server_slot(p)];
+    void *out[1];
+    dtrain_status status = DTRAIN_OK;
+    out[0] = s->wide;
+    if (piece->count > 0)
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, s->inputs, n, out, 1, 0, piece->count);
+    for (int i = 0; i < n; i++)
+        s->inputs[i] = &s->weights[i];
+    out[0] = total;
+    dtrain__fold(DTRAIN_F64, DTRAIN_SUM, 1.0, s->inputs, n, out, 1, 0, 1);
+    memcpy(frame, total, sizeof *total);
+    const float *sum = dtrain__server_pack(s, piece, s->wide, frame + DTRAIN__SERVER_PREFIX, s->own);
+    dtrain__server_put(s, table, piece, 0, sum, *total);
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++) {
+        if (s->links[i].comm == NULL)
+            continue;
+        status = dtrain__server_judge(s, &s->links[i], dtrain__server_send(s, &s->links[i], p));
+        if (status == DTRAIN_OK && s->links[i].comm != NULL)
+            status = dtrain__server_judge(s, &s->links[i],
+                                          dtrain__server_expect(s, &s->links[i], p + DTRAIN__SERVER_WINDOW));
+    }
+    return status;
+}
+
+static dtrain_status dtrain__server_fold_all(dtrain_server *s, const dtrain_param *table, double weight, double *total)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < s->link_count; i++)
+        for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK && s->links[i].comm != NULL; p++)
+            status = dtrain__server_judge(s, &s->links[i], dtrain__server_expect(s, &s->links[i], p));
+    for (size_t p = 0; p < s->piece_count && status == DTRAIN_OK; p++) {
+        int n;
+        status = dtrain__server_collect(s, table, p, weight, &n);
+        if (status == DTRAIN_OK)
+            status = dtrain__server_free_slot(s, dtrain__server_slot(p));
+        if (status == DTRAIN_OK)
+            status = dtrain__server_return(s, table, p, n, total);
+    }
+    for (int slot = 0; slot < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; slot++)
+        status = dtrain__server_free_slot(s, slot);
+    return status;
+}
+
+/* ---- the aggregator ---- */
+
+static dtrain_status dtrain__server_check_table(const dtrain_server *s, const dtrain_param *table, size_t count,
+                                                double weight)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    if (status == DTRAIN_OK && (table == NULL || count != s->count))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "aggregate on rank %d: a table of %zu parameters; the server was made for %zu", s->rank,
+                            table != NULL ? count : 0, s->count);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        if (elements != s->elements[i])
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                  "aggregate on rank %d: parameter %s has %zu trained elements, the server was made "
+                                  "for %zu",
+                                  s->rank, table[i].name, elements, s->elements[i]);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__server_sync(dtrain_server *s, const dtrain_param *table, double weight, double *total)
+{
+    dtrain_status status;
+    if (s->broken.status != DTRAIN_OK)
+        return dtrain__report(&s->broken);
+    uint64_t mode = dtrain__fpmode_enter();
+    status =
+        s->serves ? dtrain__server_fold_all(s, table, weight, total) : dtrain__server_work(s, table, weight, total);
+    dtrain__fpmode_restore(mode);
+    s->stats.steps += status == DTRAIN_OK;
+    return status;
+}
+
+#endif
+
+/* ---- >>server_worker ----
+ * A worker of the asynchronous parameter server speaks, the server answers: a letter PUSH and then the gradients; a
+ * letter PULL, answered by a letter, unless refused with the parameters after it; a letter LEAVE. A letter holds the
+ * number of gradients pushed before it. The message buffer is used for one thing at a time: nobody pulls before his
+ * gradients have gone. */
+#ifndef DTRAIN__SERVER_WORKER
+#define DTRAIN__SERVER_WORKER
+
+enum {
+    DTRAIN__SERVER_PUSH = 1,
+    DTRAIN__SERVER_PULL,
+    DTRAIN__SERVER_LEAVE,
+    DTRAIN__SERVER_GRANT,
+    DTRAIN__SERVER_REFUSE
+};
+
+static void dtrain__server_count_staleness(dtrain_server_stats *stats, uint64_t staleness)
+{
+    size_t bin = staleness < DTRAIN_STALENESS_BINS ? (size_t)staleness : DTRAIN_STALENESS_BINS - 1;
+    stats->staleness_counts[bin]++;
+    stats->staleness_sum += staleness;
+    stats->largest_staleness = staleness > stats->largest_staleness ? staleness : stats->largest_staleness;
+}
+
+/* What is wrong with a call of a worker's; async: of the asynchronous form. */
+static dtrain_status dtrain__server_check_worker(const dtrain_server *s, const char *call)
+{
+    if (s == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the server is NULL: create it first", call);
+    if (!s->desc.async)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: the server is synchronous; set async in its desc, or aggregate", call,
+                            s->rank);
+    if (s->serves)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: this rank serves, workers push and pull; call dtrain_server_run", call,
+                            s->rank);
+    return s->broken.status != DTRAIN_OK ? dtrain__report(&s->broken) : DTRAIN_OK;
+}
+
+static dtrain_status dtrain__server_check_present(const dtrain_server *s, const char *call)
+{
+    dtrain_status status = dtrain__server_check_worker(s, call);
+    if (status == DTRAIN_OK && s->left)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on rank %d: this worker has left", call, s->rank);
+    return status;
+}
+
+static dtrain_status dtrain__server_write(dtrain__server_link *link, int slot, uint64_t kind, uint64_t a, uint64_t b,
+                                          uint64_t c, int peer)
+{
+    link->letter_out[0] = kind;
+    link->letter_out[1] = a;
+    link->letter_out[2] = b;
+    link->letter_out[3] = c;
+    return dtrain_send_async(link->comm, link->letter_out, DTRAIN__SERVER_LETTER, DTRAIN_U64, peer, &link->out[slot]);
+}
+
+/* Everything that was sent has gone. */
+static dtrain_status dtrain__server_flush(dtrain__server_link *link)
+{
+    dtrain_status status = dtrain__server_wait(&link->out[0]);
+    return status == DTRAIN_OK ? dtrain__server_wait(&link->out[1]) : status;
+}
+
+static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *table, double weight)
+{
+    dtrain__server_link *link = &s->links[0];
+    uint64_t bits;
+    if (!s->fresh)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "server_push on rank %d: no pull since the last push: call dtrain_server_pull in between",
+                            s->rank);
+    dtrain_status status = dtrain__server_flush(link);
+    for (size_t p = 0; p < s->piece_count && status == DTRAIN_OK; p++) {
+        dtrain__server_take(s, table, &s->pieces[p], 0, s->own);
+        dtrain__server_pack(s, &s->pieces[p], s->own, link->message + s->pieces[p].at, s->wide);
+    }
+    memcpy(&bits, &weight, sizeof bits);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_write(link, 0, DTRAIN__SERVER_PUSH, bits, s->clock, 0, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain_send_async(link->comm, link->message, s->message_bytes, DTRAIN_U8, 0, &link->out[1]);
+    if (status != DTRAIN_OK)
+        return dtrain__server_gone(s, "server_push", status);
+    s->clock++;
+    s->fresh = 0;
+    s->stats.steps++;
+    s->stats.sent_bytes += s->message_bytes;
+    return DTRAIN_OK;
+}
+
+/* Takes the parameters over, or, where they travel packed, what has changed in them. */
+static dtrain_status dtrain__server_adopt(dtrain_server *s, const dtrain_param *table)
+{
+    for (size_t p = 0; p < s->piece_count; p++) {
+        const dtrain__server_piece *piece = &s->pieces[p];
+        dtrain_status status = dtrain__server_unpack(s, piece, s->links[0].message + piece->at, s->wide);
+        if (status != DTRAIN_OK)
+            return status;
+        if (piece->packed) {
+            dtrain__server_take(s, table, piece, 1, s->own);
+            dtrain__sum_f32(s->own, s->wide, piece->count);
+        }
+        dtrain__server_put(s, table, piece, 1, piece->packed ? s->own : s->wide, 0.0);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__server_ask(dtrain_server *s)
+{
+    dtrain__server_link *link = &s->links[0];
+    dtrain_status status = dtrain__server_flush(link);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_write(link, 0, DTRAIN__SERVER_PULL, 0, s->clock, 0, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_wait(&link->out[0]);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain_recv(link->comm, link->letter_in, DTRAIN__SERVER_LETTER, DTRAIN_U64, 0);
+    /* The server refuses before the deadline, and knows whom it has waited for. On a busy host its word may be late. */
+    if (status == DTRAIN_ERR_TIMEOUT && link->comm->broken.status == DTRAIN_OK)
+        status = dtrain_recv(link->comm, link->letter_in, DTRAIN__SERVER_LETTER, DTRAIN_U64, 0);
+    return status;
+}
+
+static dtrain_status dtrain__server_pull(dtrain_server *s, const dtrain_param *table)
+{
+    dtrain__server_link *link = &s->links[0];
+    const uint64_t *letter = link->letter_in;
+    dtrain_status status = dtrain__server_ask(s);
+    if (status == DTRAIN_OK && letter[0] == DTRAIN__SERVER_REFUSE) {
+        s->stats.waits++;
+        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                            "server_pull on rank %d, which has pushed %llu gradients: rank %llu has pushed %llu, and "
+                            "at most %d behind are allowed; it did not come nearer in time. Pull again, or allow more "
+                            "staleness",
+                            s->rank, (unsigned long long)s->clock, (unsigned long long)letter[1],
+                            (unsigned long long)letter[2], s->desc.staleness);
+    }
+    if (status == DTRAIN_OK && letter[0] != DTRAIN__SERVER_GRANT)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "what came is no answer to a pull");
+    if (status == DTRAIN_OK)
+        status = dtrain_recv(link->comm, link->message, s->message_bytes, DTRAIN_U8, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_adopt(s, table);
+    if (status != DTRAIN_OK)
+        return dtrain__server_gone(s, "server_pull", status);
+    if (!s->fresh || s->clock == 0) /* a second pull in a row counts for no other gradient */
+        dtrain__server_count_staleness(&s->stats, letter[2]);
+    s->fresh = 1;
+    s->stats.pulls++;
+    s->stats.waits += letter[3] != 0;
+    s->stats.received_bytes += s->message_bytes;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_server_push(dtrain_server *server, double weight)
+{
+    dtrain_status status = dtrain__server_check_present(server, "server_push");
+    if (status == DTRAIN_OK)
+        status = dtrain__aggregator_check(server->table, server->count, weight);
+    if (status != DTRAIN_OK)
+        return dtrain__server_note(server, status);
+    uint64_t mode = dtrain__fpmode_enter();
+    status = dtrain__server_push(server, server->table, weight);
+    dtrain__fpmode_restore(mode);
+    return dtrain__server_note(server, status);
+}
+
+DTRAIN_API dtrain_status dtrain_server_pull(dtrain_server *server)
+{
+    dtrain_status status = dtrain__server_check_present(server, "server_pull");
+    if (status != DTRAIN_OK)
+        return dtrain__server_note(server, status);
+    uint64_t mode = dtrain__fpmode_enter();
+    status = dtrain__server_pull(server, server->table);
+    dtrain__fpmode_restore(mode);
+    return dtrain__server_note(server, status);
+}
+
+DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
+{
+    dtrain_status status = dtrain__server_check_worker(server, "server_leave");
+    if (status != DTRAIN_OK || server->left)
+        return dtrain__server_note(server, status);
+    dtrain__server_link *link = &server->links[0];
+    status = dtrain__server_flush(link);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_write(link, 0, DTRAIN__SERVER_LEAVE, 0, server->clock, 0, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_wait(&link->out[0]);
+    if (status != DTRAIN_OK)
+        return dtrain__server_note(server, dtrain__server_gone(server, "server_leave", status));
+    server->left = 1;
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>server_async ----
+ * The asynchronous parameter server itself: it turns to whichever link has something, applies each gradient once it is
+ * there in full, and holds a pull back until the slowest worker is near enough. */
+#ifndef DTRAIN__SERVER_ASYNC
+#define DTRAIN__SERVER_ASYNC
+
+/* What the server awaits of a worker. */
+enum {
+    DTRAIN__LINK_LETTER = 0,
+    DTRAIN__LINK_GRADIENT,
+    DTRAIN__LINK_HELD,    /* nothing: its pull waits for others */
+    DTRAIN__LINK_ANSWERED /* that it takes the answer */
+};
+
+#define DTRAIN__SERVER_IDLE_TURNS 64u /* rounds in which nothing came before the server sleeps */
+#define DTRAIN__SERVER_SLEEP_NS 500000
+
+/* The worker that has pushed least; NULL when none is left. */
+static dtrain__server_link *dtrain__server_slowest(const dtrain_server *s)
+{
+    dtrain__server_link *slowest = NULL;
+    for (int i = 0; i < s->link_count; i++)
+        if (s->links[i].comm != NULL && (slowest == NULL || s->links[i].clock < slowest->clock))
+            slowest = &s->links[i];
+    return slowest;
+}
+
+static int64_t dtrain__server_timeout_ns(const dtrain_server *s)
+{
+    return s->comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_ms_to_ns(s->comm->desc.timeout_ms);
+}
+
+/* Applies the gradient that is in the table. */
+static dtrain_status dtrain__server_update(dtrain_server *s, dtrain__server_link *link, const dtrain_serve_desc *desc)
+{
+    uint64_t age = s->stats.updates - link->version;
+    dtrain_status status = DTRAIN_OK;
+    if (desc->max_norm != 0.0f)
+        status = dtrain_clip_grad_norm(s->table, s->count, desc->max_norm, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain_optimizer_step(desc->optimizer, dtrain_schedule_lr(&desc->schedule, s->stats.updates));
+    if (status != DTRAIN_OK)
+        return status;
+    s->stats.updates++;
+    dtrain__server_count_staleness(&s->stats, link->staleness);
+    s->stats.age_sum += age;
+    s->stats.largest_age = age > s->stats.largest_age ? age : s->stats.largest_age;
+    return desc->on_update != NULL ? desc->on_update(desc->user, link->rank, &s->stats) : DTRAIN_OK;
+}
+
+/* Puts a whole gradient into the table, divided by its weight. What it returns ends the link. */
+static dtrain_status dtrain__server_accept(dtrain_server *s, dtrain__server_link *link)
+{
+    dtrain_status status = DTRAIN_OK;
+    link->clock++;
+    link->fresh = 0;
+    link->state = DTRAIN__LINK_LETTER;
+    s->stats.steps++;
+    s->stats.received_bytes += s->message_bytes;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t p = 0; p < s->piece_count && status == DTRAIN_OK && link->weight > 0.0; p++) {
+        status = dtrain__server_unpack(s, &s->pieces[p], link->message + s->pieces[p].at, s->wide);
+        dtrain__server_put(s, s->table, &s->pieces[p], 0, s->wide, link->weight);
+    }
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+/* The parameters as they are now, or what has changed since this worker had them. */
+static void dtrain__server_copy(dtrain_server *s, dtrain__server_link *link)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t p = 0; p < s->piece_count; p++) {
+        const dtrain__server_piece *piece = &s->pieces[p];
+        unsigned char *to = link->message + piece->at;
+        dtrain__server_take(s, s->table, piece, 1, s->own);
+        if (!piece->packed) {
+            memcpy(to, s->own, piece->count * sizeof(float));
+            continue;
+        }
+        dtrain__server_minus(s->own, link->view + piece->begin, piece->count);
+        s->compressor.pack(&s->compressor, s->own, piece->count, to);
+        s->compressor.unpack(&s->compressor, to, s->wide, piece->count);
+        dtrain__sum_f32(link->view + piece->begin, s->wide, piece->count);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* Answers a pull if that can be now: 1 in *moved. */
+static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link *link, int *moved)
+{
+    const dtrain__server_link *slowest = dtrain__server_slowest(s);
+    uint64_t behind = link->clock - slowest->clock;
+    int64_t limit = dtrain__server_timeout_ns(s), now = dtrain__os_now_ns();
+    dtrain_status status;
+    *moved = 1;
+    if (behind <= (uint64_t)s->desc.staleness) {
+        dtrain__server_copy(s, link);
+        status = dtrain__server_write(link, 0, DTRAIN__SERVER_GRANT, s->stats.updates, behind,
+                                      (uint64_t)(link->held_ns != 0), 1);
+        if (status == DTRAIN_OK)
+            status = dtrain_send_async(link->comm, link->message, s->message_bytes, DTRAIN_U8, 1, &link->out[1]);
+        link->fresh = 1;
+        link->version = s->stats.updates;
+        link->staleness = behind;
+        s->stats.pulls++;
+        s->stats.waits += link->held_ns != 0;
+        s->stats.sent_bytes += s->message_bytes;
+    } else if (link->held_ns != 0 && now - link->held_ns >= limit - limit / 8) {
+        /* before the worker's own deadline, which would not know whom it has waited for */
+        status = dtrain__server_write(link, 0, DTRAIN__SERVER_REFUSE, (uint64_t)slowest->rank, slowest->clock, 0, 1);
+        s->stats.waits++;
+    } else {
+        link->held_ns = link->held_ns != 0 ? link->held_ns : now;
+        *moved = 0;
+        return DTRAIN_OK;
+    }
+    link->held_ns = 0;
+    link->state = DTRAIN__LINK_ANSWERED;
+    return status;
+}
+
+/* Reads a letter that has come. */
+static dtrain_status dtrain__server_read(dtrain_server *s, dtrain__server_link *link)
+{
+    const uint64_t *letter = link->letter_in;
+    memcpy(&link->weight, &letter[1], sizeof link->weight);
+    if (letter[2] == link->clock && letter[0] == DTRAIN__SERVER_PULL) {
+        link->state = DTRAIN__LINK_HELD;
+        return DTRAIN_OK;
+    }
+    if (letter[2] == link->clock && letter[0] == DTRAIN__SERVER_LEAVE) {
+        dtrain__server_close(link);
+        s->stats.left++;
+        s->stats.workers--;
+        return DTRAIN_OK;
+    }
+    if (letter[2] != link->clock || letter[0] != DTRAIN__SERVER_PUSH || !link->fresh ||
+        !dtrain__train_finite(link->weight) || link->weight < 0.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "rank %d sent a letter %llu of weight %g after %llu gradients, of which %llu came: no "
+                            "worker does",
+                            link->rank, (unsigned long long)letter[0], link->weight, (unsigned long long)letter[2],
+                            (unsigned long long)link->clock);
+    link->state = DTRAIN__LINK_GRADIENT;
+    return dtrain_recv_async(link->comm, link->message, s->message_bytes, DTRAIN_U8, 1, &link->in[0]);
+}
+
+/* The message that a link waits for. */
+static dtrain_work **dtrain__server_pending(dtrain__server_link *link)
+{
+    if (link->state == DTRAIN__LINK_ANSWERED)
+        return link->out[0] != NULL ? &link->out[0] : &link->out[1];
+    return &link->in[0];
+}
+
+/* Drives a link's message until until_ns; 1 when it has ended, with its status. */
+static int dtrain__server_ended(dtrain__server_link *link, int64_t until_ns, dtrain_status *status)
+{
+    dtrain_work **work = dtrain__server_pending(link);
+    int ended = 1;
+    *status = DTRAIN_OK;
+    if (*work != NULL)
+        *status = dtrain__work_end(*work, until_ns, &ended);
+    if (ended)
+        *work = NULL;
+    return ended;
+}
+
+/* Goes on with a link; what it returns ends the link, but for on_update's status in *ends, which ends the call. */
+static dtrain_status dtrain__server_turn(dtrain_server *s, dtrain__server_link *link, const dtrain_serve_desc *desc,
+                                         int *moved, dtrain_status *ends)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (link->state == DTRAIN__LINK_LETTER && link->in[0] == NULL)
+        status = dtrain_recv_async(link->comm, link->letter_in, DTRAIN__SERVER_LETTER, DTRAIN_U64, 1, &link->in[0]);
+    if (status != DTRAIN_OK)
+        return status;
+    if (link->state == DTRAIN__LINK_HELD)
+        return dtrain__server_answer(s, link, moved);
+    if (!dtrain__server_ended(link, dtrain__os_now_ns(), &status))
+        return DTRAIN_OK;
+    if (status == DTRAIN_ERR_TIMEOUT && link->state == DTRAIN__LINK_LETTER && link->comm->broken.status == DTRAIN_OK)
+        return DTRAIN_OK; /* it computes for long: its letter is awaited anew */
+    *moved = 1;
+    if (status != DTRAIN_OK)
+        return status;
+    if (link->state == DTRAIN__LINK_LETTER)
+        return dtrain__server_read(s, link);
+    if (link->state == DTRAIN__LINK_GRADIENT) {
+        status = dtrain__server_accept(s, link);
+        if (status == DTRAIN_OK && link->weight > 0.0)
+            *ends = dtrain__server_update(s, link, desc);
+    } else if (link->out[0] == NULL && link->out[1] == NULL)
+        link->state = DTRAIN__LINK_LETTER;
+    return status;
+}
+
+/* One round over all workers. */
+static dtrain_status dtrain__server_round(dtrain_server *s, const dtrain_serve_desc *desc, int *moved)
+{
+    dtrain_status ends = DTRAIN_OK;
+    *moved = 0;
+    for (int i = 0; i < s->link_count && ends == DTRAIN_OK; i++) {
+        dtrain__server_link *link = &s->links[i];
+        if (link->comm != NULL && dtrain__server_turn(s, link, desc, moved, &ends) != DTRAIN_OK) {
+            dtrain__server_drop(s, link);
+            *moved = 1;
+        }
+    }
+    return ends;
+}
+
+/* Sleeps until the next link in turn has something, but not for long. */
+static void dtrain__server_sleep(dtrain_server *s)
+{
+    int64_t until = dtrain__os_now_ns() + DTRAIN__SERVER_SLEEP_NS;
+    for (int i = 0; i < s->link_count; i++) {
+        dtrain__server_link *link = &s->links[s->turn++ % s->link_count];
+        s->turn %= s->link_count;
+        if (link->comm == NULL || link->state == DTRAIN__LINK_HELD || *dtrain__server_pending(link) == NULL)
+            continue;
+        dtrain__work_help(*dtrain__server_pending(link), until); /* its end is met in the next round */
+        return;
+    }
+}
+
+static dtrain_status dtrain__server_silent(const dtrain_server *s)
+{
+    const dtrain__server_link *slowest = dtrain__server_slowest(s);
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "server_run on rank %d: none of %d workers has sent anything for %lld ms; the slowest is rank "
+                        "%d, with %llu gradients. Call it again to go on waiting",
+                        s->rank, s->stats.workers, (long long)s->comm->desc.timeout_ms, slowest->rank,
+                        (unsigned long long)slowest->clock);
+}
+
+static dtrain_status dtrain__server_check_run(const dtrain_server *s, const dtrain_serve_desc *desc)
+{
+    if (s == NULL || desc == NULL || desc->optimizer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "server_run: server, desc and optimizer are needed, %s is NULL",
+                            s == NULL      ? "the server"
+                            : desc == NULL ? "the desc"
+                                           : "the optimizer");
+    if (!s->desc.async || !s->serves)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "server_run on rank %d: %s", s->rank,
+                            !s->desc.async ? "the server is synchronous; set async in its desc, or aggregate"
+                                           : "this rank is a worker; push and pull");
+    if (!dtrain__train_finite((double)desc->max_norm) || desc->max_norm < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "server_run: max_norm is %g, expected a number of at least 0",
+                            (double)desc->max_norm);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_serve_desc *desc)
+{
+    dtrain_server *s = server;
+    unsigned idle = 0;
+    dtrain_status status = dtrain__server_check_run(s, desc);
+    if (status != DTRAIN_OK)
+        return dtrain__server_note(s, status);
+    int64_t limit = dtrain__server_timeout_ns(s);
+    s->heard_ns = dtrain__os_now_ns();
+    while (s->stats.workers > 0 && status == DTRAIN_OK) {
+        int moved;
+        status = dtrain__server_round(s, desc, &moved);
+        idle = moved ? 0 : idle + 1;
+        if (moved) {
+            s->heard_ns = dtrain__os_now_ns();
+        } else if (status == DTRAIN_OK && dtrain__os_now_ns() - s->heard_ns >= limit) {
+            status = dtrain__server_silent(s);
+        } else if (idle < DTRAIN__SERVER_IDLE_TURNS) {
+            sched_yield();
+        } else {
+            dtrain__server_sleep(s);
+        }
+    }
+    return dtrain__server_note(s, status);
+}
+
+/* ---- the aggregator of both forms ---- */
+
+static dtrain_status dtrain__server_aggregate(void *self, const dtrain_param *table, size_t count, double weight,
+                                              double *total_weight)
+{
+    dtrain_server *s = (dtrain_server *)self;
+    dtrain_status status = DTRAIN_OK;
+    if (s == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: the server is NULL: create it first");
+    *total_weight = 0.0;
+    if (s->desc.async)
+        status = dtrain__server_check_present(s, "aggregate");
+    if (status == DTRAIN_OK)
+        status = dtrain__server_check_table(s, table, count, weight);
+    if (status == DTRAIN_OK && !s->desc.async)
+        status = dtrain__server_sync(s, table, weight, total_weight);
+    if (status != DTRAIN_OK || !s->desc.async)
+        return dtrain__server_note(s, status);
+    uint64_t mode = dtrain__fpmode_enter();
+    status = dtrain__server_push(s, table, weight);
+    if (status == DTRAIN_OK)
+        status = dtrain__server_pull(s, table);
+    dtrain__fpmode_restore(mode);
+    return dtrain__server_note(s, status);
+}
+
+DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
+{
+    dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL};
+    return aggregator;
 }
 
 #endif

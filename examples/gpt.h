@@ -33,6 +33,7 @@ typedef struct gpt {
     size_t L, H, C, T, B, count;
     dtrain_param table[GPT_PARAMS];
     dtrain_fsdp *fsdp;
+    struct gpt_aggregate *aggregate; /* NULL: FSDP itself reduces */
     float *params[GPT_PARAMS], *grads[GPT_PARAMS]; /* of full size; a unit's are there while it is gathered */
     dtrain_tensor memory;
     float *x;                             /* [L + 1, BT, C] the residual stream, before each block and after the last */

@@ -22,18 +22,12 @@
 
 #define REPORT_PROGRAM "train_gpt"
 #include "gpt.h"
-#include "report.h"
+#include "gpt_aggregate.h"
+#include "gpt_flags.h"
 
 #define GPT_VALIDATION 32 /* held-out sequences */
 #define GPT_SAMPLE 200
 #define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
-
-typedef struct gpt_flags {
-    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until;
-    double lr, clip;
-    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save;
-    int quiet, resume;
-} gpt_flags;
 
 typedef struct gpt_job {
     gpt_flags flags;
@@ -102,6 +96,7 @@ static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *flags, const char *strate
     desc.optimizer.beta2 = 0.95f;
     desc.optimizer.momentum = 0.9f;
     desc.micro_batches = (int)((flags->micro + ranks - 1) / ranks);
+    desc.keep_full_grads = flags->aggregator != NULL;
     desc.trace_events = flags->trace != NULL ? GPT_TRACE_EVENTS : 0;
     return desc;
 }
@@ -112,11 +107,14 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm 
     dtrain_fsdp_desc desc = gpt_fsdp_desc(flags, flags->strategy, dtrain_comm_size(world));
     dtrain_status status;
     size_t floats;
+    struct gpt_aggregate *aggregate = model->aggregate;
     gpt_describe(model, flags->layers, flags->heads, flags->width, flags->context, flags->batch);
+    model->aggregate = aggregate;
     floats = gpt_lay_out(model, NULL);
     status = dtrain_tensor_create(&model->memory, DTRAIN_F32, 1, &floats, dtrain_comm_allocator(world));
     if (status == DTRAIN_OK)
-        status = dtrain_fsdp_create(&model->fsdp, world, model->table, GPT_PARAMS, &desc);
+        status = dtrain_fsdp_create(&model->fsdp, aggregate != NULL ? aggregate->alone : world, model->table,
+                                    GPT_PARAMS, &desc);
     if (status != DTRAIN_OK)
         return status;
     gpt_lay_out(model, (float *)model->memory.data);
@@ -327,13 +325,18 @@ static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long ste
     size_t micro = (size_t)job->flags.micro, BT = m->B * m->T;
     size_t rank = (size_t)dtrain_comm_rank(world), ranks = (size_t)dtrain_comm_size(world);
     size_t mine = micro / ranks + (rank < micro % ranks);
-    dtrain_status status = dtrain_fsdp_begin(m->fsdp, (int)mine, (double)(mine * BT));
+    double weight = (double)(mine * BT);
+    dtrain_status status = m->aggregate != NULL && mine == 0
+                               ? gpt_aggregate_nothing(m->fsdp, (int)m->L + 2)
+                               : dtrain_fsdp_begin(m->fsdp, (int)mine, m->aggregate != NULL ? 1.0 : weight);
     memset(losses, 0, micro * sizeof *losses);
     for (size_t i = rank; i < micro && status == DTRAIN_OK; i += ranks) {
         gpt_draw(job, step, (long)i, tokens, tokens + BT);
         status = gpt_micro_batch(m, tokens, tokens + BT, &losses[i]);
     }
-    if (mine * ranks < micro && status == DTRAIN_OK) /* others have one more */
+    if (m->aggregate != NULL && status == DTRAIN_OK)
+        status = gpt_aggregate_step(m->aggregate, m->fsdp, weight);
+    else if (mine * ranks < micro && status == DTRAIN_OK) /* others have one more */
         status = dtrain_fsdp_join(m->fsdp);
     if (status == DTRAIN_OK) /* each sum has one term that is not zero */
         status = dtrain_all_reduce(world, losses, losses, micro, DTRAIN_F64, DTRAIN_SUM);
@@ -374,7 +377,9 @@ static dtrain_status gpt_digest(gpt *m, int root, unsigned char digest[32])
     for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK; i++) {
         size_t bytes = dtrain_param_elements(&m->table[i]) * sizeof(float);
         float *value = root ? (float *)malloc(bytes) : NULL;
-        status = root && value == NULL ? DTRAIN_ERR_MEMORY : dtrain_fsdp_get(m->fsdp, m->table[i].name, value, 0);
+        status = root && value == NULL ? DTRAIN_ERR_MEMORY : DTRAIN_OK;
+        if (status == DTRAIN_OK && (root || m->aggregate == NULL))
+            status = dtrain_fsdp_get(m->fsdp, m->table[i].name, value, 0);
         if (root && status == DTRAIN_OK)
             dtrain_sha256(value, bytes, digests[i]);
         free(value);
@@ -528,6 +533,7 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
 {
     gpt_job *job = (gpt_job *)user;
     gpt model;
+    gpt_aggregate aggregate;
     gpt_saver saver;
     dtrain_tensor tokens, losses;
     long first = 0;
@@ -539,7 +545,11 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     memset(&losses, 0, sizeof losses);
     if (dtrain_comm_rank(world) == 0 && !job->flags.quiet)
         gpt_print_plans(job, &planned);
-    status = gpt_create(&model, &job->flags, world);
+    memset(&model, 0, sizeof model);
+    status = job->flags.aggregator != NULL ? gpt_aggregate_open(&aggregate, world, job->flags.aggregator) : DTRAIN_OK;
+    model.aggregate = job->flags.aggregator != NULL ? &aggregate : NULL;
+    if (status == DTRAIN_OK)
+        status = gpt_create(&model, &job->flags, world);
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&tokens, DTRAIN_U8, 1, &bytes, allocator);
     if (status == DTRAIN_OK)
@@ -553,10 +563,12 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     dtrain_tensor_destroy(&tokens);
     dtrain_tensor_destroy(&losses);
     gpt_destroy(&model);
+    if (job->flags.aggregator != NULL)
+        gpt_aggregate_close(&aggregate);
     return status;
 }
 
-/* ---- files and flags ---- */
+/* ---- files ---- */
 
 static int gpt_read_text(gpt_job *job)
 {
@@ -584,19 +596,6 @@ static int gpt_read_text(gpt_job *job)
         return report_complain("text", job->flags.text,
                                job->text_bytes == 0 ? "is empty"
                                                     : "is too short: a tenth of it must be longer than the context");
-    return 0;
-}
-
-static int gpt_number(const char *flag, const char *text, double least, double most, double *value)
-{
-    char *end;
-    if (text == NULL)
-        return report_complain("flag", flag, "needs a value");
-    *value = strtod(text, &end);
-    if (end == text || *end != 0 || !(*value >= least && *value <= most)) {
-        fprintf(stderr, "train_gpt: flag %s %s: needs a number from %g to %g\n", flag, text, least, most);
-        return 1;
-    }
     return 0;
 }
 
@@ -629,112 +628,6 @@ static int gpt_settle(gpt_job *job)
     return 1;
 }
 
-/* Finds a word among those that a flag can have. */
-static int gpt_choice(const char *flag, const char *word, const char *const *words)
-{
-    for (int i = 0; words[i] != NULL; i++)
-        if (strcmp(word, words[i]) == 0)
-            return 0;
-    fprintf(stderr, "train_gpt: %s %s: is unknown; possible are", flag, word);
-    for (int i = 0; words[i] != NULL; i++)
-        fprintf(stderr, "%s %s", i > 0 ? "," : "", words[i]);
-    fputc('\n', stderr);
-    return 1;
-}
-
-static int gpt_check_flags(const gpt_flags *f)
-{
-    static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
-    static const char *const strategies[] = {"full", "grad", "none", "hybrid", NULL};
-    if (f->resume && f->save == NULL)
-        return report_complain("flag", "--resume", "needs --save DIR, where the checkpoint is");
-    if (f->width % f->heads != 0)
-        return report_complain("flag", "--width", "must be a multiple of --heads");
-    return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
-           gpt_choice("--gather", f->gather, gathers);
-}
-
-static int gpt_parse(gpt_flags *f, int argc, char **argv)
-{
-    struct {
-        const char *name;
-        long *value;
-        double least, most;
-    } numbers[] = {{"--layers", &f->layers, 1, 1000},
-                   {"--heads", &f->heads, 1, 1000},
-                   {"--width", &f->width, 1, 65536},
-                   {"--context", &f->context, 1, 65536},
-                   {"--batch", &f->batch, 1, 65536},
-                   {"--micro", &f->micro, 1, 65536},
-                   {"--accum", &f->accum, 1, 1024},
-                   {"--steps", &f->steps, 1, 1e9},
-                   {"--seed", &f->seed, 0, 4e9},
-                   {"--ranks", &f->ranks, 1, 1024},
-                   {"--shard-size", &f->shard_size, 1, 65536},
-                   {"--every", &f->every, 1, 1e9},
-                   {"--until", &f->until, 1, 1e9}};
-    struct {
-        const char *name;
-        const char **value;
-    } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
-                 {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
-                 {"--trace", &f->trace},         {"--save", &f->save}};
-    for (int i = 1; i < argc; i++) {
-        size_t n = sizeof numbers / sizeof numbers[0], t = sizeof texts / sizeof texts[0], k;
-        double value;
-        for (k = 0; k < n && strcmp(argv[i], numbers[k].name) != 0; k++)
-            continue;
-        if (k < n) {
-            if (gpt_number(argv[i], argv[i + 1], numbers[k].least, numbers[k].most, &value) != 0)
-                return 1;
-            if (value != (double)(long)value)
-                return report_complain("flag", argv[i], "needs a whole number");
-            *numbers[k].value = (long)value;
-            i++;
-            continue;
-        }
-        for (k = 0; k < t && strcmp(argv[i], texts[k].name) != 0; k++)
-            continue;
-        if (k < t && argv[i + 1] == NULL)
-            return report_complain("flag", argv[i], "needs a value");
-        if (k < t)
-            *texts[k].value = argv[++i];
-        else if (strcmp(argv[i], "--lr") == 0 || strcmp(argv[i], "--clip") == 0) {
-            if (gpt_number(argv[i], argv[i + 1], 0, 1000, argv[i][2] == 'l' ? &f->lr : &f->clip) != 0)
-                return 1;
-            i++;
-        } else if (strcmp(argv[i], "--quiet") == 0)
-            f->quiet = 1;
-        else if (strcmp(argv[i], "--resume") == 0)
-            f->resume = 1;
-        else
-            return report_complain("flag", argv[i], "is unknown; --help lists them");
-    }
-    return gpt_check_flags(f);
-}
-
-static gpt_flags gpt_defaults(void)
-{
-    gpt_flags f;
-    memset(&f, 0, sizeof f);
-    f.layers = f.heads = 4;
-    f.width = f.context = 128;
-    f.batch = 8;
-    f.shard_size = 2;
-    f.steps = 100;
-    f.every = 50;
-    f.lr = 1e-3;
-    f.clip = 1;
-    f.seed = f.ranks = 1;
-    f.optimizer = "adamw";
-    f.strategy = "none";
-    f.gather = "f32";
-    f.text = "dtrain.h";
-    f.csv = "build/train_gpt.csv";
-    f.svg = "build/train_gpt.svg";
-    return f;
-}
-
 /* Joins the group of processes that the environment describes, if it describes one. */
 static int gpt_join(gpt_job *job)
 {
@@ -762,28 +655,6 @@ static int gpt_run(gpt_job *job)
         return job->diverged > 0;
     fprintf(stderr, "train_gpt: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
     return 1;
-}
-
-static int gpt_help(void)
-{
-    puts("train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.\n"
-         "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
-         "  --batch 8        sequences a micro-batch\n"
-         "  --micro 8        micro-batches a step, over all ranks together\n"
-         "  --accum N        or: micro-batches a rank and step\n"
-         "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
-         "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
-         "                   parameters as well; these among every --shard-size 2 ranks\n"
-         "  --gather f32|bf16|f16   how parameters travel\n"
-         "  --ranks 1        threads that share the work\n"
-         "  --text dtrain.h  what to learn; its last tenth is held out\n"
-         "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
-         "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
-         "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy\n"
-         "  --until N        stops after step N of --steps\n"
-         "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
-         "  --quiet          only the result");
-    return 0;
 }
 
 static int gpt_open_outputs(gpt_job *job)

@@ -17,6 +17,7 @@
  *     >>order        the order in which a reduction adds
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
+ *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file

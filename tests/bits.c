@@ -1,9 +1,9 @@
 /* ---- >>bits ----
- * Prints two hashes: of the outputs of casts, folds, vector operations, norms, compressors and random numbers, which
- * must be one under any flags, compiler and instruction set; and of matrix products, which may differ between
- * instruction sets only. Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that this
- * file's own flags change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that casts give are
- * hashed. */
+ * Prints two hashes: of the outputs of casts, folds, vector operations, norms, compressors, a server and random
+ * numbers, which must be one under any flags, compiler and instruction set; and of matrix products, which may differ
+ * between instruction sets only. Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that
+ * this file's own flags change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that casts
+ * give are hashed. */
 #define DTRAIN_API static /* what is not called costs no time to compile */
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
@@ -235,6 +235,59 @@ static void thin_matrices(void)
     dtrain_comm_destroy(alone);
 }
 
+/* A parameter server with one worker, whose rows of work hold parameters and gradients: in step, then asynchronous. */
+enum { SERVED = 700 };
+
+static dtrain_status serve(dtrain_comm *world, void *user)
+{
+    int async = *(const int *)user, rank = dtrain_comm_rank(world);
+    dtrain_param table;
+    dtrain_server *server = NULL;
+    dtrain_server_desc desc;
+    dtrain_compress_desc compress;
+    dtrain_serve_desc run;
+    double total;
+    memset(&table, 0, sizeof table);
+    memset(&desc, 0, sizeof desc);
+    memset(&compress, 0, sizeof compress);
+    memset(&run, 0, sizeof run);
+    table.name = "x";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = SERVED;
+    table.data = work[rank];
+    table.grad = work[2 + rank];
+    compress.kind = DTRAIN_COMPRESS_INT8;
+    compress.least_count = 1;
+    desc.async = async;
+    desc.compress = &compress;
+    dtrain_status status = dtrain_server_create(&server, world, &table, 1, &desc);
+    dtrain_aggregator aggregator = dtrain_aggregator_server(server);
+    if (status == DTRAIN_OK && async && rank == 0) {
+        run.schedule.lr = 0.03f;
+        status = dtrain_optimizer_create(&run.optimizer, &table, 1, NULL, NULL);
+        status = status == DTRAIN_OK ? dtrain_server_run(server, &run) : status;
+        dtrain_optimizer_destroy(run.optimizer);
+    }
+    for (int step = 0; step < 3 && status == DTRAIN_OK && !(async && rank == 0); step++)
+        status = aggregator.aggregate(aggregator.self, &table, 1, rank + 1.5, &total);
+    if (status == DTRAIN_OK && async && rank == 1)
+        status = dtrain_server_leave(server);
+    dtrain_server_destroy(server);
+    return status;
+}
+
+static void servers(void)
+{
+    for (int async = 0; async < 2; async++) {
+        for (int row = 0; row < 4; row++)
+            fill(work[row], DTRAIN_F32, SERVED, 1);
+        if (dtrain_run_threads(2, serve, &async, NULL) != DTRAIN_OK)
+            printf("%s: ", dtrain_last_error()); /* and then no hash where one is looked for */
+        for (int row = 0; row < 4; row++)
+            add_values(work[row], DTRAIN_F32, SERVED);
+    }
+}
+
 static void biases(void)
 {
     for (size_t columns = 1; columns < 70; columns++) {
@@ -297,6 +350,7 @@ int main(int argc, char **argv)
     selections();
     compressors();
     thin_matrices();
+    servers();
     biases();
     randoms();
     printf("%s %016llx", dtrain_isa_name(), (unsigned long long)hash);

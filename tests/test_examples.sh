@@ -54,7 +54,7 @@ try() { # what command...; a fact about the last run
     check $? "$what"
 }
 
-for example in quickstart train_mlp frame_loop custom_transport survive train_gpt; do
+for example in quickstart train_mlp frame_loop custom_transport survive train_gpt parameter_server; do
     build_example $example
     check $? "$example builds by its own line without a warning"
 done
@@ -70,6 +70,12 @@ try "train_mlp runs on 3 ranks" run train_mlp 3
 try "train_mlp learns on 3 ranks" awk '/^step/ { last = $4 } END { exit !(NR >= 4 && last < 0.2) }' "$dir/out"
 try "frame_loop runs" run frame_loop
 try "frame_loop completes all-reduces on both ranks" awk '{ for (i = 2; i <= NF; i++) if ($i ~ /^all-reduces/ && $(i - 1) >= 10) good++ } END { exit good != 2 }' "$dir/out"
+make -s build/dtrun >/dev/null 2>&1
+try "parameter_server runs" run parameter_server
+learned() { awk '/synchronous/ { rows++; good += $(NF - 1) <= 4 && $(NF - 2) < 0.15 } END { exit rows != 4 || good != 4 }' "$1"; }
+try "parameter_server learns in every form, within its bound" learned "$dir/out"
+timeout 60 build/dtrun -n 4 --no-prefix "$dir/parameter_server" >"$dir/out" 2>"$dir/log"
+try "parameter_server learns on four processes" learned "$dir/out"
 try "train_gpt runs" run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 4 --steps 3 \
     --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg"
 try "train_gpt prints its result" grep -q '^result weights_sha256=[0-9a-f]\{64\} loss=' "$dir/out"
@@ -78,7 +84,6 @@ try "train_gpt writes one CSV line a step" awk 'END { exit NR != 4 }' "$dir/gpt.
 # The same weights on threads, TCP and unix sockets; and a rank that is killed in mid-run.
 small="--layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 8 --steps 5 --quiet --csv $dir/gpt.csv --svg $dir/gpt.svg"
 weights() { sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p' "$1"; }
-make -s build/dtrun >/dev/null 2>&1
 for ranks in 1 2 3 4 8; do
     run train_gpt --ranks $ranks $small
     weights "$dir/out" >"$dir/threads"
@@ -96,6 +101,14 @@ for strategy in full grad "hybrid --shard-size 2"; do
     weights "$dir/out" >"$dir/processes"
     [ -s "$dir/threads" ] && cmp -s "$dir/threads" "$dir/processes"
     check $? "train_gpt has the same weights under --strategy $strategy on 4 processes"
+done
+for ranks in 3 10; do # with micro-batches for 8
+    run train_gpt --ranks $ranks $small --aggregator all-reduce
+    weights "$dir/out" >"$dir/threads"
+    run train_gpt --ranks $ranks $small --aggregator ps
+    weights "$dir/out" >"$dir/processes"
+    [ -s "$dir/threads" ] && cmp -s "$dir/threads" "$dir/processes"
+    check $? "train_gpt has the same weights by all-reduce and parameter server on $ranks threads"
 done
 timeout 60 build/dtrun -n 4 sh -c '[ $DTRAIN_RANK != 2 ] || (sleep 1; kill -9 $$) & exec "$@"' sh "$dir/train_gpt" \
     --layers 1 --width 32 --heads 2 --context 16 --steps 1000000 --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" \

@@ -1,0 +1,95 @@
+/* train_gpt --aggregator: FSDP adds a rank's micro-batches up in a world of that rank alone, and the sums of a step go
+ * through one of dtrain's aggregators. Include dtrain.h first. */
+#ifndef GPT_AGGREGATE_H
+#define GPT_AGGREGATE_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct gpt_aggregate {
+    const char *kind; /* "all-reduce" or "ps" */
+    dtrain_comm *world, *alone;
+    dtrain_param *table; /* what FSDP keeps, layer by layer; made in the first step, when gradients are there */
+    char (*names)[48];
+    size_t count;
+    dtrain_server *server;
+    dtrain_aggregator aggregator;
+} gpt_aggregate;
+
+static inline dtrain_status gpt_aggregate_open(gpt_aggregate *a, dtrain_comm *world, const char *kind)
+{
+    dtrain_comm_desc alone;
+    memset(a, 0, sizeof *a);
+    memset(&alone, 0, sizeof alone);
+    alone.progress = DTRAIN_PROGRESS_POLL; /* there is nobody to hear from */
+    a->kind = kind;
+    a->world = world;
+    return dtrain_threads_create(&a->alone, 1, &alone);
+}
+
+/* Collective: every rank of the world. */
+static inline dtrain_status gpt_aggregate_start(gpt_aggregate *a, const dtrain_slice *slices, size_t count)
+{
+    dtrain_status status = DTRAIN_OK;
+    a->table = (dtrain_param *)calloc(count, sizeof *a->table);
+    a->names = (char(*)[48])calloc(count, sizeof *a->names);
+    if (a->table == NULL || a->names == NULL)
+        return DTRAIN_ERR_MEMORY;
+    for (size_t i = 0; i < count; i++) {
+        snprintf(a->names[i], sizeof a->names[i], "%.30s.%d", slices[i].name, slices[i].layer);
+        a->table[i].name = a->names[i];
+        a->table[i].dtype = DTRAIN_F32;
+        a->table[i].shape[0] = slices[i].count;
+        a->table[i].ndim = 1;
+        a->table[i].data = slices[i].weights;
+        a->table[i].grad = slices[i].grads;
+    }
+    a->count = count;
+    if (strcmp(a->kind, "ps") == 0)
+        status = dtrain_server_create(&a->server, a->world, a->table, count, NULL);
+    a->aggregator = a->server != NULL ? dtrain_aggregator_server(a->server) : dtrain_aggregator_all_reduce(a->world);
+    return status;
+}
+
+/* A step of a rank that has no micro-batch: one of zeros. */
+static inline dtrain_status gpt_aggregate_nothing(dtrain_fsdp *fsdp, int units)
+{
+    dtrain_status status = dtrain_fsdp_begin(fsdp, 1, 1.0);
+    for (int unit = units - 1; unit >= 0 && status == DTRAIN_OK; unit--) {
+        status = dtrain_fsdp_gather(fsdp, unit);
+        if (status == DTRAIN_OK)
+            status = dtrain_fsdp_reduce(fsdp, unit);
+    }
+    return status;
+}
+
+/* Turns the sums of this rank's micro-batches into the mean over all ranks. Collective: every rank of the world. */
+static inline dtrain_status gpt_aggregate_step(gpt_aggregate *a, dtrain_fsdp *fsdp, double weight)
+{
+    const dtrain_slice *slices = NULL;
+    size_t count = 0;
+    double total = 0;
+    dtrain_status status = dtrain_fsdp_finish(fsdp, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain_fsdp_local(fsdp, &slices, &count);
+    if (status == DTRAIN_OK && a->table == NULL)
+        status = gpt_aggregate_start(a, slices, count);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < count; i++)
+        a->table[i].grad = slices[i].grads;
+    return a->aggregator.aggregate(a->aggregator.self, a->table, count, weight, &total);
+}
+
+static inline void gpt_aggregate_close(gpt_aggregate *a)
+{
+    dtrain_aggregator_destroy(&a->aggregator);
+    dtrain_server_destroy(a->server);
+    dtrain_comm_destroy(a->alone);
+    free(a->table);
+    free(a->names);
+    memset(a, 0, sizeof *a);
+}
+
+#endif

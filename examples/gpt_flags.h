@@ -1,0 +1,162 @@
+/* The flags of train_gpt: their names, their bounds, what they are when they are not given. Define REPORT_PROGRAM, and
+ * include dtrain.h first. */
+#ifndef GPT_FLAGS_H
+#define GPT_FLAGS_H
+
+#include "report.h"
+
+typedef struct gpt_flags {
+    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until;
+    double lr, clip;
+    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save, *aggregator;
+    int quiet, resume;
+} gpt_flags;
+
+static inline int gpt_number(const char *flag, const char *text, double least, double most, double *value)
+{
+    char *end;
+    if (text == NULL)
+        return report_complain("flag", flag, "needs a value");
+    *value = strtod(text, &end);
+    if (end == text || *end != 0 || !(*value >= least && *value <= most)) {
+        fprintf(stderr, REPORT_PROGRAM ": flag %s %s: needs a number from %g to %g\n", flag, text, least, most);
+        return 1;
+    }
+    return 0;
+}
+
+/* Finds a word among those that a flag can have. */
+static inline int gpt_choice(const char *flag, const char *word, const char *const *words)
+{
+    for (int i = 0; words[i] != NULL; i++)
+        if (strcmp(word, words[i]) == 0)
+            return 0;
+    fprintf(stderr, REPORT_PROGRAM ": %s %s: is unknown; possible are", flag, word);
+    for (int i = 0; words[i] != NULL; i++)
+        fprintf(stderr, "%s %s", i > 0 ? "," : "", words[i]);
+    fputc('\n', stderr);
+    return 1;
+}
+
+static inline int gpt_check_flags(const gpt_flags *f)
+{
+    static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
+    static const char *const strategies[] = {"full", "grad", "none", "hybrid", NULL};
+    static const char *const aggregators[] = {"all-reduce", "ps", NULL};
+    if (f->resume && f->save == NULL)
+        return report_complain("flag", "--resume", "needs --save DIR, where the checkpoint is");
+    if (f->aggregator != NULL && (strcmp(f->strategy, "none") != 0 || f->save != NULL))
+        return report_complain("flag", "--aggregator", "needs --strategy none, and does not go with --save");
+    if (f->width % f->heads != 0)
+        return report_complain("flag", "--width", "must be a multiple of --heads");
+    return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
+           gpt_choice("--gather", f->gather, gathers) ||
+           (f->aggregator != NULL && gpt_choice("--aggregator", f->aggregator, aggregators));
+}
+
+static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
+{
+    struct {
+        const char *name;
+        long *value;
+        double least, most;
+    } numbers[] = {{"--layers", &f->layers, 1, 1000},
+                   {"--heads", &f->heads, 1, 1000},
+                   {"--width", &f->width, 1, 65536},
+                   {"--context", &f->context, 1, 65536},
+                   {"--batch", &f->batch, 1, 65536},
+                   {"--micro", &f->micro, 1, 65536},
+                   {"--accum", &f->accum, 1, 1024},
+                   {"--steps", &f->steps, 1, 1e9},
+                   {"--seed", &f->seed, 0, 4e9},
+                   {"--ranks", &f->ranks, 1, 1024},
+                   {"--shard-size", &f->shard_size, 1, 65536},
+                   {"--every", &f->every, 1, 1e9},
+                   {"--until", &f->until, 1, 1e9}};
+    struct {
+        const char *name;
+        const char **value;
+    } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
+                 {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
+                 {"--trace", &f->trace},         {"--save", &f->save},         {"--aggregator", &f->aggregator}};
+    for (int i = 1; i < argc; i++) {
+        size_t n = sizeof numbers / sizeof numbers[0], t = sizeof texts / sizeof texts[0], k;
+        double value;
+        for (k = 0; k < n && strcmp(argv[i], numbers[k].name) != 0; k++)
+            continue;
+        if (k < n) {
+            if (gpt_number(argv[i], argv[i + 1], numbers[k].least, numbers[k].most, &value) != 0)
+                return 1;
+            if (value != (double)(long)value)
+                return report_complain("flag", argv[i], "needs a whole number");
+            *numbers[k].value = (long)value;
+            i++;
+            continue;
+        }
+        for (k = 0; k < t && strcmp(argv[i], texts[k].name) != 0; k++)
+            continue;
+        if (k < t && argv[i + 1] == NULL)
+            return report_complain("flag", argv[i], "needs a value");
+        if (k < t)
+            *texts[k].value = argv[++i];
+        else if (strcmp(argv[i], "--lr") == 0 || strcmp(argv[i], "--clip") == 0) {
+            if (gpt_number(argv[i], argv[i + 1], 0, 1000, argv[i][2] == 'l' ? &f->lr : &f->clip) != 0)
+                return 1;
+            i++;
+        } else if (strcmp(argv[i], "--quiet") == 0)
+            f->quiet = 1;
+        else if (strcmp(argv[i], "--resume") == 0)
+            f->resume = 1;
+        else
+            return report_complain("flag", argv[i], "is unknown; --help lists them");
+    }
+    return gpt_check_flags(f);
+}
+
+static inline gpt_flags gpt_defaults(void)
+{
+    gpt_flags f;
+    memset(&f, 0, sizeof f);
+    f.layers = f.heads = 4;
+    f.width = f.context = 128;
+    f.batch = 8;
+    f.shard_size = 2;
+    f.steps = 100;
+    f.every = 50;
+    f.lr = 1e-3;
+    f.clip = 1;
+    f.seed = f.ranks = 1;
+    f.optimizer = "adamw";
+    f.strategy = "none";
+    f.gather = "f32";
+    f.text = "dtrain.h";
+    f.csv = "build/train_gpt.csv";
+    f.svg = "build/train_gpt.svg";
+    return f;
+}
+
+static inline int gpt_help(void)
+{
+    puts("train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.\n"
+         "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
+         "  --batch 8        sequences a micro-batch\n"
+         "  --micro 8        micro-batches a step, over all ranks together\n"
+         "  --accum N        or: micro-batches a rank and step\n"
+         "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
+         "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
+         "                   parameters as well; these among every --shard-size 2 ranks\n"
+         "  --gather f32|bf16|f16   how parameters travel\n"
+         "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
+         "                   parameter server on rank 0\n"
+         "  --ranks 1        threads that share the work\n"
+         "  --text dtrain.h  what to learn; its last tenth is held out\n"
+         "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
+         "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
+         "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy\n"
+         "  --until N        stops after step N of --steps\n"
+         "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
+         "  --quiet          only the result");
+    return 0;
+}
+
+#endif

@@ -1,0 +1,240 @@
+/* ---- >>server_sync ----
+ * The synchronous parameter server. Each piece of the gradients is a message to the server, and its sum one back, each
+ * with a weight before it; DTRAIN__SERVER_WINDOW of them are under way in either direction. A worker is at most that
+ * many pieces ahead of what it has back, and the server receives piece p of all before it waits for room to send the
+ * sum, so that neither waits for the other. */
+#ifndef DTRAIN__SERVER_SYNC
+#define DTRAIN__SERVER_SYNC
+#include "server_create.c"
+
+static int dtrain__server_slot(size_t piece)
+{
+    return (int)(piece % DTRAIN__SERVER_WINDOW);
+}
+
+/* Starts to receive a piece, where there is one. */
+static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link *link, size_t piece)
+{
+    int slot = dtrain__server_slot(piece);
+    if (piece >= s->piece_count)
+        return DTRAIN_OK;
+    return dtrain_recv_async(link->comm, link->in_frames[slot], DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes,
+                             DTRAIN_U8, s->serves, &link->in[slot]);
+}
+
+/* Starts to send what is in a piece's frame. */
+static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *link, size_t piece)
+{
+    int slot = dtrain__server_slot(piece);
+    size_t bytes = DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
+    s->stats.sent_bytes += bytes;
+    return dtrain_send_async(link->comm, s->out_frames[slot], bytes, DTRAIN_U8, s->serves, &link->out[slot]);
+}
+
+/* Waits for a piece and reads the weight before it. */
+static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_link *link, size_t piece, double *weight)
+{
+    int slot = dtrain__server_slot(piece);
+    dtrain_status status = dtrain__server_wait(&link->in[slot]);
+    if (status != DTRAIN_OK)
+        return status;
+    s->stats.received_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
+    memcpy(weight, link->in_frames[slot], sizeof *weight);
+    if (!dtrain__train_finite(*weight) || *weight < 0.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "aggregate on rank %d: rank %d sent a weight of %g, expected a number of at least 0",
+                            s->rank, link->rank, *weight);
+    return DTRAIN_OK;
+}
+
+/* ---- a worker ---- */
+
+static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *table, size_t piece, double weight)
+{
+    dtrain__server_link *link = &s->links[0];
+    int slot = dtrain__server_slot(piece);
+    dtrain_status status = dtrain__server_wait(&link->out[slot]);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__server_take(s, table, &s->pieces[piece], 0, s->own);
+    memcpy(s->out_frames[slot], &weight, sizeof weight);
+    dtrain__server_pack(s, &s->pieces[piece], s->own, s->out_frames[slot] + DTRAIN__SERVER_PREFIX, s->wide);
+    return dtrain__server_send(s, link, piece);
+}
+
+static dtrain_status dtrain__server_get(dtrain_server *s, const dtrain_param *table, size_t piece, double *total)
+{
+    dtrain__server_link *link = &s->links[0];
+    const unsigned char *frame = link->in_frames[dtrain__server_slot(piece)];
+    dtrain_status status = dtrain__server_receive(s, link, piece, total);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__server_unpack(s, &s->pieces[piece], frame + DTRAIN__SERVER_PREFIX, s->wide);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__server_put(s, table, &s->pieces[piece], 0, s->wide, *total);
+    return dtrain__server_expect(s, link, piece + DTRAIN__SERVER_WINDOW);
+}
+
+static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *table, double weight, double *total)
+{
+    dtrain__server_link *link = &s->links[0];
+    dtrain_status status = DTRAIN_OK;
+    for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++)
+        status = dtrain__server_expect(s, link, p);
+    for (size_t p = 0; p < s->piece_count + DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++) {
+        size_t back = p - DTRAIN__SERVER_WINDOW;
+        if (p >= DTRAIN__SERVER_WINDOW && back < s->piece_count)
+            status = dtrain__server_get(s, table, back, total);
+        if (status == DTRAIN_OK && p < s->piece_count)
+            status = dtrain__server_give(s, table, p, weight);
+    }
+    for (int slot = 0; slot < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; slot++)
+        status = dtrain__server_wait(&link->out[slot]);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__server_gone(s, "aggregate", status);
+}
+
+/* ---- the server ---- */
+
+/* What a link's failure means: a lost worker is left out, anything else ends the call. */
+static dtrain_status dtrain__server_judge(dtrain_server *s, dtrain__server_link *link, dtrain_status status)
+{
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    if (status == DTRAIN_ERR_PEER_LOST) {
+        dtrain__server_drop(s, link);
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__fail(NULL, status, "aggregate on rank %d, the parameter server, with rank %d: %.500s", s->rank, link->rank,
+                 cause.text);
+    return dtrain__server_break(s);
+}
+
+/* Adds an input of the fold. */
+static void dtrain__server_input(dtrain_server *s, int *n, const void *values, double weight)
+{
+    s->inputs[*n] = values;
+    s->weights[(*n)++] = weight;
+}
+
+/* Takes a piece from every worker that is left, in the order of ranks, this one's own among them. Returns in *n how
+ * many there are. */
+static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param *table, size_t p, double weight,
+                                            int *n)
+{
+    const dtrain__server_piece *piece = &s->pieces[p];
+    dtrain_status status = DTRAIN_OK;
+    *n = 0;
+    dtrain__server_take(s, table, piece, 0, s->own);
+    for (int i = 0; i <= s->link_count && status == DTRAIN_OK; i++) {
+        double theirs = 0.0;
+        if (i == s->rank) /* its links are those of the ranks before it, then those after it */
+            dtrain__server_input(s, n, s->own, weight);
+        if (i == s->link_count || s->links[i].comm == NULL)
+            continue;
+        dtrain__server_link *link = &s->links[i];
+        const unsigned char *data = link->in_frames[dtrain__server_slot(p)] + DTRAIN__SERVER_PREFIX;
+        status = dtrain__server_receive(s, link, p, &theirs);
+        if (status == DTRAIN_OK && piece->packed)
+            status = dtrain__server_unpack(s, piece, data, link->wide);
+        status = dtrain__server_judge(s, link, status);
+        if (status != DTRAIN_OK || link->comm == NULL)
+            continue;
+        dtrain__server_input(s, n, piece->packed ? (const void *)link->wide : data, theirs);
+    }
+    return status;
+}
+
+/* Every worker has taken what was sent from a slot, or is lost. */
+static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++)
+        if (s->links[i].comm != NULL)
+            status = dtrain__server_judge(s, &s->links[i], dtrain__server_wait(&s->links[i].out[slot]));
+    return status;
+}
+
+/* Folds a piece, sends it to every worker, and keeps the mean. */
+static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param *table, size_t p, int n, double *total)
+{
+    const dtrain__server_piece *piece = &s->pieces[p];
+    unsigned char *frame = s->out_frames[dtrain__server_slot(p)];
+    void *out[1];
+    dtrain_status status = DTRAIN_OK;
+    out[0] = s->wide;
+    if (piece->count > 0)
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, s->inputs, n, out, 1, 0, piece->count);
+    for (int i = 0; i < n; i++)
+        s->inputs[i] = &s->weights[i];
+    out[0] = total;
+    dtrain__fold(DTRAIN_F64, DTRAIN_SUM, 1.0, s->inputs, n, out, 1, 0, 1);
+    memcpy(frame, total, sizeof *total);
+    const float *sum = dtrain__server_pack(s, piece, s->wide, frame + DTRAIN__SERVER_PREFIX, s->own);
+    dtrain__server_put(s, table, piece, 0, sum, *total);
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++) {
+        if (s->links[i].comm == NULL)
+            continue;
+        status = dtrain__server_judge(s, &s->links[i], dtrain__server_send(s, &s->links[i], p));
+        if (status == DTRAIN_OK && s->links[i].comm != NULL)
+            status = dtrain__server_judge(s, &s->links[i],
+                                          dtrain__server_expect(s, &s->links[i], p + DTRAIN__SERVER_WINDOW));
+    }
+    return status;
+}
+
+static dtrain_status dtrain__server_fold_all(dtrain_server *s, const dtrain_param *table, double weight, double *total)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < s->link_count; i++)
+        for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK && s->links[i].comm != NULL; p++)
+            status = dtrain__server_judge(s, &s->links[i], dtrain__server_expect(s, &s->links[i], p));
+    for (size_t p = 0; p < s->piece_count && status == DTRAIN_OK; p++) {
+        int n;
+        status = dtrain__server_collect(s, table, p, weight, &n);
+        if (status == DTRAIN_OK)
+            status = dtrain__server_free_slot(s, dtrain__server_slot(p));
+        if (status == DTRAIN_OK)
+            status = dtrain__server_return(s, table, p, n, total);
+    }
+    for (int slot = 0; slot < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; slot++)
+        status = dtrain__server_free_slot(s, slot);
+    return status;
+}
+
+/* ---- the aggregator ---- */
+
+static dtrain_status dtrain__server_check_table(const dtrain_server *s, const dtrain_param *table, size_t count,
+                                                double weight)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    if (status == DTRAIN_OK && (table == NULL || count != s->count))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "aggregate on rank %d: a table of %zu parameters; the server was made for %zu", s->rank,
+                            table != NULL ? count : 0, s->count);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        if (elements != s->elements[i])
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                  "aggregate on rank %d: parameter %s has %zu trained elements, the server was made "
+                                  "for %zu",
+                                  s->rank, table[i].name, elements, s->elements[i]);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__server_sync(dtrain_server *s, const dtrain_param *table, double weight, double *total)
+{
+    dtrain_status status;
+    if (s->broken.status != DTRAIN_OK)
+        return dtrain__report(&s->broken);
+    uint64_t mode = dtrain__fpmode_enter();
+    status =
+        s->serves ? dtrain__server_fold_all(s, table, weight, total) : dtrain__server_work(s, table, weight, total);
+    dtrain__fpmode_restore(mode);
+    s->stats.steps += status == DTRAIN_OK;
+    return status;
+}
+
+#endif
