@@ -20,6 +20,7 @@
  *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
+ *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from
  *
