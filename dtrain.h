@@ -18,6 +18,7 @@
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
+ *     >>local-sgd    local SGD and DiLoCo: many steps alone, then a round with whoever is there
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
  *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn
@@ -2184,6 +2185,166 @@ DTRAIN_API const char *dtrain_server_error(const dtrain_server *server);
  *
  * one thread per object */
 DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>local-sgd ----
+ * Local SGD and DiLoCo: each rank trains by itself for many steps with any optimizer, then the ranks average how far
+ * they have come, and make one outer step with it. Each object has a thread of its own that carries the rounds; a
+ * training step never waits for the network, and a round happens on all members that are left, or on none.
+ *
+ * A round is opened by the first member that hands in its difference, and waits up to window_ms for the others. All
+ * members that are left take part in its sums, those that have handed nothing in with a weight of 0, so that every one
+ * has the newest outer weights and nobody ever has to catch up. */
+#ifndef DTRAIN__LOCAL_SGD_H
+#define DTRAIN__LOCAL_SGD_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dtrain_local_sgd dtrain_local_sgd;
+
+/* How rounds are made. Zero means the default, which is the paper's where it has one. */
+typedef struct dtrain_local_sgd_desc {
+    int steps;            /* inner steps a round; 0: 500 */
+    float outer_lr;       /* 0: 0.7 */
+    float outer_momentum; /* Nesterov's, as dtrain_sgd; 0: 0.9, which is much for a run of few rounds */
+    int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 an average */
+    int fragments;        /* the table is cut in so many, unit u in fragment u % fragments, each with rounds of its own,
+                             evenly spread over the steps; 0: 1; at most as many as units */
+    int overlap;          /* steps that are made before what a round brings is applied, at least; below steps */
+    float mixing;         /* share of the outer weights where steps were made since the snapshot, the rest is what this
+                             rank has; 0: 0.5. Without such steps the outer weights are taken as they are */
+    int blocking;         /* 1: the overlap-th step after a snapshot waits for its round, up to window_ms and the
+                             group's timeout_ms: the same bits in every run in which nobody is late or lost */
+    const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
+                                           * packs. NULL: as float32 */
+    int64_t window_ms; /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
+    size_t max_bytes;  /* of this object, see dtrain_local_sgd_plan; 0: no limit */
+    int no_broadcast;  /* 1: parameters are the same on all ranks already */
+} dtrain_local_sgd_desc;
+
+/* Says how many bytes dtrain_local_sgd_create takes from the group's allocator and keeps: the outer weights, their
+ * momentum, the weights that this rank started from, and its difference, a float an element each; what a round needs of
+ * the largest fragment besides; the residuals, where differences are compressed. Nothing is allocated later. The two
+ * groups that it makes, and what their calls need, are not in it.
+ *
+ *   ranks    of the group
+ *   bytes    out
+ *   errors   as dtrain_local_sgd_create; max_bytes is not looked at
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
+                                               const dtrain_local_sgd_desc *desc, size_t *bytes);
+
+/* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
+ *
+ *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
+ *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
+ *             thread; the same on every rank but for addresses
+ *   desc      NULL: all defaults; the same on every rank
+ *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants out of range
+ *             DTRAIN_ERR_MEMORY       also when max_bytes is too few: the text has the number needed
+ *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a group that the
+ *                                     program polls, or over a transport of its own
+ *             DTRAIN_ERR_MISMATCH     tables or descs differ, or another rank could not create it
+ *             those of dtrain_comm_duplicate
+ *   source    Douillard and others, DiLoCo, arXiv:2311.08105, 2023; fragments, overlap and mixing: Douillard and
+ *             others, Streaming DiLoCo, arXiv:2501.18512, 2025
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrain_comm *comm, const dtrain_param *table,
+                                                 size_t count, const dtrain_local_sgd_desc *desc);
+
+/* Tells that the program has made an inner step; called after each.
+ *
+ * After every steps-th it notes how far the parameters are from the outer weights that they started from, which the
+ * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_sgd on the outer
+ * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
+ *
+ * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts
+ *XX members are no error: rounds go on with those left, and a member that is alone makes its outer steps
+ * alone.
+ *
+ *   weight   of the step's examples on this rank, usually their number or that of their tokens
+ *   errors   DTRAIN_ERR_INVALID  NULL, or weight negative or not finite: nothing was done
+ *
+ * one thread per object; never blocks, unless desc.blocking; allocates nothing */
+DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double weight);
+
+/* Waits until no round of this rank is under way, and applies what came of them. When every rank has returned from it,
+ * and none has made a step since, checkpoints may be made of dtrain_local_sgd_state.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT  a round did not come within window_ms and timeout_ms: the others are not there yet.
+ *                                It can be called again, and training can go on
+ *
+ * one thread per object; blocks up to timeout_ms and window_ms */
+DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
+
+/* Ends training: takes part in rounds until every member that is left has called it. Then all have the same
+ * parameters, bit for bit, in which all their steps are. Training may go on afterwards.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT  no round was made within timeout_ms. It can be called again; the parameters are the
+ *                                newest outer weights that came
+ *
+ * collective: every member that is left; blocks up to timeout_ms after each round that is made meanwhile */
+DTRAIN_API dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local);
+
+typedef struct dtrain_local_sgd_stats {
+    uint64_t steps;       /* inner steps of this rank */
+    uint64_t rounds;      /* that were made, of all fragments, with or without this rank */
+    uint64_t taken;       /* of them with this rank */
+    uint64_t missed;      /* of them without it */
+    uint64_t undone;      /* attempts that were not made on any member, as one was lost in them; they are made again */
+    uint64_t applied;     /* how often this rank's parameters were changed */
+    int members;          /* that had handed in, in the last round */
+    int left;             /* members that are left */
+    uint64_t sent_bytes;  /* by this rank in rounds */
+    uint64_t dense_bytes; /* that it would have sent, had it all-reduced gradients in every step:
+                             2 (ranks - 1) / ranks a table */
+} dtrain_local_sgd_stats;
+
+/* Returns the counters; zeroes for NULL.
+ *
+ * any thread */
+DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *local);
+
+/* Lists the ranks, as comm had them, that had handed in for the last round.
+ *
+ *   ranks     out: room for as many as comm has
+ *   returns   how many
+ *
+ * any thread */
+DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
+
+/* Lists what a checkpoint keeps besides the parameters. It is read, or written after a new object was made from the
+ * same table and desc, as dtrain_local_sgd_sync says; parameters and these give the same bits as a run never stopped.
+ *
+ *   index     0, 1, ...
+ *   name      out: "outer", "momentum", "base" (what this rank started from), "residual.0", ...: DTRAIN_F32;
+ *             "weights" of the steps since the last snapshots: DTRAIN_F64; "counters" (steps, then the rounds of each
+ *             fragment): DTRAIN_U64. "outer", "momentum" and counters but the first are the same on every rank
+ *   returns   1; 0 where index is beyond the last
+ *
+ * one thread per object */
+DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
+                                      dtrain_dtype *dtype, size_t *count);
+
+/* Returns the text of the object's last error, also of why this rank goes on alone; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_local_sgd_error(dtrain_local_sgd *local);
+
+/* Leaves, ends the thread and frees; NULL is legal. Unless all have finished (dtrain_local_sgd_finish), the others log
+ * that they go on without this rank; a round that it has handed in for may count it or not, for all alike.
+ *
+ * one thread per object; never waits for a peer */
+DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
 
 #ifdef __cplusplus
 }
@@ -26538,6 +26699,1470 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
 DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp)
 {
     return ddp != NULL && ddp->alone != NULL ? &ddp->aggregator : NULL;
+}
+
+#endif
+
+/* ---- >>local-state ----
+ * What a local SGD object keeps, how much memory that is, and what a training thread does with it: a snapshot of how
+ * far it has come, and the application of what a round brought. The parameters are touched by the training thread
+ * alone; all else that both threads use is the mutex's, held for as long as it takes to go through memory once. */
+#ifndef DTRAIN__ROUNDS_STATE
+#define DTRAIN__ROUNDS_STATE
+
+enum {
+    DTRAIN__ROUNDS_IDLE = 0, /* no difference is handed in */
+    DTRAIN__ROUNDS_READY,    /* one is, and may be replaced by a later one */
+    DTRAIN__ROUNDS_FLYING,   /* the thread has it in a round */
+    DTRAIN__ROUNDS_LANDED    /* its round was made, and waits to be applied */
+};
+
+/* What a member says of a fragment to the one that opens rounds. */
+enum { DTRAIN__ROUNDS_IN = 1, DTRAIN__ROUNDS_OPENS = 2, DTRAIN__ROUNDS_FINAL = 4 };
+
+enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a round */
+
+typedef struct dtrain__rounds_fragment {
+    size_t begin, count;     /* in the object's own order of elements */
+    int boundary;            /* its snapshots are after steps that leave this rest */
+    int state, flags;        /* flags: of the difference, DTRAIN__LOCAL_ */
+    int due;                 /* a boundary has passed while a round had the last difference */
+    int behind;              /* a round was made without this rank since it started */
+    int closed;              /* in the last round every member finished */
+    uint64_t snapshot;       /* the step of the difference */
+    double handed;           /* its weight */
+    int64_t opened_ns;       /* when its window was, or will be, opened; 0: nobody has come */
+    dtrain_compressed *pack; /* NULL: as it is */
+    char residual[24];       /* its name */
+} dtrain__rounds_fragment;
+
+/* Everything that is allocated, in bytes. */
+typedef struct dtrain__rounds_sizes {
+    size_t total, largest;    /* elements of all fragments, and of the largest */
+    size_t floats;            /* one block: outer, momentum, base, diff, sum, saved */
+    size_t weights, counters; /* a fragment; counters: and one */
+    size_t fragments, works, words, told, hellos;
+    size_t rooms[3], packs;
+    size_t all;
+} dtrain__rounds_sizes;
+
+struct dtrain_local_sgd {
+    dtrain_allocator *allocator;
+    dtrain_local_sgd_desc desc;
+    dtrain_compress_desc compress;
+    int rank, ranks; /* in the caller's group */
+    int64_t timeout_ms;
+    dtrain__params params;
+    dtrain__rounds_sizes sizes;
+    dtrain__rounds_fragment *fragments;
+    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity, saved: NULL without */
+    double *weights;                                     /* of the steps since each fragment's snapshot */
+    uint64_t *counters;                                  /* steps, then rounds of each fragment */
+    dtrain_local_sgd_stats stats;
+    pthread_mutex_t mutex;
+    dtrain__bell to_thread, to_caller;
+    dtrain__os_thread thread;
+    int started;
+    uint32_t stopping, news; /* news: counts what the caller's bell was rung for */
+    /* the thread's own */
+    dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening them; NULL: alone. Replaced under the
+                                       mutex */
+    int busy;                       /* in a call that may wait for others; under the mutex */
+    int told;                       /* this member has handed in since the last round */
+    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down */
+    uint64_t *words;         /* flags, a fragment each: of every rank that has sent them, the first this one's own */
+    uint64_t *inbox;         /* the same, of those that are being received */
+    uint64_t opening[2];     /* the fragment and its round that rank 0 opens */
+    int64_t recalled_ns;     /* when all were asked to hand in anew */
+    int64_t made_ns, gap_ns; /* when the last round was made, and how long after the one before */
+    uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each, this rank's and then those of all */
+    const void **parts;      /* a rank each, for folds */
+    int *last;               /* members of the last round */
+    dtrain__room rooms[3];   /* out, in and wide of the pack under way */
+    dtrain__error error;
+};
+
+static dtrain_local_sgd_desc dtrain__rounds_defaults(const dtrain_local_sgd_desc *given)
+{
+    dtrain_local_sgd_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (given != NULL)
+        desc = *given;
+    desc.steps = desc.steps == 0 ? 500 : desc.steps;
+    desc.outer_lr = desc.outer_lr == 0.0f ? 0.7f : desc.outer_lr;
+    desc.outer_momentum = desc.no_momentum ? 0.0f : desc.outer_momentum == 0.0f ? 0.9f : desc.outer_momentum;
+    desc.fragments = desc.fragments == 0 ? 1 : desc.fragments;
+    desc.mixing = desc.mixing == 0.0f ? 0.5f : desc.mixing;
+    desc.window_ms = desc.window_ms == 0 ? 10000 : desc.window_ms;
+    return desc;
+}
+
+/* Checks a full desc against the table. */
+static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, const dtrain__params *params)
+{
+    double lr = (double)desc->outer_lr, momentum = (double)desc->outer_momentum, mixing = (double)desc->mixing;
+    if (desc->steps < 1 || desc->overlap < 0 || desc->overlap >= desc->steps)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap of 0 "
+                            "to below that",
+                            desc->steps, desc->overlap);
+    if (!dtrain__train_finite(lr) || lr <= 0.0 || !dtrain__train_finite(momentum) || momentum < 0.0 || momentum >= 1.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: outer_lr is %g, outer_momentum %g; expected numbers above 0, and of 0 to below "
+                            "1",
+                            lr, momentum);
+    if (!dtrain__train_finite(mixing) || mixing < 0.0 || mixing > 1.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: mixing is %g, expected above 0 to 1", mixing);
+    if (params->range_count == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average");
+    if (desc->fragments < 1 || desc->fragments > params->units)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: %d fragments of a table of %d units, expected 1 to %d", desc->fragments,
+                            params->units, params->units);
+    return DTRAIN_OK;
+}
+
+/* The compressor of a fragment; it must own nothing and pack. */
+static dtrain_status dtrain__rounds_compressor(const dtrain_compress_desc *desc, dtrain_allocator *allocator,
+                                               dtrain_compressor *made)
+{
+    if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK ||
+        desc->kind == DTRAIN_COMPRESS_POWERSGD)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "local_sgd: compress.kind is %d, which packs no vectors: expected BF16, F16, INT8, FP8, "
+                            "SIGN, or OWN",
+                            (int)desc->kind);
+    dtrain_status status = dtrain__compression_make(desc, 1, 1, allocator, made);
+    if (status == DTRAIN_OK && made->reduce != NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                              "local_sgd: the compressor %s has a reduce of its own; expected one that packs",
+                              made->name != NULL ? made->name : "of compress.own");
+    return status;
+}
+
+static int dtrain__rounds_packs(const dtrain_local_sgd_desc *desc, int ranks, size_t count)
+{
+    size_t least = desc->compress == NULL            ? SIZE_MAX
+                   : desc->compress->least_count > 0 ? desc->compress->least_count
+                                                     : DTRAIN__COMPRESSION_LEAST;
+    return ranks > 1 && count >= least;
+}
+
+static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, int fragment)
+{
+    size_t count = 0;
+    for (int unit = fragment; unit < params->units; unit += fragments)
+        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++)
+            count += params->ranges[i].count;
+    return count;
+}
+
+/* What a pack of count elements needs over any number of members up to ranks, as those may become fewer. */
+static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
+{
+    for (int r = 2; r <= ranks; r++) {
+        size_t part = dtrain_split(count, r, 0, NULL), shorter = dtrain_split(count, r, r - 1, NULL);
+        size_t longer = count - shorter * (size_t)r; /* parts that have one more */
+        size_t need[3];
+        need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
+        need[1] = (size_t)r * q->bytes(q, part);
+        need[2] = (size_t)r * part * sizeof(float);
+        for (int i = 0; i < 3; i++)
+            sizes->rooms[i] = need[i] > sizes->rooms[i] ? need[i] : sizes->rooms[i];
+    }
+}
+
+/* Sizes of everything; the elements are in memory, so that a few times as many bytes need not fit. */
+static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks,
+                                         const dtrain_local_sgd_desc *desc)
+{
+    size_t fragments = (size_t)desc->fragments, n = (size_t)ranks, packed = 0, copies;
+    dtrain_compressor q;
+    memset(sizes, 0, sizeof *sizes);
+    memset(&q, 0, sizeof q);
+    if (desc->compress != NULL && dtrain__rounds_compressor(desc->compress, NULL, &q) != DTRAIN_OK)
+        return dtrain__thread_error.status;
+    for (int f = 0; f < desc->fragments; f++) {
+        size_t count = dtrain__rounds_count(params, desc->fragments, f);
+        sizes->total += count;
+        sizes->largest = count > sizes->largest ? count : sizes->largest;
+        if (!dtrain__rounds_packs(desc, ranks, count))
+            continue;
+        packed = count > packed ? count : packed;
+        sizes->packs += sizeof(dtrain_compressed) + n * (4 * sizeof(size_t) + sizeof(void *));
+        sizes->packs += desc->compress->feedback.no_feedback ? 0 : count * sizeof(float);
+        dtrain__rounds_rooms(sizes, &q, count, ranks);
+    }
+    copies = 3 + (desc->outer_momentum != 0.0f);
+    if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &sizes->floats))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements are more than memory", sizes->total);
+    sizes->floats = (copies * sizes->total + sizes->largest) * sizeof(float);
+    sizes->floats += packed > 0 && !desc->compress->feedback.no_feedback ? packed * sizeof(float) : 0;
+    sizes->weights = fragments * sizeof(double);
+    sizes->counters = (fragments + 1) * sizeof(uint64_t);
+    sizes->fragments = fragments * sizeof(dtrain__rounds_fragment);
+    sizes->works = n * sizeof(dtrain_work *);
+    sizes->words = 2 * n * fragments * sizeof(uint64_t);
+    sizes->told = n * (sizeof(void *) + sizeof(int));
+    sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
+    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__range) +
+                 ((size_t)params->units + 1) * sizeof(size_t) + sizes->floats + sizes->weights + sizes->counters +
+                 sizes->fragments + sizes->works + sizes->words + sizes->told + sizes->hellos + sizes->packs +
+                 sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
+    return DTRAIN_OK;
+}
+
+/* Where the fragment's elements and the table's meet: calls piece for each run of them, inside one float mode. */
+typedef void (*dtrain__rounds_piece)(dtrain_local_sgd *local, float *data, size_t at, size_t count);
+
+static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__rounds_piece piece)
+{
+    const dtrain__params *params = &local->params;
+    size_t at = local->fragments[fragment].begin;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (int unit = fragment; unit < params->units; unit += local->desc.fragments)
+        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++) {
+            piece(local, params->ranges[i].data, at, params->ranges[i].count);
+            at += params->ranges[i].count;
+        }
+    dtrain__fpmode_restore(mode);
+}
+
+/* The first outer weights are the parameters. */
+static void dtrain__rounds_start(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    if (count > 0)
+        memcpy(local->outer + at, data, count * sizeof(float));
+    if (count > 0)
+        memcpy(local->base + at, data, count * sizeof(float));
+}
+
+/* diff = base - data */
+static void dtrain__rounds_subtract(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    kernels->multiply(local->diff + at, data, -1.0f, count);
+    kernels->add(local->diff + at, local->diff + at, local->base + at, count);
+}
+
+static void dtrain__rounds_adopt(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    if (count > 0)
+        memcpy(data, local->outer + at, count * sizeof(float));
+}
+
+/* data = (1 - mixing) * data + mixing * outer */
+static void dtrain__rounds_mix(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    float share = local->desc.mixing, rest = 1.0f - share, tile[512];
+    for (size_t i = 0; i < count; i += 512) {
+        size_t n = count - i < 512 ? count - i : 512;
+        kernels->multiply(tile, local->outer + at + i, share, n);
+        kernels->multiply(data + i, data + i, rest, n);
+        kernels->add(data + i, data + i, tile, n);
+    }
+}
+
+/* Takes a fragment's difference, in the place of one that no round has taken. The mutex is held. */
+static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int final)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    f->handed = (f->state == DTRAIN__ROUNDS_READY ? f->handed : 0.0) + local->weights[fragment];
+    f->handed = (double)(float)f->handed; /* as it multiplies */
+    local->weights[fragment] = 0.0;
+    dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
+    if (f->count > 0) {
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__train_kernels_get()->multiply(local->diff + f->begin, local->diff + f->begin, (float)f->handed,
+                                              f->count);
+        dtrain__fpmode_restore(mode);
+    }
+    /* who was late opens no window, as the others are in the middle of their steps */
+    f->flags = DTRAIN__ROUNDS_IN | (final ? DTRAIN__ROUNDS_FINAL : f->behind ? 0 : DTRAIN__ROUNDS_OPENS);
+    f->state = DTRAIN__ROUNDS_READY;
+    f->due = 0;
+    f->closed = 0;
+    f->snapshot = local->counters[0];
+    dtrain__bell_ring(&local->to_thread);
+}
+
+/* Applies what came of a fragment's round, if something has. The mutex is held. */
+static void dtrain__rounds_apply(dtrain_local_sgd *local, int fragment)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    if (f->state != DTRAIN__ROUNDS_LANDED)
+        return;
+    dtrain__rounds_walk(local, fragment, f->snapshot == local->counters[0] ? dtrain__rounds_adopt : dtrain__rounds_mix);
+    if (f->count > 0)
+        memcpy(local->base + f->begin, local->outer + f->begin, f->count * sizeof(float));
+    f->state = DTRAIN__ROUNDS_IDLE;
+    f->behind = 0;
+    local->stats.applied++;
+}
+
+#endif
+
+/* ---- >>local-groups ----
+ * The groups of a local SGD object: made, and made anew from those left when a member is gone. A broken group is left
+ * in one order by all: abort all three, agree (on nothing, where no round was under way), shrink. A member whose others
+ * are lost, or have given it up, is alone: its groups are NULL. */
+#ifndef DTRAIN__LOCAL_GROUPS
+#define DTRAIN__LOCAL_GROUPS
+
+#define DTRAIN__ROUNDS_SLICE_MS 100 /* of waits that end when the object is destroyed */
+
+static int dtrain__rounds_stopping(const dtrain_local_sgd *local)
+{
+    return __atomic_load_n(&local->stopping, __ATOMIC_SEQ_CST) != 0;
+}
+
+/* Says to the training thread that something has changed. */
+static void dtrain__rounds_tell(dtrain_local_sgd *local)
+{
+    __atomic_add_fetch(&local->news, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&local->to_caller);
+}
+
+/* Who destroys the object does not wait for what the thread waits for. The mutex is held. */
+static void dtrain__rounds_cut(dtrain_local_sgd *local)
+{
+    dtrain_comm *groups[3];
+    groups[0] = local->up;
+    groups[1] = local->down;
+    groups[2] = local->group;
+    for (int i = 0; i < 3; i++)
+        if (local->busy && dtrain__rounds_stopping(local) && groups[i] != NULL)
+            dtrain_comm_abort(groups[i], "it leaves local SGD");
+}
+
+/* The thread may wait for others from here on, or no more. */
+static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
+{
+    pthread_mutex_lock(&local->mutex);
+    local->busy = busy;
+    dtrain__rounds_cut(local);
+    pthread_mutex_unlock(&local->mutex);
+}
+
+/* Agrees with all that are left whether each of them can. Returns 1 or 0, or -1 when the others go on without this
+ * rank, or it leaves. */
+static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
+{
+    uint64_t flags = can != 0;
+    dtrain_status status;
+    local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+    do /* a late one counts: the vote stands, and what is decided stays so */
+        status = dtrain_comm_agree(local->group, &flags);
+    while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
+    local->group->desc.timeout_ms = local->timeout_ms;
+    return status == DTRAIN_OK ? flags == 1 : -1;
+}
+
+static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm *up, dtrain_comm *down)
+{
+    dtrain_comm *old = local->group, *old_up = local->up, *old_down = local->down;
+    pthread_mutex_lock(&local->mutex);
+    local->group = group;
+    local->up = up;
+    local->down = down;
+    local->stats.left = dtrain_comm_size(group);
+    pthread_mutex_unlock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        local->fragments[i].opened_ns = 0;
+    local->told = 0;
+    memset(local->works, 0, local->sizes.works); /* handles die with their group */
+    if (old_up != up)
+        dtrain_comm_destroy(old_up);
+    if (old_down != down)
+        dtrain_comm_destroy(old_down);
+    if (old != group)
+        dtrain_comm_destroy(old);
+    for (int i = 0; group != NULL && i < local->desc.fragments; i++)
+        if (local->fragments[i].pack != NULL) {
+            local->fragments[i].pack->comm = group;
+            local->fragments[i].pack->rank = dtrain_comm_rank(group);
+            local->fragments[i].pack->ranks = dtrain_comm_size(group);
+        }
+}
+
+/* Makes the two groups over which rounds are opened. Collective; on an error there is none. */
+static dtrain_status dtrain__rounds_talk(dtrain_comm *group, dtrain_comm **up, dtrain_comm **down)
+{
+    *down = NULL;
+    dtrain_status status = dtrain_comm_duplicate(group, up);
+    if (status == DTRAIN_OK)
+        status = dtrain_comm_duplicate(group, down);
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_comm_destroy(*up);
+        *up = NULL;
+        return dtrain__report(&cause);
+    }
+    (*up)->desc.timeout_ms = -1; /* who has nothing to say is silent for as long as it trains */
+    (*down)->desc.timeout_ms = -1;
+    return DTRAIN_OK;
+}
+
+/* From here on this rank makes its rounds alone. */
+static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
+{
+    pthread_mutex_lock(&local->mutex);
+    if (!dtrain__rounds_stopping(local)) {
+        dtrain__fail(&local->error, DTRAIN_ERR_PEER_LOST, "local_sgd: rank %d goes on alone: %.500s", local->rank, why);
+        dtrain__log(DTRAIN_LOG_WARN, "%s", local->error.text);
+    }
+    pthread_mutex_unlock(&local->mutex);
+    dtrain__rounds_set_groups(local, NULL, NULL, NULL);
+}
+
+/* Whether every fragment's last round was the last of all members: who leaves then is no loss. */
+static int dtrain__rounds_closed(dtrain_local_sgd *local)
+{
+    int closed = 1;
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        closed &= local->fragments[i].closed;
+    pthread_mutex_unlock(&local->mutex);
+    return closed;
+}
+
+/* One attempt at groups of those left. Returns 1: made; 0: others were lost meanwhile; -1: this rank is alone. */
+static int dtrain__rounds_shrink(dtrain_local_sgd *local)
+{
+    dtrain_comm *group = NULL, *up = NULL, *down = NULL;
+    dtrain_status status;
+    do {
+        local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+        status = dtrain_comm_shrink(local->group, &group);
+    } while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
+    if (status != DTRAIN_OK)
+        return -1;
+    group->desc.timeout_ms = local->timeout_ms;
+    dtrain__rounds_set_groups(local, group, NULL, NULL);
+    if (dtrain_comm_size(group) == 1)
+        return 1;
+    dtrain__rounds_busy(local, 1);
+    status = dtrain__rounds_talk(group, &up, &down);
+    dtrain__rounds_busy(local, 0);
+    if (status != DTRAIN_OK)
+        dtrain_comm_abort(group, dtrain_last_error());
+    int all = dtrain__rounds_agree(local, status == DTRAIN_OK); /* one without would never be heard */
+    if (all == 1) {
+        dtrain__rounds_set_groups(local, group, up, down);
+    } else {
+        dtrain_comm_destroy(up);
+        dtrain_comm_destroy(down);
+    }
+    return all;
+}
+
+/* Goes on with those that are left; agreed: all have agreed already that the group is to be left. */
+static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const char *why)
+{
+    dtrain__error cause;
+    int before = dtrain_comm_size(local->group), made = 0, closed = dtrain__rounds_closed(local);
+    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "%.500s", why);
+    dtrain_comm_abort(local->up, cause.text);
+    dtrain_comm_abort(local->down, cause.text);
+    dtrain_comm_abort(local->group, cause.text);
+    if (!agreed && dtrain__rounds_agree(local, 0) < 0)
+        made = -1;
+    while (made == 0 && !dtrain__rounds_stopping(local))
+        made = dtrain__rounds_shrink(local);
+    if (dtrain__rounds_stopping(local))
+        return;
+    if (made < 0 || dtrain_comm_size(local->group) == 1) {
+        if (made < 0)
+            snprintf(cause.text, sizeof cause.text, "%.500s", dtrain_last_error());
+        if (!closed)
+            dtrain__rounds_alone(local, cause.text);
+        else
+            dtrain__rounds_set_groups(local, NULL, NULL, NULL);
+    } else {
+        dtrain__log(closed ? DTRAIN_LOG_INFO : DTRAIN_LOG_WARN,
+                    "local_sgd: rank %d goes on with %d of %d members: %.400s", local->rank,
+                    dtrain_comm_size(local->group), before, cause.text);
+    }
+    dtrain__rounds_tell(local);
+}
+
+/* Whether a member is gone, or the group broken: rank 0 may have received all that it waits for, and would not hear of
+ * it. Then the text says who. */
+static int dtrain__rounds_torn(const dtrain_comm *comm)
+{
+    dtrain__board *board = comm->transport.board;
+    int gone = -1;
+    if (board != NULL && dtrain__board_broken(board)) {
+        dtrain__report(dtrain__board_cause(board));
+        return 1;
+    }
+    if (comm->socket == NULL) {
+        for (int r = 0; board != NULL && r < comm->size && gone < 0; r++)
+            gone = __atomic_load_n(&board->slots[r].left, __ATOMIC_SEQ_CST) ? r : -1;
+    } else {
+        const dtrain__channel *channel = comm->socket;
+        dtrain__error cause;
+        pthread_mutex_lock(&channel->hub->mutex);
+        cause = channel->cause;
+        cause.status = channel->broken ? cause.status : DTRAIN_OK;
+        for (int r = 0; r < channel->size && gone < 0; r++)
+            gone = channel->peers[r].left ? r : -1;
+        pthread_mutex_unlock(&channel->hub->mutex);
+        if (dtrain__report(&cause) != DTRAIN_OK)
+            return 1;
+    }
+    if (gone >= 0)
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "rank %d has left the group", gone);
+    return gone >= 0;
+}
+
+#endif
+
+/* ---- >>local-round ----
+ * The thread that carries the rounds of a local SGD object. It owns three groups: up, over which members hand in to
+ * rank 0 of those left, down, over which that opens rounds, and group, over which a round sums. Between two rounds each
+ * member sends up once, at the latest when a round is opened, so that the calls that receive it all come to an end. All
+ * threads always answer, so that a round is collectives over all that are left: who brings what weight, the sum, and an
+ * agreement by which the outer step is made on every survivor or on none. Therefore outer weights, momentum and round
+ * numbers are the same on all members at all times, whoever dies when, and a group of those left goes on as it is. */
+#ifndef DTRAIN__LOCAL_ROUND
+#define DTRAIN__LOCAL_ROUND
+
+#define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least between two of these */
+#define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in a fragment's place: no round, but hand in anew */
+
+/* Makes the outer step of a fragment, whose weighted sum is in sum, and notes who was in it. all: what members said. */
+static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int mine, double total, const uint64_t *all,
+                                  int members)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    dtrain_optimizer_desc outer;
+    memset(&outer, 0, sizeof outer);
+    outer.kind = DTRAIN_SGD;
+    outer.momentum = local->desc.outer_momentum;
+    outer.nesterov = 1;
+    pthread_mutex_lock(&local->mutex);
+    if (total > 0.0 && f->count > 0) {
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__train_kernels_get()->divide(local->sum, local->sum, (float)total, f->count);
+        dtrain__fpmode_restore(mode);
+        dtrain_sgd(local->outer + f->begin, local->sum, local->velocity != NULL ? local->velocity + f->begin : NULL,
+                   f->count, &outer, local->desc.outer_lr);
+    }
+    local->counters[1 + fragment]++;
+    local->stats.members = 0;
+    f->closed = 1;
+    for (int r = 0; r < members; r++) {
+        uint64_t flags = all[DTRAIN__ROUNDS_WORDS * r] >> 32;
+        if (flags & DTRAIN__ROUNDS_IN)
+            local->last[local->stats.members++] = (int)all[DTRAIN__ROUNDS_WORDS * r + 3];
+        f->closed &= (flags & DTRAIN__ROUNDS_FINAL) != 0;
+    }
+    local->stats.rounds++;
+    local->stats.taken += mine != 0;
+    local->stats.missed += mine == 0;
+    if (mine)
+        f->state = DTRAIN__ROUNDS_LANDED;
+    else if (f->state != DTRAIN__ROUNDS_LANDED)
+        f->behind = 1;
+    pthread_mutex_unlock(&local->mutex);
+    int64_t now = dtrain__os_now_ns();
+    local->gap_ns = now - local->made_ns;
+    local->made_ns = now;
+    dtrain__rounds_tell(local);
+}
+
+/* Takes what this rank has handed in, if it has. Returns its flags. */
+static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *weight)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    int flags = 0;
+    *weight = 0.0;
+    pthread_mutex_lock(&local->mutex);
+    if (f->state == DTRAIN__ROUNDS_READY) {
+        f->state = DTRAIN__ROUNDS_FLYING;
+        flags = f->flags;
+        *weight = f->handed;
+    }
+    pthread_mutex_unlock(&local->mutex);
+    return flags;
+}
+
+/* An attempt has come to nothing: what this rank had handed in is handed in again. */
+static void dtrain__rounds_undo(dtrain_local_sgd *local, int fragment, int mine)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    pthread_mutex_lock(&local->mutex);
+    f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
+    local->stats.undone++;
+    pthread_mutex_unlock(&local->mutex);
+}
+
+static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
+{
+    pthread_mutex_lock(&local->mutex);
+    local->stats.sent_bytes += bytes;
+    pthread_mutex_unlock(&local->mutex);
+}
+
+/* Says what this rank brings, and hears it of all: which fragment and flags, which round, the weight, the rank. Their
+ * sum is added by the tree. */
+static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment, int flags, double weight,
+                                          double *total)
+{
+    uint64_t *mine = local->hellos, *all = mine + DTRAIN__ROUNDS_WORDS;
+    int n = dtrain_comm_size(local->group);
+    void *outs[1];
+    mine[0] = (uint64_t)flags << 32 | (uint64_t)fragment;
+    mine[1] = local->counters[1 + fragment];
+    memcpy(&mine[2], &weight, sizeof weight);
+    mine[3] = (uint64_t)local->rank;
+    dtrain_status status = dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
+    dtrain__rounds_sent(local, DTRAIN__ROUNDS_WORDS * sizeof(uint64_t) * (uint64_t)(n - 1));
+    for (int r = 0; status == DTRAIN_OK && r < n; r++) {
+        const uint64_t *said = all + DTRAIN__ROUNDS_WORDS * r;
+        local->parts[r] = said + 2;
+        if ((said[0] & UINT32_MAX) != (uint64_t)fragment || said[1] != mine[1] || said[3] >= (uint64_t)local->ranks)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                                  "local_sgd: rank %llu is in round %llu of fragment %llu, rank %d in round %llu of %d",
+                                  (unsigned long long)said[3], (unsigned long long)said[1],
+                                  (unsigned long long)(said[0] & UINT32_MAX), local->rank, (unsigned long long)mine[1],
+                                  fragment);
+    }
+    outs[0] = total;
+    if (status == DTRAIN_OK)
+        dtrain__fold(DTRAIN_F64, DTRAIN_SUM, 1.0, local->parts, n, outs, 1, 0, 1);
+    return status;
+}
+
+/* The sum over the members of what each brings, in sum; this rank nothing where in is sum itself, which is zero. */
+static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
+{
+    dtrain_compressed *pack = f->pack;
+    int n = dtrain_comm_size(local->group);
+    if (pack == NULL) {
+        dtrain__rounds_sent(local, dtrain__feedback_dense_bytes(f->count, n));
+        return dtrain_all_reduce(local->group, in, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+    }
+    uint64_t before = pack->stats.sent_bytes;
+    pack->out = local->rooms[0];
+    pack->in = local->rooms[1];
+    pack->wide = local->rooms[2];
+    if (pack->residual != NULL)
+        memcpy(local->saved, pack->residual, f->count * sizeof(float));
+    dtrain_status status = dtrain_compressed_all_reduce(pack, in, local->sum, DTRAIN_SUM);
+    memset(&pack->out, 0, sizeof pack->out);
+    memset(&pack->in, 0, sizeof pack->in);
+    memset(&pack->wide, 0, sizeof pack->wide);
+    dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
+    return status;
+}
+
+/* One attempt at a round with all that are left. Returns 1 when it was made; 0: not, and the group is to be left;
+ * -1: this rank is out. */
+static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    double weight, total = 0.0;
+    int reduced = 0, mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
+    const float *in = mine && weight > 0.0 ? local->diff + f->begin : local->sum;
+    dtrain__rounds_busy(local, 1);
+    dtrain_status status = dtrain__rounds_hello(local, fragment, mine, weight, &total);
+    if (status == DTRAIN_OK && total > 0.0 && f->count > 0) {
+        if (in == local->sum)
+            memset(local->sum, 0, f->count * sizeof(float));
+        reduced = 1;
+        status = dtrain__rounds_reduce(local, f, in);
+    }
+    dtrain__error cause = dtrain__thread_error;
+    if (status != DTRAIN_OK)
+        dtrain_comm_abort(local->group, cause.text);
+    int made = dtrain__rounds_agree(local, status == DTRAIN_OK);
+    dtrain__rounds_busy(local, 0);
+    if (made == 1) {
+        dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
+        return 1;
+    }
+    if (reduced && f->pack != NULL && f->pack->residual != NULL)
+        memcpy(f->pack->residual, local->saved, f->count * sizeof(float));
+    dtrain__rounds_undo(local, fragment, mine);
+    if (status != DTRAIN_OK)
+        dtrain__report(&cause);
+    else
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu was not whole on another member",
+                     (unsigned long long)local->counters[1 + fragment]);
+    return made;
+}
+
+/* Makes a round, and groups anew when it failed. Returns 1 when it was made. */
+static int dtrain__rounds_run(dtrain_local_sgd *local, int fragment)
+{
+    int made = dtrain__rounds_round(local, fragment);
+    if (made == 0)
+        dtrain__rounds_regroup(local, 1, dtrain_last_error());
+    else if (made < 0 && !dtrain__rounds_stopping(local))
+        dtrain__rounds_alone(local, dtrain_last_error());
+    return made == 1;
+}
+
+/* A round of one member: the outer step over its own difference. */
+static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
+{
+    int ran = 0;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        uint64_t said[DTRAIN__ROUNDS_WORDS];
+        double weight;
+        int mine = dtrain__rounds_take(local, i, &weight);
+        if (!mine)
+            continue;
+        if (f->count > 0)
+            memcpy(local->sum, local->diff + f->begin, f->count * sizeof(float));
+        said[0] = (uint64_t)mine << 32 | (uint64_t)i;
+        said[3] = (uint64_t)local->rank;
+        dtrain__rounds_commit(local, i, mine, weight, said, 1);
+        ran = 1;
+    }
+    return ran;
+}
+
+/* What this rank has handed in, a fragment each, into its own words. Returns whether there is anything. */
+static int dtrain__rounds_flags(dtrain_local_sgd *local, uint64_t *words)
+{
+    int any = 0;
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++) {
+        const dtrain__rounds_fragment *f = &local->fragments[i];
+        words[i] = f->state == DTRAIN__ROUNDS_READY ? (uint64_t)f->flags : 0;
+        any |= words[i] != 0;
+    }
+    pthread_mutex_unlock(&local->mutex);
+    return any;
+}
+
+static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *over, int to, const uint64_t *words,
+                                         size_t count)
+{
+    dtrain__rounds_busy(local, 1);
+    dtrain_status status = dtrain_send(over, words, count, DTRAIN_U64, to);
+    dtrain__rounds_busy(local, 0);
+    dtrain__rounds_sent(local, count * sizeof *words);
+    return status;
+}
+
+/* Whether a message has come; -1: the group is broken. A group ends its calls in their order, so that one whose message
+ * has come may have to wait for others before it counts as done: whoever drives the group knows. */
+static int dtrain__rounds_came(dtrain_work *work)
+{
+    dtrain_comm *comm = work->comm;
+    if (pthread_mutex_trylock(&comm->drive_mutex) != 0)
+        return 0; /* asked again soon */
+    int came = work->ended || dtrain_work_done(work);
+    dtrain__error error = work->op.error;
+    pthread_mutex_unlock(&comm->drive_mutex);
+    return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
+}
+
+/* The moment a fragment's window opens, by what one member says of it; 0: not by that. Who was late gives the others as
+ * long as lay between the last two rounds. */
+static int64_t dtrain__rounds_opens(const dtrain_local_sgd *local, uint64_t flags, int64_t now)
+{
+    if ((flags & DTRAIN__ROUNDS_IN) == 0 || (flags & DTRAIN__ROUNDS_FINAL) != 0)
+        return 0;
+    return (flags & DTRAIN__ROUNDS_OPENS) != 0 ? now : now + local->gap_ns;
+}
+
+/* The fragment whose round begins: all have handed in, or its window has passed; -1: none yet. *until: when one may.
+ * The words of those whose message has not come are zero. */
+static int dtrain__rounds_choose(dtrain_local_sgd *local, int64_t *until)
+{
+    int n = dtrain_comm_size(local->up), chosen = -1;
+    int64_t now = dtrain__os_now_ns();
+    *until = INT64_MAX;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        int64_t ends = INT64_MAX;
+        int in = 0;
+        for (int r = 0; r < n; r++) {
+            uint64_t flags = local->words[r * local->desc.fragments + i];
+            int64_t opens = dtrain__rounds_opens(local, flags, now);
+            in += (flags & DTRAIN__ROUNDS_IN) != 0;
+            f->opened_ns = opens != 0 && (f->opened_ns == 0 || opens < f->opened_ns) ? opens : f->opened_ns;
+        }
+        if (f->opened_ns != 0 && local->desc.window_ms >= 0)
+            ends = f->opened_ns + dtrain__os_ms_to_ns(local->desc.window_ms);
+        if ((in == n || ends <= now) && (chosen < 0 || f->opened_ns < local->fragments[chosen].opened_ns))
+            chosen = i;
+        *until = ends < *until ? ends : *until;
+    }
+    return chosen;
+}
+
+/* Hears who has handed in since the last round. Returns 0 when up is broken. */
+static int dtrain__rounds_hear(dtrain_local_sgd *local)
+{
+    int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
+    size_t bytes = (size_t)fragments * sizeof(uint64_t);
+    dtrain__rounds_flags(local, local->words);
+    for (int r = 1; r < n; r++) {
+        uint64_t *words = local->words + r * fragments, *inbox = local->inbox + r * fragments;
+        if (local->works[r] == NULL) {
+            memset(words, 0, bytes);
+            if (dtrain_recv_async(local->up, inbox, (size_t)fragments, DTRAIN_U64, r, &local->works[r]) != DTRAIN_OK)
+                return 0;
+        }
+        int came = dtrain__rounds_came(local->works[r]);
+        if (came < 0)
+            return 0;
+        if (came)
+            memcpy(words, inbox, bytes);
+    }
+    return 1;
+}
+
+/* A round was made: every other member has sent up meanwhile, or is about to. Returns 0 when up is broken. */
+static int dtrain__rounds_heard_all(dtrain_local_sgd *local)
+{
+    dtrain_status status = DTRAIN_OK;
+    dtrain__rounds_busy(local, 1);
+    for (int r = 1; r < dtrain_comm_size(local->up) && status == DTRAIN_OK; r++) {
+        status = dtrain_work_wait(local->works[r]);
+        local->works[r] = NULL;
+    }
+    dtrain__rounds_busy(local, 0);
+    for (int i = 0; i < local->desc.fragments; i++)
+        local->fragments[i].opened_ns = 0;
+    return status == DTRAIN_OK;
+}
+
+/* Tells all others that rank 0 opens a round, and of which fragment. */
+static dtrain_status dtrain__rounds_open(dtrain_local_sgd *local, uint64_t fragment, uint64_t round)
+{
+    dtrain_status status = DTRAIN_OK;
+    local->opening[0] = fragment;
+    local->opening[1] = round;
+    for (int r = 1; r < dtrain_comm_size(local->down) && status == DTRAIN_OK; r++)
+        status = dtrain__rounds_send(local, local->down, r, local->opening, 2);
+    return status;
+}
+
+/* Whether all have handed in, but different fragments, and no window will end that: those who handed in the one before
+ * they had the other must be asked again. *until: when. */
+static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
+{
+    int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
+    if (fragments == 1 || *until != INT64_MAX)
+        return 0;
+    for (int r = 0; r < n; r++) {
+        uint64_t any = 0;
+        for (int i = 0; i < fragments; i++)
+            any |= local->words[r * fragments + i];
+        if (any == 0)
+            return 0;
+    }
+    *until = local->recalled_ns + DTRAIN__ROUNDS_RECALL_NS;
+    return dtrain__os_now_ns() >= *until;
+}
+
+/* What rank 0 of those left does: hears who has handed in, and opens rounds. Returns 1 when something was done, 0 when
+ * not, -1 when the groups are broken. */
+static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
+{
+    if (!dtrain__rounds_hear(local))
+        return -1;
+    int fragment = dtrain__rounds_choose(local, until);
+    if (fragment < 0 && !dtrain__rounds_crossed(local, until))
+        return 0;
+    if (fragment < 0) {
+        local->recalled_ns = dtrain__os_now_ns();
+        if (dtrain__rounds_open(local, DTRAIN__ROUNDS_RECALL, 0) != DTRAIN_OK)
+            return -1;
+        return dtrain__rounds_heard_all(local) ? 1 : -1;
+    }
+    if (dtrain__rounds_open(local, (uint64_t)fragment, local->counters[1 + fragment]) != DTRAIN_OK)
+        return -1;
+    return !dtrain__rounds_run(local, fragment) || dtrain__rounds_heard_all(local) ? 1 : -1;
+}
+
+/* What the others do: they hand in, and wait until a round is opened. */
+static int dtrain__rounds_follow(dtrain_local_sgd *local)
+{
+    uint64_t *mine = local->words, *opening = local->opening;
+    int any = dtrain__rounds_flags(local, mine);
+    if (local->works[0] == NULL &&
+        dtrain_recv_async(local->down, opening, 2, DTRAIN_U64, 0, &local->works[0]) != DTRAIN_OK)
+        return -1;
+    int opened = dtrain_work_done(local->works[0]);
+    if (opened) {
+        dtrain_status status = dtrain_work_wait(local->works[0]);
+        local->works[0] = NULL;
+        if (status != DTRAIN_OK)
+            return -1;
+    }
+    if (!local->told && (any || opened)) {
+        if (dtrain__rounds_send(local, local->up, 0, mine, (size_t)local->desc.fragments) != DTRAIN_OK)
+            return -1;
+        local->told = 1;
+    }
+    if (!opened)
+        return 0;
+    if (opening[0] == DTRAIN__ROUNDS_RECALL) {
+        local->told = 0;
+        return 1;
+    }
+    if (opening[0] >= (uint64_t)local->desc.fragments || opening[1] != local->counters[1 + opening[0]]) {
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "local_sgd: rank 0 of the members opened round %llu of fragment %llu, which rank %d does not have",
+                     (unsigned long long)opening[1], (unsigned long long)opening[0], local->rank);
+        return -1;
+    }
+    if (dtrain__rounds_run(local, (int)opening[0]))
+        local->told = 0;
+    return 1;
+}
+
+/* Whether there is something to hand in that was not. */
+static int dtrain__rounds_awake(void *pointer)
+{
+    dtrain_local_sgd *local = (dtrain_local_sgd *)pointer;
+    int awake = dtrain__rounds_stopping(local);
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments && !local->told; i++)
+        awake |= local->fragments[i].state == DTRAIN__ROUNDS_READY;
+    pthread_mutex_unlock(&local->mutex);
+    return awake;
+}
+
+/* The thread: looks whether there is something to do, and sleeps. What comes over a group rings no bell of ours, so
+ * that it looks again soon, and less often the longer nothing has come. */
+static void dtrain__rounds_main(void *pointer)
+{
+    dtrain_local_sgd *local = (dtrain_local_sgd *)pointer;
+    for (unsigned idle = 0; !dtrain__rounds_stopping(local);) {
+        int64_t until = INT64_MAX, wait;
+        int did;
+        if (local->up == NULL) {
+            did = dtrain__rounds_run_alone(local);
+        } else {
+            int leads = dtrain_comm_rank(local->up) == 0;
+            did = dtrain__rounds_torn(local->up) ? -1
+                  : leads                        ? dtrain__rounds_lead(local, &until)
+                                                 : dtrain__rounds_follow(local);
+            local->told |= leads && did == 0; /* what it has itself it looks at every time */
+            if (did < 0 && !dtrain__rounds_stopping(local))
+                dtrain__rounds_regroup(local, 0, dtrain_last_error());
+        }
+        idle = did != 0 ? 0 : idle + 1;
+        if (did != 0)
+            continue;
+        wait = local->up == NULL ? INT64_MAX : dtrain__os_now_ns() + (idle < 100 ? 500000 : 5000000);
+        dtrain__bell_wait(&local->to_thread, DTRAIN__WAIT_YIELDS, until < wait ? until : wait, dtrain__rounds_awake,
+                          local);
+    }
+}
+
+#endif
+
+/* ---- >>local-sgd-calls ----
+ * The calls of local SGD: making the object, the step of the training thread, waiting for rounds, and the end. */
+#ifndef DTRAIN__ROUNDS_SGD
+#define DTRAIN__ROUNDS_SGD
+
+DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
+                                               const dtrain_local_sgd_desc *desc, size_t *bytes)
+{
+    dtrain_allocator own = {NULL, NULL, 0, 0};
+    dtrain_local_sgd_desc full = dtrain__rounds_defaults(desc);
+    dtrain__rounds_sizes sizes;
+    dtrain__params params;
+    if (bytes == NULL || ranks < 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_local_sgd_plan: needs bytes and at least 1 rank, got %s and %d",
+                            bytes == NULL ? "NULL" : "bytes", ranks);
+    dtrain_status status = dtrain__params_create(&params, table, count, &own);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__rounds_check(&full, &params);
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_plan(&sizes, &params, ranks, &full);
+    if (status == DTRAIN_OK)
+        *bytes = sizes.all;
+    dtrain__params_destroy(&params, &own);
+    return status;
+}
+
+/* Frees everything but the groups. */
+static void dtrain__rounds_free(dtrain_local_sgd *local)
+{
+    dtrain_allocator *allocator = local->allocator;
+    const dtrain__rounds_sizes *sizes = &local->sizes;
+    for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
+        if (local->fragments[i].pack != NULL) {
+            local->fragments[i].pack->ranks = local->ranks; /* as its arrays are long */
+            dtrain_compressed_destroy(local->fragments[i].pack);
+        }
+    for (int i = 0; i < 3; i++)
+        dtrain__room_free(&local->rooms[i], allocator);
+    dtrain__free(allocator, local->outer, sizes->floats);
+    dtrain__free(allocator, local->weights, sizes->weights);
+    dtrain__free(allocator, local->counters, sizes->counters);
+    dtrain__free(allocator, local->fragments, sizes->fragments);
+    dtrain__free(allocator, local->works, sizes->works);
+    dtrain__free(allocator, local->words, sizes->words);
+    dtrain__free(allocator, local->parts, sizes->told);
+    dtrain__free(allocator, local->hellos, sizes->hellos);
+    dtrain__params_destroy(&local->params, allocator);
+    pthread_mutex_destroy(&local->mutex);
+    dtrain__free(allocator, local, sizeof *local);
+}
+
+/* Gives the fragments their places, and those that travel packed their state. */
+static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm *comm)
+{
+    int64_t n = local->desc.fragments, steps = local->desc.steps;
+    size_t at = 0;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        dtrain_compressor q;
+        f->begin = at;
+        f->count = dtrain__rounds_count(&local->params, local->desc.fragments, i);
+        f->boundary = (int)((i + 1) * steps / n % steps);
+        snprintf(f->residual, sizeof f->residual, "residual.%d", i);
+        at += f->count;
+        if (!dtrain__rounds_packs(&local->desc, local->ranks, f->count))
+            continue;
+        dtrain_status status = dtrain__rounds_compressor(&local->compress, local->allocator, &q);
+        if (status == DTRAIN_OK)
+            status = dtrain_compressed_create(&f->pack, comm, f->count, &q, &local->compress.feedback);
+        if (status != DTRAIN_OK)
+            return status;
+    }
+    return DTRAIN_OK;
+}
+
+/* Allocates what the plan says. */
+static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_comm *comm)
+{
+    dtrain_allocator *allocator = local->allocator;
+    const dtrain__rounds_sizes *sizes = &local->sizes;
+    int good = 1;
+    local->outer = (float *)dtrain__alloc(allocator, sizes->floats);
+    local->weights = (double *)dtrain__alloc(allocator, sizes->weights);
+    local->counters = (uint64_t *)dtrain__alloc(allocator, sizes->counters);
+    local->fragments = (dtrain__rounds_fragment *)dtrain__alloc(allocator, sizes->fragments);
+    local->works = (dtrain_work **)dtrain__alloc(allocator, sizes->works);
+    local->words = (uint64_t *)dtrain__alloc(allocator, sizes->words);
+    local->parts = (const void **)dtrain__alloc(allocator, sizes->told);
+    local->hellos = (uint64_t *)dtrain__alloc(allocator, sizes->hellos);
+    for (int i = 0; i < 3; i++) {
+        local->rooms[i].bytes = sizes->rooms[i];
+        local->rooms[i].data = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
+        good &= sizes->rooms[i] == 0 || local->rooms[i].data != NULL;
+    }
+    if (!good || local->outer == NULL || local->weights == NULL || local->counters == NULL ||
+        local->fragments == NULL || local->works == NULL || local->words == NULL || local->parts == NULL ||
+        local->hellos == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizes->all);
+    float *next = local->outer + sizes->total;
+    local->velocity = local->desc.outer_momentum != 0.0f ? next : NULL;
+    local->base = local->velocity != NULL ? next + sizes->total : next;
+    local->diff = local->base + sizes->total;
+    local->sum = local->diff + sizes->total;
+    local->saved = local->sum + sizes->largest;
+    local->inbox = local->words + (size_t)local->ranks * (size_t)local->desc.fragments;
+    local->last = (int *)(void *)(local->parts + local->ranks);
+    return dtrain__rounds_lay_out(local, comm);
+}
+
+static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
+                                         size_t count, const dtrain_local_sgd_desc *desc)
+{
+    local->desc = dtrain__rounds_defaults(desc);
+    if (local->desc.compress != NULL) {
+        local->compress = *local->desc.compress;
+        local->desc.compress = &local->compress;
+    }
+    dtrain_status status = dtrain__params_create(&local->params, table, count, local->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_check(&local->desc, &local->params);
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, &local->desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "
+                            "service thread");
+    if (local->desc.max_bytes > 0 && local->sizes.all > local->desc.max_bytes)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "dtrain_local_sgd_create: max_bytes is %zu, %zu bytes are needed: more fragments, or no "
+                            "momentum, need fewer",
+                            local->desc.max_bytes, local->sizes.all);
+    return dtrain__rounds_allocate(local, comm);
+}
+
+/* What must be the same on all ranks. */
+static void dtrain__rounds_digest(const dtrain_local_sgd *local, const dtrain_param *table, size_t count,
+                                  unsigned char digest[32])
+{
+    const dtrain_local_sgd_desc *desc = &local->desc;
+    struct {
+        unsigned char before[32];
+        int64_t numbers[8];
+        float constants[4];
+        uint64_t block, least;
+    } print;
+    memset(digest, 0, 32);
+    dtrain__params_digest(table, count, digest);
+    memset(&print, 0, sizeof print);
+    memcpy(print.before, digest, 32);
+    print.numbers[0] = desc->steps;
+    print.numbers[1] = desc->fragments;
+    print.numbers[2] = desc->overlap;
+    print.numbers[3] = desc->window_ms;
+    print.numbers[4] = desc->no_broadcast != 0;
+    print.numbers[5] = desc->compress != NULL ? (int)desc->compress->kind : 0;
+    print.numbers[6] = desc->compress != NULL && desc->compress->feedback.no_feedback != 0;
+    print.constants[0] = desc->outer_lr;
+    print.constants[1] = desc->outer_momentum;
+    print.block = desc->compress != NULL ? desc->compress->block : 0;
+    print.least = desc->compress != NULL ? desc->compress->least_count : 0;
+    dtrain_sha256(&print, sizeof print, digest);
+}
+
+/* Hears whether all ranks could make the object, from the same table and desc. mine: how this one fared. */
+static dtrain_status dtrain__rounds_meet(dtrain_comm *comm, dtrain_status mine, const unsigned char digest[32])
+{
+    enum { WORDS = 5 };
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    int n = dtrain_comm_size(comm), rank = dtrain_comm_rank(comm);
+    size_t bytes = (size_t)n * WORDS * sizeof(uint64_t);
+    dtrain__error cause = dtrain__thread_error;
+    uint64_t said[WORDS], *all = (uint64_t *)dtrain__alloc(allocator, bytes);
+    said[0] = (uint64_t)mine;
+    memcpy(said + 1, digest, 32);
+    if (all == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", bytes);
+    dtrain_status status = dtrain_all_gather(comm, said, all, (size_t)n * WORDS, DTRAIN_U64);
+    if (mine != DTRAIN_OK)
+        status = dtrain__report(&cause);
+    for (int r = 0; r < n && status == DTRAIN_OK; r++) {
+        const uint64_t *other = all + (size_t)r * WORDS;
+        if (other[0] != DTRAIN_OK)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                                  "dtrain_local_sgd_create on rank %d: rank %d could not create it (%s)", rank, r,
+                                  dtrain_status_name((dtrain_status)other[0]));
+        else if (memcmp(other + 1, said + 1, 32) != 0)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                                  "dtrain_local_sgd_create on rank %d: rank %d gave another table or desc; all must "
+                                  "give the same, but for addresses, mixing, blocking and max_bytes",
+                                  rank, r);
+    }
+    dtrain__free(allocator, all, bytes);
+    return status;
+}
+
+/* Gives all ranks the same parameters, and the object its groups and its thread. */
+static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
+                                         size_t count)
+{
+    dtrain_status status = DTRAIN_OK;
+    dtrain_comm *group = NULL, *up = NULL, *down = NULL;
+    for (size_t i = 0; status == DTRAIN_OK && i < count && !local->desc.no_broadcast; i++)
+        status = dtrain_broadcast(comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
+    if (status == DTRAIN_OK && local->ranks > 1)
+        status = dtrain_comm_duplicate(comm, &group);
+    if (status == DTRAIN_OK && local->ranks > 1)
+        status = dtrain__rounds_talk(group, &up, &down);
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_comm_destroy(group);
+        return dtrain__report(&cause);
+    }
+    dtrain__rounds_set_groups(local, group, up, down);
+    local->made_ns = dtrain__os_now_ns();
+    for (int i = 0; i < local->desc.fragments; i++)
+        dtrain__rounds_walk(local, i, dtrain__rounds_start);
+    int error = dtrain__os_thread_start(&local->thread, dtrain__rounds_main, local, (size_t)1 << 20);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_local_sgd_create: the system gives no thread: %s",
+                            strerror(error));
+    local->started = 1;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrain_comm *comm, const dtrain_param *table,
+                                                 size_t count, const dtrain_local_sgd_desc *desc)
+{
+    unsigned char digest[32];
+    if (local == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_create: local and comm are needed, got NULL");
+    *local = NULL;
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain_local_sgd *made = (dtrain_local_sgd *)dtrain__alloc(allocator, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizeof *made);
+    made->allocator = allocator;
+    made->rank = dtrain_comm_rank(comm);
+    made->ranks = dtrain_comm_size(comm);
+    made->timeout_ms = comm->desc.timeout_ms;
+    pthread_mutex_init(&made->mutex, NULL);
+    dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
+    memset(digest, 0, sizeof digest);
+    if (status == DTRAIN_OK)
+        dtrain__rounds_digest(made, table, count, digest);
+    status = dtrain__rounds_meet(comm, status, digest);
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_join(made, comm, table, count);
+    if (status == DTRAIN_OK) {
+        *local = made;
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_local_sgd_destroy(made);
+    return dtrain__report(&cause);
+}
+
+/* Something that a training thread waits for. */
+typedef struct dtrain__rounds_wait {
+    dtrain_local_sgd *local;
+    uint32_t news;
+} dtrain__rounds_wait;
+
+static int dtrain__rounds_has_news(void *pointer)
+{
+    const dtrain__rounds_wait *wait = (const dtrain__rounds_wait *)pointer;
+    return __atomic_load_n(&wait->local->news, __ATOMIC_SEQ_CST) != wait->news;
+}
+
+/* Whether a fragment's difference is handed in or in a round; fragment -1: any one's. *news: as it was then. */
+static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint32_t *news)
+{
+    int under_way = 0;
+    *news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        under_way |= (fragment < 0 || i == fragment) && (local->fragments[i].state == DTRAIN__ROUNDS_READY ||
+                                                         local->fragments[i].state == DTRAIN__ROUNDS_FLYING);
+    pthread_mutex_unlock(&local->mutex);
+    return under_way;
+}
+
+static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news, int64_t until_ns)
+{
+    dtrain__rounds_wait wait = {local, news};
+    for (unsigned turn = 0; !dtrain__rounds_has_news(&wait) && dtrain__os_now_ns() < until_ns; turn++)
+        dtrain__bell_wait(&local->to_caller, turn, until_ns, dtrain__rounds_has_news, &wait);
+}
+
+/* How long a round may take from now on, with its window or without. */
+static int64_t dtrain__rounds_deadline(const dtrain_local_sgd *local, int window)
+{
+    int64_t now = dtrain__os_now_ns();
+    if (local->timeout_ms < 0 || (window && local->desc.window_ms < 0))
+        return INT64_MAX;
+    now += dtrain__os_ms_to_ns(local->timeout_ms);
+    return window ? now + dtrain__os_ms_to_ns(local->desc.window_ms) : now;
+}
+
+/* Waits until the rounds of a fragment, or of all, are over, or for too long; then 0. */
+static int dtrain__rounds_wait_round(dtrain_local_sgd *local, int fragment)
+{
+    int64_t until = dtrain__rounds_deadline(local, 1);
+    uint32_t news;
+    while (dtrain__rounds_under_way(local, fragment, &news)) {
+        if (dtrain__os_now_ns() >= until)
+            return 0;
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+    return 1;
+}
+
+/* A fragment's part of a step: what has come and may be applied; a snapshot at its boundary. Returns 1 when this step
+ * is to wait for the fragment's round. */
+static int dtrain__rounds_step_fragment(dtrain_local_sgd *local, int fragment)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    uint64_t step = local->counters[0], overlap = (uint64_t)local->desc.overlap;
+    int waits;
+    pthread_mutex_lock(&local->mutex);
+    if (step >= f->snapshot + overlap)
+        dtrain__rounds_apply(local, fragment);
+    f->due |= step % (uint64_t)local->desc.steps == (uint64_t)f->boundary;
+    if (f->due && (f->state == DTRAIN__ROUNDS_IDLE || f->state == DTRAIN__ROUNDS_READY))
+        dtrain__rounds_snapshot(local, fragment, 0);
+    waits = local->desc.blocking && f->state != DTRAIN__ROUNDS_IDLE && step == f->snapshot + overlap;
+    pthread_mutex_unlock(&local->mutex);
+    return waits;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double weight)
+{
+    if (local == NULL || !dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(local != NULL ? &local->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_local_sgd_step: needs an object and a weight of at least 0, got %s and %g",
+                            local == NULL ? "NULL" : "one", weight);
+    pthread_mutex_lock(&local->mutex);
+    local->counters[0]++;
+    local->stats.steps++;
+    local->stats.dense_bytes += dtrain__feedback_dense_bytes(local->sizes.total, local->ranks);
+    for (int i = 0; i < local->desc.fragments; i++)
+        local->weights[i] += weight;
+    pthread_mutex_unlock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++) {
+        if (!dtrain__rounds_step_fragment(local, i))
+            continue;
+        if (!dtrain__rounds_wait_round(local, i))
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "local_sgd: rank %d goes on without a round of fragment %d, which did not come within "
+                        "window_ms and timeout_ms",
+                        local->rank, i);
+        pthread_mutex_lock(&local->mutex);
+        dtrain__rounds_apply(local, i);
+        pthread_mutex_unlock(&local->mutex);
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__rounds_apply_all(dtrain_local_sgd *local)
+{
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        dtrain__rounds_apply(local, i);
+    pthread_mutex_unlock(&local->mutex);
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
+{
+    if (local == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_sync: the object is NULL: create it first");
+    int over = dtrain__rounds_wait_round(local, -1);
+    dtrain__rounds_apply_all(local);
+    return over ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                               "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; the "
+                               "other members are not there yet, and it can be called again",
+                               local->rank);
+}
+
+/* Applies what has come, and hands everything in for the last time. Returns 1 when all members have finished. *made:
+ * the number of rounds so far. */
+static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
+{
+    int closed = 1;
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        dtrain__rounds_apply(local, i);
+        int all = f->state == DTRAIN__ROUNDS_IDLE && f->closed && f->snapshot == local->counters[0];
+        if (!all && (f->state == DTRAIN__ROUNDS_IDLE ||
+                     (f->state == DTRAIN__ROUNDS_READY && (f->flags & DTRAIN__ROUNDS_FINAL) == 0)))
+            dtrain__rounds_snapshot(local, i, 1);
+        closed &= all;
+    }
+    *made = local->stats.rounds;
+    pthread_mutex_unlock(&local->mutex);
+    return closed;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local)
+{
+    uint64_t before = 0, made = 0;
+    if (local == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_finish: the object is NULL: create it first");
+    int64_t until = dtrain__rounds_deadline(local, 0);
+    for (;;) {
+        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        if (dtrain__rounds_close(local, &made))
+            return DTRAIN_OK;
+        until = made != before ? dtrain__rounds_deadline(local, 0) : until;
+        before = made;
+        if (dtrain__os_now_ns() >= until)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_TIMEOUT,
+                "dtrain_local_sgd_finish on rank %d: no round was made within timeout_ms: other members "
+                "have neither finished nor handed in; it can be called again",
+                local->rank);
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+}
+
+DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *local)
+{
+    dtrain_local_sgd_stats stats;
+    memset(&stats, 0, sizeof stats);
+    if (local == NULL)
+        return stats;
+    pthread_mutex_lock(&local->mutex);
+    stats = local->stats;
+    pthread_mutex_unlock(&local->mutex);
+    return stats;
+}
+
+DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
+{
+    int count = 0;
+    if (local == NULL || ranks == NULL)
+        return 0;
+    pthread_mutex_lock(&local->mutex);
+    for (; count < local->stats.members; count++)
+        ranks[count] = local->last[count];
+    pthread_mutex_unlock(&local->mutex);
+    return count;
+}
+
+DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
+                                      dtrain_dtype *dtype, size_t *count)
+{
+    static const char *const names[] = {"outer", "momentum", "base", "weights", "counters"};
+    if (local == NULL || index < 0)
+        return 0;
+    void *datas[5];
+    datas[0] = local->outer;
+    datas[1] = local->velocity;
+    datas[2] = local->base;
+    datas[3] = local->weights;
+    datas[4] = local->counters;
+    for (int i = 0; i < 5 + local->desc.fragments; i++) {
+        dtrain_compressed *pack = i < 5 ? NULL : local->fragments[i - 5].pack;
+        void *what = i < 5 ? datas[i] : pack != NULL ? pack->residual : NULL;
+        if (what == NULL || index-- > 0)
+            continue;
+        *name = i < 5 ? names[i] : local->fragments[i - 5].residual;
+        *data = what;
+        *dtype = i == 3 ? DTRAIN_F64 : i == 4 ? DTRAIN_U64 : DTRAIN_F32;
+        *count = i < 3    ? local->sizes.total
+                 : i == 3 ? (size_t)local->desc.fragments
+                 : i == 4 ? (size_t)local->desc.fragments + 1
+                          : pack->count;
+        return 1;
+    }
+    return 0;
+}
+
+DTRAIN_API const char *dtrain_local_sgd_error(dtrain_local_sgd *local)
+{
+    return local != NULL ? local->error.text : "";
+}
+
+DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
+{
+    if (local == NULL)
+        return;
+    if (local->started) {
+        pthread_mutex_lock(&local->mutex);
+        __atomic_store_n(&local->stopping, 1, __ATOMIC_SEQ_CST);
+        dtrain__rounds_cut(local);
+        pthread_mutex_unlock(&local->mutex);
+        dtrain__bell_ring(&local->to_thread);
+        dtrain__os_thread_join(&local->thread);
+    }
+    dtrain_comm_destroy(local->up);
+    dtrain_comm_destroy(local->down);
+    dtrain_comm_destroy(local->group);
+    dtrain__rounds_free(local);
 }
 
 #endif

@@ -34,6 +34,8 @@ typedef struct gpt {
     dtrain_param table[GPT_PARAMS];
     dtrain_fsdp *fsdp;
     struct gpt_aggregate *aggregate; /* NULL: FSDP itself reduces */
+    dtrain_comm *alone;      /* with local: the world of one that fsdp is over; else NULL */
+    dtrain_local_sgd *local; /* this rank trains by itself and averages now and then; NULL: all train together */
     float *params[GPT_PARAMS], *grads[GPT_PARAMS]; /* of full size; a unit's are there while it is gathered */
     dtrain_tensor memory;
     float *x;                             /* [L + 1, BT, C] the residual stream, before each block and after the last */

@@ -6,7 +6,7 @@
 #include "report.h"
 
 typedef struct gpt_flags {
-    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until;
+    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until, local_steps;
     double lr, clip;
     const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save, *aggregator;
     int quiet, resume;
@@ -47,6 +47,10 @@ static inline int gpt_check_flags(const gpt_flags *f)
         return report_complain("flag", "--resume", "needs --save DIR, where the checkpoint is");
     if (f->aggregator != NULL && (strcmp(f->strategy, "none") != 0 || f->save != NULL))
         return report_complain("flag", "--aggregator", "needs --strategy none, and does not go with --save");
+    if (f->local_steps > 0 && (f->save != NULL || f->aggregator != NULL || strcmp(f->strategy, "none") != 0 ||
+                               strcmp(f->gather, "f32") != 0))
+        return report_complain("flag", "--local-steps",
+                               "needs --strategy none and --gather f32, and goes with no --save or --aggregator");
     if (f->width % f->heads != 0)
         return report_complain("flag", "--width", "must be a multiple of --heads");
     return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
@@ -72,7 +76,8 @@ static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
                    {"--ranks", &f->ranks, 1, 1024},
                    {"--shard-size", &f->shard_size, 1, 65536},
                    {"--every", &f->every, 1, 1e9},
-                   {"--until", &f->until, 1, 1e9}};
+                   {"--until", &f->until, 1, 1e9},
+                   {"--local-steps", &f->local_steps, 1, 1e9}};
     struct {
         const char *name;
         const char **value;
@@ -154,6 +159,7 @@ static inline int gpt_help(void)
          "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
          "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy\n"
          "  --until N        stops after step N of --steps\n"
+         "  --local-steps H  each rank trains by itself; all average every H steps (DiLoCo)\n"
          "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
          "  --quiet          only the result");
     return 0;

@@ -8,7 +8,8 @@
  * micro-batch, --micro micro-batches a step over all ranks together, dealt in turn; with a power of two of them, 1, 2,
  * 4 and 8 ranks end with the same weights, bit for bit, under every strategy. The last tenth of the text is held out.
  * With --save a run leaves checkpoints, from which --resume goes on, on any number of ranks, as if it had never
- * stopped.
+ * stopped. With --local-steps H each rank trains by itself, and all average how far they have come every H steps
+ * (DiLoCo).
  */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
@@ -101,6 +102,24 @@ static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *flags, const char *strate
     return desc;
 }
 
+/* Has the ranks train by themselves, from rank 0's weights. Blocking: a run gives the same bits every time. */
+static dtrain_status gpt_create_local(gpt *model, const gpt_flags *flags, dtrain_comm *world)
+{
+    dtrain_param table[GPT_PARAMS];
+    dtrain_local_sgd_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.steps = (int)flags->local_steps;
+    desc.outer_lr = 1.0f; /* for tens of rounds; the paper's 0.7 and 0.9 are for hundreds */
+    desc.outer_momentum = 0.8f;
+    desc.blocking = 1;
+    for (int i = 0; i < GPT_PARAMS; i++) {
+        table[i] = model->table[i];
+        table[i].data = model->params[i];
+        table[i].grad = model->grads[i];
+    }
+    return dtrain_local_sgd_create(&model->local, world, table, GPT_PARAMS, &desc);
+}
+
 /* Collective: every rank of world. */
 static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm *world)
 {
@@ -112,9 +131,14 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm 
     model->aggregate = aggregate;
     floats = gpt_lay_out(model, NULL);
     status = dtrain_tensor_create(&model->memory, DTRAIN_F32, 1, &floats, dtrain_comm_allocator(world));
+    if (status == DTRAIN_OK && flags->local_steps > 0)
+        status = dtrain_comm_split(world, dtrain_comm_rank(world), 0, &model->alone);
     if (status == DTRAIN_OK)
-        status = dtrain_fsdp_create(&model->fsdp, aggregate != NULL ? aggregate->alone : world, model->table,
-                                    GPT_PARAMS, &desc);
+        status = dtrain_fsdp_create(&model->fsdp,
+                                    aggregate != NULL       ? aggregate->alone
+                                    : model->alone != NULL ? model->alone
+                                                           : world,
+                                    model->table, GPT_PARAMS, &desc);
     if (status != DTRAIN_OK)
         return status;
     gpt_lay_out(model, (float *)model->memory.data);
@@ -122,12 +146,15 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm 
         model->params[i] = dtrain_fsdp_param(model->fsdp, model->table[i].name);
         model->grads[i] = dtrain_fsdp_grad(model->fsdp, model->table[i].name);
     }
-    return gpt_initialise(model, (uint64_t)flags->seed);
+    status = gpt_initialise(model, (uint64_t)flags->seed);
+    return status == DTRAIN_OK && model->alone != NULL ? gpt_create_local(model, flags, world) : status;
 }
 
 static void gpt_destroy(gpt *model)
 {
+    dtrain_local_sgd_destroy(model->local);
     dtrain_fsdp_destroy(model->fsdp);
+    dtrain_comm_destroy(model->alone);
     dtrain_tensor_destroy(&model->memory);
 }
 
@@ -318,7 +345,7 @@ static void gpt_show(const gpt_job *job, const gpt_progress *progress, const gpt
 }
 
 /* One step on one rank, micro-batches dealt in turn; *loss is the mean over all ranks' tokens, the same bits
- * everywhere. Where it is not finite nothing is applied. */
+ * everywhere; with --local-steps that of this rank's. Where it is not finite nothing is applied. */
 static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long step, unsigned char *tokens,
                               double *losses, float lr, double *loss, double *norm)
 {
@@ -336,18 +363,22 @@ static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long ste
     }
     if (m->aggregate != NULL && status == DTRAIN_OK)
         status = gpt_aggregate_step(m->aggregate, m->fsdp, weight);
-    else if (mine * ranks < micro && status == DTRAIN_OK) /* others have one more */
+    else if (m->local == NULL && mine * ranks < micro && status == DTRAIN_OK) /* others have one more */
         status = dtrain_fsdp_join(m->fsdp);
-    if (status == DTRAIN_OK) /* each sum has one term that is not zero */
+    if (m->local == NULL && status == DTRAIN_OK) /* each sum has one term that is not zero */
         status = dtrain_all_reduce(world, losses, losses, micro, DTRAIN_F64, DTRAIN_SUM);
     *loss = 0;
     for (size_t i = 0; i < micro; i++)
         *loss += losses[i];
-    *loss /= (double)(micro * BT);
+    *loss /= (double)((m->local != NULL ? mine : micro) * BT);
     if (status != DTRAIN_OK || !isfinite(*loss))
         return status;
     status = dtrain_fsdp_clip_grad_norm(m->fsdp, (float)job->flags.clip, norm);
-    return status == DTRAIN_OK ? dtrain_fsdp_step(m->fsdp, lr) : status;
+    if (status == DTRAIN_OK)
+        status = dtrain_fsdp_step(m->fsdp, lr);
+    if (status == DTRAIN_OK && m->local != NULL) /* without sharding the optimizer's weights are those of the layers */
+        status = dtrain_local_sgd_step(m->local, (double)(mine * BT));
+    return status;
 }
 
 /* Compares what more than one rank keeps: full parameters, or slices of the same part. */
@@ -374,7 +405,7 @@ static dtrain_status gpt_digest(gpt *m, int root, unsigned char digest[32])
 {
     unsigned char digests[GPT_PARAMS][32];
     dtrain_status status = DTRAIN_OK;
-    for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK; i++) {
+    for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK && (root || m->local == NULL); i++) {
         size_t bytes = dtrain_param_elements(&m->table[i]) * sizeof(float);
         float *value = root ? (float *)malloc(bytes) : NULL;
         status = root && value == NULL ? DTRAIN_ERR_MEMORY : DTRAIN_OK;
@@ -410,7 +441,10 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
     int64_t blocked = gpt_blocked_ns(m, world) - progress->blocked_ns;
     dtrain_fsdp_stats stats = dtrain_fsdp_get_stats(m->fsdp);
     unsigned char digest[32];
-    dtrain_status status = gpt_check_copies(m, world);
+    dtrain_status status = m->local != NULL ? dtrain_local_sgd_finish(m->local) : DTRAIN_OK;
+    dtrain_local_sgd_stats rounds = dtrain_local_sgd_get_stats(m->local);
+    if (status == DTRAIN_OK)
+        status = gpt_check_copies(m, world);
     if (status == DTRAIN_OK)
         status = gpt_validate(job, m, world, &validation);
     if (status == DTRAIN_OK && !job->flags.quiet)
@@ -424,6 +458,10 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
     if (!job->flags.quiet)
         printf("memory of %s: %.2f MiB planned, %.2f MiB used at most\n", job->flags.strategy,
                gpt_mib(progress->planned_bytes), gpt_mib(dtrain_fsdp_get_stats(m->fsdp).peak_bytes));
+    if (m->local != NULL)
+        printf("%d rounds of %ld steps: %.2f MiB sent, %.2f MiB if all trained together: 1/%.1f\n", (int)rounds.taken,
+               job->flags.local_steps, gpt_mib((size_t)rounds.sent_bytes), gpt_mib((size_t)rounds.dense_bytes),
+               (double)rounds.dense_bytes / ((double)rounds.sent_bytes + 1e-9));
     printf("result weights_sha256=");
     for (int i = 0; i < 32; i++)
         printf("%02x", digest[i]);

@@ -18,6 +18,7 @@
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
+ *     >>local-sgd    local SGD and DiLoCo: many steps alone, then a round with whoever is there
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
  *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn

@@ -54,7 +54,7 @@ try() { # what command...; a fact about the last run
     check $? "$what"
 }
 
-for example in quickstart train_mlp frame_loop custom_transport survive train_gpt parameter_server; do
+for example in quickstart train_mlp frame_loop custom_transport survive robot_swarm parameter_server train_gpt; do
     build_example $example
     check $? "$example builds by its own line without a warning"
 done
@@ -76,10 +76,18 @@ learned() { awk '/synchronous/ { rows++; good += $(NF - 1) <= 4 && $(NF - 2) < 0
 try "parameter_server learns in every form, within its bound" learned "$dir/out"
 timeout 60 build/dtrun -n 4 --no-prefix "$dir/parameter_server" >"$dir/out" 2>"$dir/log"
 try "parameter_server learns on four processes" learned "$dir/out"
+try "robot_swarm: the others go on without the robot that dies" run robot_swarm
+try "robot_swarm: a round took the slow robot along, and none waited for it always" \
+    awk '/robots ..2/ { with++ } /robots ..-/ { without++ } END { exit !(with > 0 && without > 0) }' "$dir/out"
+try "robot_swarm: the survivors end with the same weights" grep -q '^3 robots end with the same weights' "$dir/out"
 try "train_gpt runs" run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 4 --steps 3 \
     --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg"
 try "train_gpt prints its result" grep -q '^result weights_sha256=[0-9a-f]\{64\} loss=' "$dir/out"
 try "train_gpt writes one CSV line a step" awk 'END { exit NR != 4 }' "$dir/gpt.csv"
+
+run train_gpt --ranks 3 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 6 --steps 7 --local-steps 3 \
+    --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg"
+try "train_gpt trains locally" grep -q '^3 rounds of 3 steps: ' "$dir/out"
 
 # The same weights on threads, TCP and unix sockets; and a rank that is killed in mid-run.
 small="--layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 8 --steps 5 --quiet --csv $dir/gpt.csv --svg $dir/gpt.svg"
