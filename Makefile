@@ -34,6 +34,8 @@ build/train_%: examples/train_%.c dtrain.h $(wildcard examples/*.h) | build
 build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
+build/slow_link: examples/train_gpt.c
+
 build/bench: CFLAGS += -fno-math-errno
 build/bench: $(wildcard tools/bench_*.h)
 

@@ -1831,10 +1831,12 @@ typedef enum dtrain_compression {
     DTRAIN_COMPRESS_OWN
 } dtrain_compression;
 
-/* How the gradients of a table are compressed, each parameter by itself. Zero means the default.
+/* How gradients are compressed: of an aggregator all together, of DDP and FSDP each bucket, as one vector; by PowerSGD
+ * each parameter, by DDP and FSDP each layer of a stacked one. Zero means the default.
  *
- * A parameter of less than least_count elements is all-reduced as it is. So is, by PowerSGD, one of one dimension; of
- * others the first is the rows, of stacked ones the first two. */
+ * What has less than least_count elements is all-reduced as it is. So is, by PowerSGD, a parameter of one dimension; of
+ * others the first is the rows, of stacked ones in an aggregator the first two. With feedback.momentum, what is
+ * all-reduced as it is has a velocity too. */
 typedef struct dtrain_compress_desc {
     dtrain_compression kind;         /* 0: top-k */
     dtrain_topk_desc topk;           /* a ratio of 0 without a threshold: 0.01 */
@@ -1845,6 +1847,15 @@ typedef struct dtrain_compress_desc {
     size_t least_count;              /* 0: 1,024; 1: all are compressed */
 } dtrain_compress_desc;
 
+/* What reducing some units' gradients took in a step: units that were added between copies together, or one whose
+ * gradients were scattered. */
+typedef struct dtrain_bucket {
+    int first_unit, last_unit;
+    uint64_t dense_bytes; /* that this rank would have sent as float32 */
+    uint64_t sent_bytes;  /* that it has sent, headers aside */
+    int64_t ns;           /* that it was under way */
+} dtrain_bucket;
+
 /* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
 typedef struct dtrain_ddp dtrain_ddp;
 
@@ -1852,8 +1863,8 @@ typedef struct dtrain_ddp_desc {
     size_t bucket_bytes; /* units travel together once they are so large; 0: 1 MiB; 1: each by itself */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
     int no_overlap;      /* 1: nothing is reduced before all units are */
-    const dtrain_compress_desc *compress; /* copied; sums travel compressed, each parameter by itself, in
-                                           * dtrain_ddp_finish. NULL: as they are */
+    const dtrain_compress_desc *compress; /* copied; sums travel compressed, bucket by bucket, on a thread that the DDP
+                                           * starts; with no_overlap in dtrain_ddp_finish. NULL: as they are */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.
@@ -1865,7 +1876,8 @@ typedef struct dtrain_ddp_desc {
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
- *            those of dtrain_broadcast
+ *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
+ *            those of dtrain_broadcast, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -1923,6 +1935,27 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
  * one thread per object */
 DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp);
 
+/* Lists the buckets of the last step that was finished, in the order in which they were sent; returns how many. The
+ * array is the DDP's, and stays until the next step.
+ *
+ *   buckets   out; may be NULL
+ *
+ * one thread per object; never blocks */
+DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
+
+/* Says what all steps together have sent; a step is one that was finished.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_compressed_stats dtrain_ddp_counters(const dtrain_ddp *ddp);
+
+/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
+ * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
+ *
+ *   index   0, 1, ...
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index);
+
 /* Frees a DDP; NULL is legal. In an open step it first waits for the units on their way, up to timeout_ms.
  *
  * one thread per object */
@@ -1948,7 +1981,8 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
  * any thread; its aggregate is collective, and blocks up to timeout_ms */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
 
-/* Makes the aggregator that all-reduces each gradient of table compressed, with feedback.
+/* Makes the aggregator that all-reduces the gradients of table compressed, with feedback. Memory: the gradients once
+ * more, and what dtrain_compressed_create says.
  *
  *   comm      must outlive it
  *   table     every call has the same parameters; their gradients may move
@@ -1960,11 +1994,13 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
                                                       const dtrain_param *table, size_t count,
                                                       const dtrain_compress_desc *desc);
 
-/* Returns the state of a parameter's compression, for checkpoints and counters; NULL where it is sent as it is, and for
- * other aggregators.
+/* Returns a state of compression, for checkpoints and counters; NULL beyond the last, and for other aggregators. There
+ * is one, of PowerSGD one a matrix; what is sent as it is has none.
+ *
+ *   index   0, 1, ...
  *
  * one thread per object */
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t param);
+DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index);
 
 /* Says what all parameters together have sent, those that are sent as they are included; a step is a call.
  *
@@ -1975,11 +2011,6 @@ DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggre
  *
  * one thread per object */
 DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator);
-
-/* Returns the aggregator that a DDP sends its sums through; NULL where they travel as they are.
- *
- * one thread per object */
-DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp);
 
 /* Adds the gradients of this rank's examples to the table's, which are zero, and sets *weight to their weight. */
 typedef dtrain_status (*dtrain_compute_fn)(void *user, double *weight);
@@ -2268,8 +2299,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
  * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
  *
  * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts
- *XX members are no error: rounds go on with those left, and a member that is alone makes its outer steps
- * alone.
+ * in the next round. Lost members are no error: rounds go on with those left, and a member that is alone makes its
+ * outer steps alone.
  *
  *   weight   of the step's examples on this rank, usually their number or that of their tokens
  *   errors   DTRAIN_ERR_INVALID  NULL, or weight negative or not finite: nothing was done
@@ -2373,6 +2404,15 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
  * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
  * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
+ * Compressed sums (desc.compress) imply keep_full_grads, and bucket_bytes says among how much top-k selects. A thread
+ * of the object's sends bucket after bucket while backward still runs; the bits are those without the thread: with
+ * no_overlap, or progress by poll, the call that ends the step sends. A world of one compresses too, so that it trains
+ * as several do.
+ *
+ * Quantised parameters (quantise_gather) are within half a scale of the masters, 1/254 of the largest of their block,
+ * the same bits on every rank; gradients (quantise_reduce) are once more rounded so before they are added. A world of
+ * one rounds nothing.
+ *
  * Every rank makes the same gather calls in the same order: gathering is collective, and between two of them each rank
  * lets go of the same units, by dtrain_fsdp_release or dtrain_fsdp_reduce. Reductions may come in any order of units,
  * and a rank may leave some out: a unit that was gathered on the way down and released adds nothing. (Over a transport
@@ -2423,6 +2463,12 @@ typedef struct dtrain_fsdp_desc {
                                      each by itself where gradients travel in 16 bits; 0: 1 MiB; 1: each by itself */
     int no_broadcast;             /* 1: data in the table is the same on all ranks already */
     size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
+    size_t quantise_gather; /* full shard, hybrid: parameters travel as int8 from the F32 masters, so many elements to a
+                             * scale, a multiple of 8, at most 65,536 (256 is usual); 0: in gather_dtype */
+    size_t quantise_reduce; /* full shard, shard-grad-op, hybrid: so do gradients to their owner, who adds them in F32;
+                             * what rounding loses is lost. 0: in reduce_dtype. Of neither the small ranges */
+    const dtrain_compress_desc *compress; /* copied; no shard, hybrid: sums travel compressed between copies, once a
+                                           * step, bucket by bucket. NULL: as they are */
 } dtrain_fsdp_desc;
 
 /* What one rank will need and send, in bytes. Peak is what is in use at most at once, in whole pages. */
@@ -2430,12 +2476,13 @@ typedef struct dtrain_fsdp_plan_result {
     size_t weights;       /* this rank's slices; 0 for those that lie in the full parameters */
     size_t gradients;     /* slices of sums, with those of earlier micro-batches */
     size_t optimizer;     /* state */
+    size_t compression;   /* residuals and velocities, at most; what a step packs comes from the group's allocator */
     size_t full_weights;  /* pages of parameters that are gathered at once, at most, and of slices that lie there */
     size_t full_grads;    /* pages of gradients that are in full at once, at most */
     size_t bookkeeping;   /* tables and page counts */
     size_t peak;          /* the sum of all these */
     uint64_t sent_gather; /* to other ranks in a step of one micro-batch, all parameters used */
-    uint64_t sent_reduce; /* and for gradients */
+    uint64_t sent_reduce; /* and for gradients, without compression */
 } dtrain_fsdp_plan_result;
 
 /* Says what one rank will need, before anything is allocated. The table needs no memory for it.
@@ -2465,6 +2512,7 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
  *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
  *            DTRAIN_ERR_MEMORY; those of dtrain_comm_split and dtrain_broadcast
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -2692,8 +2740,8 @@ DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
  * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
 
-/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The same
- * on every rank.
+/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The
+ * same on every rank.
  *
  *   errors   DTRAIN_ERR_INVALID  a scale that is not above 0 or not finite, negative steps; gradients of a step are not
  *                                used yet
@@ -2708,6 +2756,8 @@ typedef struct dtrain_fsdp_stats {
     uint64_t skipped;        /* not applied, because a gradient was not finite */
     int64_t communicated_ns; /* that gathers and reductions were under way, each by itself */
     int64_t waited_ns;       /* that the caller waited for them */
+    uint64_t dense_bytes;    /* that this rank's reductions would have sent as float32 */
+    uint64_t sent_bytes;     /* that they have sent, headers aside */
     size_t bytes;            /* in use now: memory and pages */
     size_t peak_bytes;       /* the most at once */
 } dtrain_fsdp_stats;
@@ -2717,7 +2767,24 @@ typedef struct dtrain_fsdp_stats {
  * one thread per object */
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp);
 
+/* Lists the buckets of the last step that was finished, in the order in which they were sent; returns how many. The
+ * array is the object's, and stays until the next step.
+ *
+ *   buckets   out; may be NULL
+ *
+ * one thread per object; never blocks */
+DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets);
+
+/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
+ * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
+ *
+ *   index   0, 1, ...
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index);
+
 /* Writes the last events as a Chrome trace: a lane of computation, of gathers, of reductions, and of waiting.
+ * Reductions say how many bytes they sent, and would have sent dense.
  *
  *   errors   DTRAIN_ERR_INVALID  the desc has no trace_events; DTRAIN_ERR_IO
  *
@@ -20539,6 +20606,470 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 
 #endif
 
+/* ---- >>aggregator ----
+ * One training step in three parts: compute, aggregate, apply; and the two aggregators that come with the library.
+ * For programs that want the order of a step kept for them; those with a loop of their own use >>ddp. */
+#ifndef DTRAIN__AGGREGATOR
+#define DTRAIN__AGGREGATOR
+
+static void dtrain__aggregator_shorten(const dtrain_param *table, size_t count, double max_norm, double norm)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    float factor = dtrain__train_ratio(max_norm, norm);
+    for (size_t i = 0; i < count; i++) {
+        float *grad = (float *)table[i].grad;
+        if (dtrain__params_trained(&table[i]))
+            dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
+{
+    dtrain__exact sum;
+    if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    memset(&sum, 0, sizeof sum);
+    for (size_t i = 0; i < count; i++) {
+        if (dtrain__params_trained(&table[i]))
+            dtrain__exact_add_squares(&sum, (const float *)table[i].grad, dtrain_param_elements(&table[i]));
+    }
+    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
+    if (norm != NULL)
+        *norm = length;
+    if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
+        dtrain__aggregator_shorten(table, count, (double)max_norm, length);
+    return DTRAIN_OK;
+}
+
+static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
+        float *grad = (float *)table[i].grad;
+        if (dtrain__params_trained(&table[i]))
+            dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t count, double weight)
+{
+    if (!dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
+                            weight);
+    return dtrain__params_check_f32(table, count);
+}
+
+static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
+                                                  double *total_weight)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    (void)self;
+    if (status != DTRAIN_OK)
+        return status;
+    *total_weight = weight;
+    dtrain__aggregator_divide(table, count, weight);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_param *table, size_t count,
+                                                       double weight, double *total_weight)
+{
+    dtrain_comm *comm = (dtrain_comm *)self;
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        if (dtrain__params_trained(&table[i]))
+            status = dtrain_all_reduce(comm, table[i].grad, table[i].grad, dtrain_param_elements(&table[i]), DTRAIN_F32,
+                                       DTRAIN_SUM);
+    }
+    if (status == DTRAIN_OK)
+        dtrain__aggregator_divide(table, count, *total_weight);
+    return status;
+}
+
+DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void)
+{
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL};
+    return aggregator;
+}
+
+DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
+{
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL};
+    return aggregator;
+}
+
+DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator)
+{
+    if (aggregator == NULL)
+        return;
+    if (aggregator->destroy != NULL)
+        aggregator->destroy(aggregator->self);
+    memset(aggregator, 0, sizeof *aggregator);
+}
+
+static dtrain_status dtrain__train_step_check(const dtrain_step_desc *desc)
+{
+    if (desc == NULL || desc->table == NULL || desc->compute == NULL || desc->optimizer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_train_step: table, compute and optimizer are needed, %s is NULL",
+                            desc == NULL            ? "the desc"
+                            : desc->table == NULL   ? "table"
+                            : desc->compute == NULL ? "compute"
+                                                    : "optimizer");
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)
+{
+    dtrain_step_result own = {0.0, 0.0};
+    double weight = 0.0;
+    dtrain_status status = dtrain__train_step_check(desc);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < desc->count; i++) {
+        if (dtrain__params_trained(&desc->table[i]) && dtrain_param_elements(&desc->table[i]) > 0)
+            memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
+    }
+    dtrain_aggregator local = dtrain_aggregator_local();
+    const dtrain_aggregator *aggregator = desc->aggregator != NULL ? desc->aggregator : &local;
+    status = desc->compute(desc->user, &weight);
+    if (status == DTRAIN_OK)
+        status = aggregator->aggregate(aggregator->self, desc->table, desc->count, weight, &own.total_weight);
+    if (status == DTRAIN_OK && own.total_weight > 0.0 && desc->max_norm != 0.0f)
+        status = dtrain_clip_grad_norm(desc->table, desc->count, desc->max_norm, &own.norm);
+    if (status == DTRAIN_OK && own.total_weight > 0.0)
+        status = dtrain_optimizer_step(desc->optimizer, desc->lr);
+    if (result != NULL)
+        *result = own;
+    return status;
+}
+
+#endif
+
+/* ---- >>compression ----
+ * A flat vector of gradients whose parts travel compressed, each with a state of its own, and the aggregator that sends
+ * all gradients of a table so. Selecting compressors choose among as much as there is: one part, as by parameters the
+ * few that matter would share what is sent with many that do not. Sums travel, not means, so that what is left for the
+ * next step is in the units of the next step's gradients; they are divided once by the weight of all ranks. */
+#ifndef DTRAIN__COMPRESSION
+#define DTRAIN__COMPRESSION
+
+#define DTRAIN__COMPRESSION_LEAST 1024
+
+/* A part of the vector that travels by itself. */
+typedef struct dtrain__compression_part {
+    size_t at, count;
+    dtrain_compressed *state; /* NULL: it is all-reduced as it is */
+} dtrain__compression_part;
+
+typedef struct dtrain__compression_set {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    dtrain__compression_part *parts;
+    size_t part_count, part_room, plain_count;
+    float *plain;              /* where what is sent as it is lies side by side */
+    float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
+} dtrain__compression_set;
+
+typedef struct dtrain__compression {
+    dtrain__compression_set set;
+    size_t count, *elements; /* of a parameter */
+    size_t total;
+    float *flat; /* all gradients */
+    dtrain_compressed_stats stats;
+} dtrain__compression;
+
+/* A compressor for one part. */
+static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, size_t rows, size_t columns,
+                                              dtrain_allocator *allocator, dtrain_compressor *made)
+{
+    dtrain_topk_desc topk = desc->topk;
+    memset(made, 0, sizeof *made);
+    switch (desc->kind) {
+    case DTRAIN_COMPRESS_DEFAULT:
+    case DTRAIN_COMPRESS_TOPK:
+        if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
+            topk.schedule.ratio = 0.01;
+        return dtrain_compressor_topk(made, &topk, allocator);
+    case DTRAIN_COMPRESS_POWERSGD: return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
+    case DTRAIN_COMPRESS_BF16: *made = dtrain_compressor_cast(DTRAIN_BF16); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_F16: *made = dtrain_compressor_cast(DTRAIN_F16); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_INT8: *made = dtrain_compressor_int8(desc->block); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_FP8: *made = dtrain_compressor_fp8(desc->block); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_sign(desc->block); return DTRAIN_OK;
+    default: break;
+    }
+    if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compress: kind %d%s; expected one of dtrain_compression, and own where it is OWN",
+                            (int)desc->kind, desc->own == NULL ? " without own" : "");
+    *made = *desc->own;
+    made->destroy = NULL;
+    return DTRAIN_OK;
+}
+
+static void dtrain__compression_close(dtrain__compression_set *set)
+{
+    for (size_t i = 0; i < set->part_count; i++)
+        dtrain_compressed_destroy(set->parts[i].state);
+    dtrain__free(set->allocator, set->parts, set->part_room * sizeof *set->parts);
+    dtrain__free(set->allocator, set->plain, set->plain_count * sizeof(float));
+    dtrain__free(set->allocator, set->velocity, set->plain_count * sizeof(float));
+    memset(set, 0, sizeof *set);
+}
+
+/* Begins a set of at most `room` parts; what fails from here on is the caller's to close. */
+static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm,
+                                               dtrain_allocator *allocator, size_t room)
+{
+    size_t bytes = 0;
+    set->comm = comm;
+    set->allocator = allocator;
+    set->part_room = room;
+    if (dtrain__mul_size(room, sizeof *set->parts, &bytes))
+        set->parts = (dtrain__compression_part *)dtrain__alloc(allocator, bytes);
+    return set->parts != NULL ? DTRAIN_OK
+                              : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", room);
+}
+
+/* Says whether so many numbers, in rows, travel as they are. */
+static int dtrain__compression_is_plain(const dtrain_compress_desc *desc, size_t count, size_t rows)
+{
+    size_t least = desc->least_count > 0 ? desc->least_count : DTRAIN__COMPRESSION_LEAST;
+    return count < least || (desc->kind == DTRAIN_COMPRESS_POWERSGD && count / rows < 2);
+}
+
+/* Adds the part that comes next. */
+static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const dtrain_compress_desc *desc, size_t at,
+                                             size_t count, size_t rows)
+{
+    dtrain__compression_part *part = &set->parts[set->part_count];
+    dtrain_compressor compressor;
+    if (count == 0)
+        return DTRAIN_OK;
+    part->at = at;
+    part->count = count;
+    set->part_count++;
+    rows = rows > 0 ? rows : 1;
+    if (dtrain__compression_is_plain(desc, count, rows)) {
+        set->plain_count += count;
+        return DTRAIN_OK;
+    }
+    dtrain_status status = dtrain__compression_make(desc, rows, count / rows, set->allocator, &compressor);
+    return status == DTRAIN_OK ? dtrain_compressed_create(&part->state, set->comm, count, &compressor, &desc->feedback)
+                               : status;
+}
+
+/* Ends a set: all parts have been added. */
+static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const dtrain_compress_desc *desc)
+{
+    size_t bytes = set->plain_count * sizeof(float);
+    set->momentum = desc->feedback.momentum;
+    set->plain = (float *)dtrain__alloc(set->allocator, bytes);
+    if (set->momentum > 0.0f)
+        set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
+    if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu bytes of small parts", bytes);
+    return DTRAIN_OK;
+}
+
+/* The index'th state. */
+static dtrain_compressed *dtrain__compression_state(const dtrain__compression_set *set, size_t index)
+{
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL && index-- == 0)
+            return set->parts[i].state;
+    return NULL;
+}
+
+/* All-reduces the parts from first to end that travel as they are, as one; `velocity` is where theirs begins. */
+static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set, float *vector, size_t first,
+                                                    size_t end, dtrain_compressed_stats *stats)
+{
+    size_t before = 0, count = 0;
+    for (size_t i = 0; i < end; i++) {
+        const dtrain__compression_part *part = &set->parts[i];
+        if (part->state != NULL)
+            continue;
+        if (i >= first)
+            memcpy(set->plain + before + count, vector + part->at, part->count * sizeof(float));
+        *(i < first ? &before : &count) += part->count;
+    }
+    if (count == 0)
+        return DTRAIN_OK;
+    float *sum = set->plain + before;
+    uint64_t bytes = dtrain__feedback_dense_bytes(count, dtrain_comm_size(set->comm));
+    stats->dense_bytes += bytes;
+    stats->sent_bytes += bytes;
+    dtrain_status status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
+    if (status == DTRAIN_OK &&
+        set->velocity != NULL) { /* an optimizer that leaves its momentum to compression has none */
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__feedback_velocity(set->velocity + before, sum, set->momentum, 1.0f, count);
+        dtrain__fpmode_restore(mode);
+        memcpy(sum, set->velocity + before, count * sizeof(float));
+    }
+    for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
+        const dtrain__compression_part *part = &set->parts[i];
+        if (part->state != NULL)
+            continue;
+        memcpy(vector + part->at, sum, part->count * sizeof(float));
+        sum += part->count;
+    }
+    return status;
+}
+
+/* Sums the parts from first to end over all ranks, and adds what was sent to stats. */
+static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
+                                              dtrain_compressed_stats *stats)
+{
+    dtrain_status status = dtrain__compression_send_plain(set, vector, first, end, stats);
+    for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
+        const dtrain__compression_part *part = &set->parts[i];
+        if (part->state == NULL)
+            continue;
+        dtrain_compressed_stats before = dtrain_compressed_counters(part->state), after;
+        status = dtrain_compressed_all_reduce(part->state, vector + part->at, vector + part->at, DTRAIN_SUM);
+        after = dtrain_compressed_counters(part->state);
+        stats->dense_bytes += after.dense_bytes - before.dense_bytes;
+        stats->sent_bytes += after.sent_bytes - before.sent_bytes;
+    }
+    return status;
+}
+
+/* Notes what each parameter has, and sets up the parts: all gradients together, of PowerSGD each matrix. */
+static dtrain_status dtrain__compression_fill(dtrain__compression *all, const dtrain_param *table, size_t count,
+                                              const dtrain_compress_desc *desc)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        const dtrain_param *param = &table[i];
+        size_t elements = dtrain__params_trained(param) ? dtrain_param_elements(param) : 0, rows = param->shape[0];
+        all->elements[i] = elements;
+        if (desc->kind == DTRAIN_COMPRESS_POWERSGD)
+            status = dtrain__compression_add(&all->set, desc, all->total, elements,
+                                             param->stacked ? rows * param->shape[1] : rows);
+        all->total += elements;
+    }
+    if (status == DTRAIN_OK && desc->kind != DTRAIN_COMPRESS_POWERSGD)
+        status = dtrain__compression_add(&all->set, desc, 0, all->total, 1);
+    all->flat = (float *)dtrain__alloc(all->set.allocator, all->total * sizeof(float));
+    if (status == DTRAIN_OK && all->flat == NULL)
+        status =
+            dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu gradients", all->total);
+    return status == DTRAIN_OK ? dtrain__compression_end(&all->set, desc) : status;
+}
+
+static void dtrain__compression_destroy(void *self)
+{
+    dtrain__compression *all = (dtrain__compression *)self;
+    dtrain_allocator *allocator = all->set.allocator;
+    dtrain__free(allocator, all->flat, all->total * sizeof(float));
+    dtrain__free(allocator, all->elements, all->count * sizeof *all->elements);
+    dtrain__compression_close(&all->set);
+    dtrain__free(allocator, all, sizeof *all);
+}
+
+static dtrain_status dtrain__compression_check(const dtrain__compression *all, const dtrain_param *table, size_t count,
+                                               double weight)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        if (count != all->count || elements != all->elements[i])
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                  "aggregate: parameter %zu of %zu has %zu trained elements; the aggregator was made "
+                                  "for %zu parameters, that one of %zu",
+                                  i, count, elements, all->count, i < all->count ? all->elements[i] : 0);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__compression_run(void *self, const dtrain_param *table, size_t count, double weight,
+                                             double *total_weight)
+{
+    dtrain__compression *all = (dtrain__compression *)self;
+    dtrain_status status = dtrain__compression_check(all, table, count, weight);
+    size_t in = 0, out = 0;
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(all->set.comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < count; in += all->elements[i++])
+        if (all->elements[i] > 0)
+            memcpy(all->flat + in, table[i].grad, all->elements[i] * sizeof(float));
+    status = dtrain__compression_send(&all->set, all->flat, 0, all->set.part_count, &all->stats);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < count; out += all->elements[i++])
+        if (all->elements[i] > 0)
+            memcpy(table[i].grad, all->flat + out, all->elements[i] * sizeof(float));
+    dtrain__aggregator_divide(table, count, *total_weight);
+    all->stats.steps++;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
+                                                      const dtrain_param *table, size_t count,
+                                                      const dtrain_compress_desc *desc)
+{
+    dtrain_compress_desc full;
+    if (aggregator == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregator_compressed: %s is NULL",
+                            comm == NULL ? "the group" : "aggregator");
+    memset(aggregator, 0, sizeof *aggregator);
+    memset(&full, 0, sizeof full);
+    if (desc != NULL)
+        full = *desc;
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain__compression *all = (dtrain__compression *)dtrain__alloc(allocator, sizeof *all);
+    if (all == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu bytes", sizeof *all);
+    all->count = count;
+    status = dtrain__compression_begin(&all->set, comm, allocator, count);
+    all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
+    if (status == DTRAIN_OK && all->elements == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
+    if (status == DTRAIN_OK)
+        status = dtrain__compression_fill(all, table, count, &full);
+    if (status != DTRAIN_OK) {
+        dtrain__compression_destroy(all);
+        return status;
+    }
+    aggregator->self = all;
+    aggregator->aggregate = dtrain__compression_run;
+    aggregator->destroy = dtrain__compression_destroy;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index)
+{
+    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
+        return NULL;
+    return dtrain__compression_state(&((const dtrain__compression *)aggregator->self)->set, index);
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
+{
+    dtrain_compressed_stats none = {0, 0, 0};
+    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
+        return none;
+    return ((const dtrain__compression *)aggregator->self)->stats;
+}
+
+#endif
+
 /* ---- >>layout ----
  * How a parameter table is cut over ranks: ranges of units, this rank's part of each, and where all of it lies.
  * A range is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so that a rank
@@ -20560,16 +21091,18 @@ typedef struct dtrain__cut {
     size_t param; /* of the table */
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
-    int packed;               /* travels with the other small ranges of its unit */
-    size_t stage, grad_stage; /* where it is among these, and among those that are trained */
-    size_t element, count;    /* of the parameter */
-    size_t begin;             /* in the unit's concatenation */
-    size_t own, own_count;    /* this rank's part of the range */
-    int home;                 /* that part stays at its addresses in full; others are kept apart */
-    size_t weight;            /* where it is among this rank's weights that are kept apart */
-    int stays;                /* small: its pages, and its gradient's, are never dropped */
-    size_t grad;              /* and in its gradients and optimizer state; trained ranges alone are there */
-    size_t full_grad;         /* where the range is among all that are trained */
+    int packed;                     /* travels with the other small ranges of its unit */
+    size_t stage, grad_stage;       /* where it is among these, and among those that are trained */
+    size_t element, count;          /* of the parameter */
+    size_t begin;                   /* in the unit's concatenation */
+    size_t own, own_count;          /* this rank's part of the range */
+    int home;                       /* that part stays at its addresses in full; others are kept apart */
+    size_t weight;                  /* where it is among this rank's weights that are kept apart */
+    int stays;                      /* small: its pages, and its gradient's, are never dropped */
+    size_t grad;                    /* and in its gradients and optimizer state; trained ranges alone are there */
+    size_t full_grad;               /* where the range is among all that are trained */
+    int codes, codes_grad;          /* parameters, gradients travel quantised */
+    size_t code, code_out, code_in; /* bytes: where they are in the unit's stages, gradients that go out and come in */
 } dtrain__cut;
 
 typedef struct dtrain__cut_unit {
@@ -20594,7 +21127,8 @@ typedef struct dtrain__layout {
     int apart;                             /* this rank's weights are kept apart from them */
     size_t stage;                          /* the most elements that one unit's small ranges have */
     size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
-    size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
+    size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
+    size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
 } dtrain__layout;
 
@@ -20608,10 +21142,59 @@ static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
     return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
 }
 
+/* Says whether sums can travel compressed: from whole sums to whole sums, in the same units step after step. */
+static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    if (strategy != DTRAIN_NO_SHARD && strategy != DTRAIN_HYBRID_SHARD)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: compress needs copies between which sums travel: use DTRAIN_NO_SHARD or "
+                            "DTRAIN_HYBRID_SHARD; for sharded gradients there is quantise_reduce");
+    if (strategy == DTRAIN_HYBRID_SHARD && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && desc->shard_size > 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
+                            "DTRAIN_NO_SHARD, or another compressor");
+    if ((desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32) || desc->loss_scale != 0.0f)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: compress with reduce_dtype %d and loss_scale %g: what is not sent is kept in float32 "
+            "and in the units of the next step, so leave both 0",
+            (int)desc->reduce_dtype, (double)desc->loss_scale);
+    return DTRAIN_OK;
+}
+
+/* Says whether parameters and gradients can travel quantised. */
+static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    size_t gather = desc->quantise_gather, reduce = desc->quantise_reduce;
+    if (gather % 8 != 0 || gather > 65536 || reduce % 8 != 0 || reduce > 65536)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_gather is %zu, quantise_reduce %zu: expected multiples of 8, at most 65,536", gather,
+            reduce);
+    if (gather > 0 && (strategy == DTRAIN_NO_SHARD || strategy == DTRAIN_SHARD_GRAD_OP))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_gather needs parameters that are gathered to be used, and full weights that "
+            "are kept would be rounded for good: use DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
+    if (reduce > 0 && strategy == DTRAIN_NO_SHARD)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
+            "what is lost for the next step");
+    if (reduce > 0 && desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: quantise_reduce with reduce_dtype %d: gradients are added as float32, leave it 0",
+                            (int)desc->reduce_dtype);
+    return DTRAIN_OK;
+}
+
 static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world)
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
     dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
+    dtrain_status status;
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
@@ -20628,6 +21211,11 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
                                 "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
                                 "DTRAIN_F16",
                                 i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
+    status = dtrain__layout_check_quantise(desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (desc->compress != NULL && (status = dtrain__layout_check_compress(desc)) != DTRAIN_OK)
+        return status;
     if (desc->micro_batches < 0 || desc->loss_scale_steps < 0 || !dtrain__train_finite((double)desc->loss_scale) ||
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -20751,6 +21339,46 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cu
     return low < high ? high - low : 0;
 }
 
+/* Bytes of so many numbers, quantised. */
+static size_t dtrain__layout_code_bytes(size_t count, size_t block)
+{
+    return block == 0 || count == 0 ? 0 : 4 * ((count - 1) / block + 1) + count;
+}
+
+static size_t dtrain__layout_round(size_t bytes)
+{
+    return (bytes + 15) / 16 * 16;
+}
+
+/* Says which ranges of a unit travel quantised, and where: those that do not travel with others. */
+static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain_fsdp_desc *desc)
+{
+    dtrain__cut_unit *unit = &layout->units[number];
+    size_t stage = 0, out = 0, in = 0, own;
+    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->codes = desc->quantise_gather > 0 && !cut->packed && cut->count > 0;
+        cut->codes_grad = desc->quantise_reduce > 0 && !cut->packed && cut->count > 0 && cut->trained;
+        cut->code = stage;
+        cut->code_out = out;
+        cut->code_in = in;
+        for (int shard = 0; shard < layout->shards; shard++) {
+            size_t count = dtrain__layout_part(layout, cut, shard, &own);
+            stage += cut->codes ? dtrain__layout_code_bytes(count, desc->quantise_gather) : 0;
+            out += cut->codes_grad ? dtrain__layout_code_bytes(count, desc->quantise_reduce) : 0;
+        }
+        in += cut->codes_grad
+                  ? (size_t)layout->shards * dtrain__layout_code_bytes(cut->own_count, desc->quantise_reduce)
+                  : 0;
+        stage = dtrain__layout_round(stage);
+        out = dtrain__layout_round(out);
+        in = dtrain__layout_round(in);
+    }
+    layout->code_stage = stage > layout->code_stage ? stage : layout->code_stage;
+    layout->code_out = out > layout->code_out ? out : layout->code_out;
+    layout->code_in = in > layout->code_in ? in : layout->code_in;
+}
+
 /* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
  * as all of them are little beside the units that come and go. */
 static void dtrain__layout_stay(dtrain__layout *layout)
@@ -20804,7 +21432,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
-            cut->home = !layout->resident && !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
+            cut->home = !layout->resident && desc->quantise_gather == 0 &&
+                        !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
                         cut->own_count >= DTRAIN__LAYOUT_HOME;
             cut->weight = layout->weights;
             cut->grad = layout->grads;
@@ -20814,9 +21443,22 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
             layout->trained += cut->trained ? cut->count : 0;
         }
         unit->grad_count = layout->grads - unit->grad;
+        dtrain__layout_code(layout, (int)number, desc);
     }
     dtrain__layout_stay(layout);
     return DTRAIN_OK;
+}
+
+/* Says whether a bucket that begins with unit `highest` is sent when `unit` has joined it: it is large enough, or
+ * nothing comes after. */
+static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, int highest, size_t bucket_bytes)
+{
+    const dtrain__cut_unit *units = layout->units;
+    int last = unit;
+    while (last > 0 && units[last - 1].trained == 0)
+        last--;
+    return last == 0 ||
+           (units[highest].grad + units[highest].grad_count - units[unit].grad) * sizeof(float) >= bucket_bytes;
 }
 
 /* Levels of the counter that folds this many micro-batches. */
@@ -21143,13 +21785,18 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
-    int carrier; /* the unit by which the operation goes that adds it over the copies */
+    int carrier;  /* the unit by which the operation goes that adds it over the copies */
+    int highest;  /* of a carrier: the other end of its bucket */
+    uint64_t job; /* of a carrier: what the sender was given; 0: nothing that was not waited for */
 } dtrain__fsdp_unit;
 
 typedef struct dtrain__fsdp_event {
     int lane, unit;
     int64_t begin_ns, end_ns;
+    uint64_t dense_bytes, sent_bytes; /* of a bucket; 0: of nothing */
 } dtrain__fsdp_event;
+
+typedef struct dtrain__sender dtrain__sender;
 
 /* What ranks tell each other at the end of a step. */
 typedef struct dtrain__fsdp_note {
@@ -21179,7 +21826,16 @@ struct dtrain_fsdp {
     int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
-    dtrain_slice *slices;                /* of a cut */
+    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; code_bytes, stages included */
+    size_t code_bytes;
+    float *code_scratch;
+    unsigned char *code_stages;
+    const void **code_parts; /* of a rank */
+    dtrain__sender *sender;  /* of what is compressed; NULL: nothing is */
+    dtrain_bucket *buckets;  /* of the last step: twice as many as units */
+    size_t bucket_count;
+    int buckets_old;      /* a bucket of this step replaces them all */
+    dtrain_slice *slices; /* of a cut */
     float *masters, *state;
     float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
     float *full_levels[DTRAIN__FSDP_LEVELS]; /* in full, where they are kept */
@@ -21226,6 +21882,38 @@ static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t b
     event->unit = unit;
     event->begin_ns = begin_ns;
     event->end_ns = end_ns;
+    event->dense_bytes = event->sent_bytes = 0;
+}
+
+/* Keeps account of a bucket that has been sent; its event is the last one. In a step of several micro-batches it is
+ * sent several times. */
+static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_t dense, uint64_t sent, int64_t ns)
+{
+    dtrain_bucket *bucket = fsdp->buckets, *end;
+    if (fsdp->buckets_old)
+        fsdp->bucket_count = 0;
+    fsdp->buckets_old = 0;
+    for (end = bucket + fsdp->bucket_count; bucket < end; bucket++)
+        if (bucket->first_unit == first && bucket->last_unit == last)
+            break;
+    if (bucket == end) {
+        memset(bucket, 0, sizeof *bucket);
+        bucket->first_unit = first;
+        bucket->last_unit = last;
+        fsdp->bucket_count++;
+    }
+    bucket->dense_bytes += dense;
+    bucket->sent_bytes += sent;
+    bucket->ns += ns;
+    fsdp->stats.dense_bytes += dense;
+    fsdp->stats.sent_bytes += sent;
+    if (fsdp->desc.trace_events == 0 || fsdp->event_count == 0)
+        return;
+    dtrain__fsdp_event *event = &fsdp->events[(fsdp->event_count - 1) % fsdp->desc.trace_events];
+    if (event->lane == DTRAIN__LANE_REDUCE) {
+        event->dense_bytes += dense;
+        event->sent_bytes += sent;
+    }
 }
 
 /* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
@@ -21426,6 +22114,392 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
 
 #endif
 
+/* ---- >>fsdp-quantise ----
+ * Parameters and gradients of sharded units as int8 with a scale a block: a rank packs its part of a range for all that
+ * gather it, and every other rank's part of its gradients for their owners, who add them as float32 in the tree order.
+ * Small ranges, which travel together, stay as they are. Packed ranges wait in stages, beside the full memory: of two
+ * units that are gathered at once, of one that is reduced.
+ *
+ *   source   Wang and others, ZeRO++, arXiv:2306.10209, 2023, but for its quantised reduction in two steps */
+#ifndef DTRAIN__FSDP_QUANTISE
+#define DTRAIN__FSDP_QUANTISE
+
+/* Elements of a part that are unpacked at once: whole blocks. */
+static size_t dtrain__code_tile(size_t block)
+{
+    return block < DTRAIN__FSDP_CHUNK ? DTRAIN__FSDP_CHUNK / block * block : block;
+}
+
+/* Bytes of what packing needs besides stages: a tile of every rank's, and of its code. */
+static size_t dtrain__code_scratch(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    size_t tile = desc->quantise_reduce > 0 ? dtrain__code_tile(desc->quantise_reduce) : 0;
+    return tile == 0 ? 0 : ((size_t)layout->shards + 2) * tile * sizeof(float);
+}
+
+static size_t dtrain__code_bytes_of_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    return 2 * layout->code_stage + layout->code_out + layout->code_in + dtrain__code_scratch(layout, desc) +
+           (desc->quantise_gather + desc->quantise_reduce > 0 ? (size_t)5 : 0) * layout->cut_count *
+               (size_t)layout->shards * sizeof(size_t);
+}
+
+/* Every rank's bytes of a range, of its parameters or its gradients; begin of the table of five. */
+static size_t *dtrain__code_counts(const dtrain_fsdp *fsdp, size_t index)
+{
+    return fsdp->code_counts + 5 * index * (size_t)fsdp->layout.shards;
+}
+
+/* Takes the stages, and fills in what each rank sends of each range: bytes of parameters; of gradients, where they
+ * begin, what comes in return and where. */
+static dtrain_status dtrain__code_open(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    const dtrain_fsdp_desc *desc = &fsdp->desc;
+    size_t n = (size_t)layout->shards;
+    if (desc->quantise_gather == 0 && desc->quantise_reduce == 0)
+        return DTRAIN_OK;
+    fsdp->code_bytes = dtrain__code_bytes_of_stages(layout, desc);
+    fsdp->code_counts = (size_t *)dtrain__alloc(&fsdp->memory, fsdp->code_bytes);
+    if (fsdp->code_counts == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of quantised ranges", fsdp->code_bytes);
+    fsdp->code_scratch = (float *)(void *)(fsdp->code_counts + 5 * layout->cut_count * n);
+    fsdp->code_stages = (unsigned char *)fsdp->code_scratch + dtrain__code_scratch(layout, desc);
+    for (size_t i = 0; i < layout->cut_count; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        size_t *counts = dtrain__code_counts(fsdp, i), at = 0, own;
+        for (size_t shard = 0; shard < n; shard++) {
+            size_t count = dtrain__layout_part(layout, cut, (int)shard, &own);
+            counts[shard] = dtrain__layout_code_bytes(count, desc->quantise_gather);
+            counts[n + shard] = dtrain__layout_code_bytes(count, desc->quantise_reduce);
+            counts[2 * n + shard] = at;
+            at += counts[n + shard];
+            counts[3 * n + shard] = dtrain__layout_code_bytes(cut->own_count, desc->quantise_reduce);
+            counts[4 * n + shard] = shard * counts[3 * n + shard];
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Starts to gather a range: this rank's part, packed, for every rank. */
+static dtrain_status dtrain__code_gather(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = dtrain__code_counts(fsdp, index);
+    unsigned char *stage = fsdp->code_stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code,
+                  *own = stage;
+    for (int shard = 0; shard < fsdp->layout.shard; shard++)
+        own += counts[shard];
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__int8_pack(fsdp->masters + cut->weight, cut->own_count, fsdp->desc.quantise_gather, own);
+    dtrain__fpmode_restore(mode);
+    return dtrain_all_gather_v_async(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
+}
+
+/* Unpacks all ranks' parts of a range, this one's included: all have the same bits. */
+static void dtrain__code_gathered(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = dtrain__code_counts(fsdp, index);
+    const unsigned char *from = fsdp->code_stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (int shard = 0; shard < fsdp->layout.shards; from += counts[shard++]) {
+        size_t own, count = dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+        if (count > 0)
+            dtrain__int8_unpack(from, dtrain__fsdp_full(fsdp, cut) + own, count, fsdp->desc.quantise_gather);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+static unsigned char *dtrain__code_out(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return fsdp->code_stages + 2 * fsdp->layout.code_stage + cut->code_out;
+}
+
+static unsigned char *dtrain__code_in(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
+{
+    return fsdp->code_stages + 2 * fsdp->layout.code_stage + fsdp->layout.code_out + cut->code_in;
+}
+
+/* Starts to reduce a range: each rank's part of its gradients, packed, to that rank. */
+static dtrain_status dtrain__code_reduce(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    const float *full = dtrain__fsdp_full_grad(fsdp, cut);
+    size_t n = (size_t)fsdp->layout.shards, own;
+    const size_t *out = dtrain__code_counts(fsdp, index) + n;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t shard = 0; shard < n; shard++) {
+        size_t count = dtrain__layout_part(&fsdp->layout, cut, (int)shard, &own);
+        if (count > 0)
+            dtrain__int8_pack(full + own, count, fsdp->desc.quantise_reduce,
+                              dtrain__code_out(fsdp, cut) + out[n + shard]);
+    }
+    dtrain__fpmode_restore(mode);
+    return dtrain_all_to_all_v_async(fsdp->reduces, dtrain__code_out(fsdp, cut), out, out + n,
+                                     dtrain__code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
+                                     &fsdp->reducing[index]);
+}
+
+/* Adds up this rank's part of a range, tile by tile. */
+static void dtrain__code_reduced(dtrain_fsdp *fsdp, size_t index, float *sum)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    size_t n = (size_t)fsdp->layout.shards, block = fsdp->desc.quantise_reduce, tile = dtrain__code_tile(block);
+    size_t blocks = dtrain__quantise_blocks(cut->own_count, block);
+    const size_t *offsets = dtrain__code_counts(fsdp, index) + 4 * n;
+    unsigned char *code = (unsigned char *)(fsdp->code_scratch + n * tile);
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t at = 0; at < cut->own_count; at += tile) {
+        size_t count = cut->own_count - at < tile ? cut->own_count - at : tile;
+        size_t scales = 4 * dtrain__quantise_blocks(count, block);
+        void *outs[1];
+        outs[0] = sum + at;
+        for (size_t r = 0; r < n; r++) {
+            const unsigned char *in = dtrain__code_in(fsdp, cut) + offsets[r];
+            memcpy(code, in + 4 * (at / block), scales);
+            memcpy(code + scales, in + 4 * blocks + at, count);
+            dtrain__int8_unpack(code, fsdp->code_scratch + r * tile, count, block);
+            fsdp->code_parts[r] = fsdp->code_scratch + r * tile;
+        }
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, fsdp->code_parts, (int)n, outs, 1, 0, count);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* Bytes that this rank sends of a unit's ranges that are quantised; *elements: how many of others' they stand for. */
+static uint64_t dtrain__code_sent(const dtrain_fsdp *fsdp, int number, uint64_t *elements)
+{
+    uint64_t bytes = 0;
+    *elements = 0;
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (!cut->codes_grad)
+            continue;
+        *elements += cut->count - cut->own_count;
+        for (int shard = 0; shard < fsdp->layout.shards; shard++)
+            bytes += shard != fsdp->layout.shard ? dtrain__code_counts(fsdp, i)[fsdp->layout.shards + shard] : 0;
+    }
+    return bytes;
+}
+
+#endif
+
+/* ---- >>sender ----
+ * Gradients that travel compressed between copies, bucket by bucket, while backward still runs. Buckets are taken in
+ * the order in which they are posted, which is that of the units on every rank, by one thread that has the group to
+ * itself, so that bits do not depend on who is ready when. Where there can be no thread (no_overlap,
+ * DTRAIN_PROGRESS_POLL, a world of one, a transport that has no groups) whoever waits for a bucket sends it and those
+ * before it. After the first that fails none is sent. */
+#ifndef DTRAIN__SENDER
+#define DTRAIN__SENDER
+
+typedef struct dtrain__sender_job {
+    int lowest, highest; /* units */
+    float *sums;         /* of the whole layout, at a level */
+    dtrain_status status;
+    dtrain_compressed_stats stats;
+    int64_t begin_ns, end_ns;
+} dtrain__sender_job;
+
+struct dtrain__sender {
+    dtrain_comm *comm;
+    dtrain_allocator *memory;
+    const dtrain__layout *layout;
+    dtrain__compression_set set;
+    size_t *ends;             /* of a unit: the parts of its bucket, and of those sent before it, end there */
+    dtrain__sender_job *jobs; /* as many as units, taken in turn */
+    uint64_t posted, sent;    /* jobs so far; posted by the caller alone, sent by whoever sends alone */
+    dtrain__error error;      /* of the first that failed; written before `sent` says so */
+    dtrain__bell bell;
+    dtrain__os_thread thread;
+    int threaded;
+    pid_t process;
+    uint32_t stop;
+};
+
+static dtrain_status dtrain__sender_send(dtrain__sender *sender, dtrain__sender_job *job)
+{
+    const size_t *ends = sender->ends;
+    size_t first = job->highest + 1 < sender->layout->unit_count ? ends[job->highest + 1] : 0;
+    return dtrain__compression_send(&sender->set, job->sums, first, ends[job->lowest], &job->stats);
+}
+
+/* Sends the next of the jobs that are posted. */
+static void dtrain__sender_next(dtrain__sender *sender)
+{
+    uint64_t number = sender->sent;
+    dtrain__sender_job *job = &sender->jobs[number % (uint64_t)sender->layout->unit_count];
+    job->status = sender->error.status;
+    job->begin_ns = dtrain__os_now_ns();
+    if (job->status == DTRAIN_OK) {
+        job->status = dtrain__sender_send(sender, job);
+        if (job->status != DTRAIN_OK) /* the others hear of it when this rank's caller does, and breaks its groups */
+            sender->error = dtrain__thread_error;
+    }
+    job->end_ns = dtrain__os_now_ns();
+    __atomic_store_n(&sender->sent, number + 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&sender->bell);
+}
+
+static int dtrain__sender_busy(void *argument)
+{
+    dtrain__sender *sender = (dtrain__sender *)argument;
+    return __atomic_load_n(&sender->stop, __ATOMIC_SEQ_CST) != 0 ||
+           __atomic_load_n(&sender->posted, __ATOMIC_SEQ_CST) != sender->sent;
+}
+
+static void dtrain__sender_body(void *argument)
+{
+    dtrain__sender *sender = (dtrain__sender *)argument;
+    for (;;) {
+        for (unsigned turn = 0; !dtrain__sender_busy(sender); turn++)
+            dtrain__bell_wait(&sender->bell, turn, INT64_MAX, dtrain__sender_busy, sender);
+        if (__atomic_load_n(&sender->stop, __ATOMIC_SEQ_CST) != 0)
+            return;
+        dtrain__sender_next(sender);
+    }
+}
+
+/* Hands over the units of a bucket, whose sums stay where they are until the job has been waited for; returns its
+ * number, above 0. */
+static uint64_t dtrain__sender_post(dtrain__sender *sender, int lowest, int highest, float *sums)
+{
+    uint64_t number = sender->posted + 1;
+    dtrain__sender_job *job = &sender->jobs[sender->posted % (uint64_t)sender->layout->unit_count];
+    memset(job, 0, sizeof *job);
+    job->lowest = lowest;
+    job->highest = highest;
+    job->sums = sums;
+    __atomic_store_n(&sender->posted, number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&sender->bell);
+    return number;
+}
+
+typedef struct dtrain__sender_goal {
+    const dtrain__sender *sender;
+    uint64_t number;
+} dtrain__sender_goal;
+
+static int dtrain__sender_reached(void *argument)
+{
+    const dtrain__sender_goal *goal = (const dtrain__sender_goal *)argument;
+    return __atomic_load_n(&goal->sender->sent, __ATOMIC_SEQ_CST) >= goal->number;
+}
+
+/* Waits until a job has ended, or until then; returns it, or NULL while it is under way. */
+static const dtrain__sender_job *dtrain__sender_wait(dtrain__sender *sender, uint64_t number, int64_t until_ns)
+{
+    dtrain__sender_goal goal;
+    goal.sender = sender;
+    goal.number = number;
+    while (!sender->threaded && sender->sent < number)
+        dtrain__sender_next(sender);
+    for (unsigned turn = 0; !dtrain__sender_reached(&goal); turn++) {
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return NULL;
+        dtrain__bell_wait(&sender->bell, turn, until_ns, dtrain__sender_reached, &goal);
+    }
+    return &sender->jobs[(number - 1) % (uint64_t)sender->layout->unit_count];
+}
+
+/* Ends the thread: what is under way is given until then to end, and is broken off after that. */
+static void dtrain__sender_stop(dtrain__sender *sender, int64_t until_ns)
+{
+    if (sender == NULL || !sender->threaded)
+        return;
+    if (sender->process != getpid()) /* a forked child has no such thread */
+        return;
+    if (sender->posted > 0 && dtrain__sender_wait(sender, sender->posted, until_ns) == NULL)
+        dtrain_comm_abort(sender->comm, "it has destroyed its dtrain_fsdp while this was under way");
+    __atomic_store_n(&sender->stop, 1u, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&sender->bell);
+    dtrain__os_thread_join(&sender->thread);
+    sender->threaded = 0;
+}
+
+static void dtrain__sender_destroy(dtrain__sender *sender)
+{
+    if (sender == NULL)
+        return;
+    dtrain_allocator *memory = sender->memory;
+    size_t units = (size_t)sender->layout->unit_count;
+    dtrain__compression_close(&sender->set);
+    dtrain__free(memory, sender->ends, units * sizeof *sender->ends);
+    dtrain__free(memory, sender->jobs, units * sizeof *sender->jobs);
+    dtrain__free(memory, sender, sizeof *sender);
+}
+
+/* Adds the parts of a bucket: all of it together, of PowerSGD each matrix. */
+static dtrain_status dtrain__sender_add(dtrain__sender *sender, const dtrain_compress_desc *desc, int lowest,
+                                        int highest)
+{
+    const dtrain__layout *layout = sender->layout;
+    const dtrain__cut_unit *units = layout->units;
+    dtrain_status status = DTRAIN_OK;
+    if (desc->kind != DTRAIN_COMPRESS_POWERSGD)
+        return dtrain__compression_add(&sender->set, desc, units[lowest].grad,
+                                       units[highest].grad + units[highest].grad_count - units[lowest].grad, 1);
+    for (size_t i = units[lowest].first; status == DTRAIN_OK && i < units[highest].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if (cut->trained)
+            status = dtrain__compression_add(&sender->set, desc, cut->grad, cut->own_count,
+                                             layout->table[cut->param].shape[cut->layer >= 0 ? 1 : 0]);
+    }
+    return status;
+}
+
+/* Sets up the parts of all buckets, in the order in which they are sent. */
+static dtrain_status dtrain__sender_fill(dtrain__sender *sender, const dtrain_compress_desc *desc, size_t bucket_bytes)
+{
+    const dtrain__layout *layout = sender->layout;
+    size_t units = (size_t)layout->unit_count;
+    int highest = -1;
+    sender->ends = (size_t *)dtrain__alloc(sender->memory, units * sizeof *sender->ends);
+    sender->jobs = (dtrain__sender_job *)dtrain__alloc(sender->memory, units * sizeof *sender->jobs);
+    if (sender->ends == NULL || sender->jobs == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to send %d units compressed", layout->unit_count);
+    dtrain_status status =
+        dtrain__compression_begin(&sender->set, sender->comm, sender->memory, layout->cut_count + units);
+    for (int unit = layout->unit_count - 1; status == DTRAIN_OK && unit >= 0; unit--) {
+        highest = highest < 0 && layout->units[unit].trained > 0 ? unit : highest;
+        if (highest >= 0 && layout->units[unit].trained > 0 &&
+            dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes)) {
+            status = dtrain__sender_add(sender, desc, unit, highest);
+            highest = -1;
+        }
+        sender->ends[unit] = sender->set.part_count;
+    }
+    return status == DTRAIN_OK ? dtrain__compression_end(&sender->set, desc) : status;
+}
+
+/* Makes a sender over `comm`; threaded: which it has to itself, and buckets travel before they are waited for. */
+static dtrain_status dtrain__sender_create(dtrain__sender **made, dtrain_comm *comm, int threaded,
+                                           const dtrain__layout *layout, const dtrain_compress_desc *desc,
+                                           size_t bucket_bytes, dtrain_allocator *memory)
+{
+    dtrain__sender *sender = (dtrain__sender *)dtrain__alloc(memory, sizeof *sender);
+    *made = sender;
+    if (sender == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *sender);
+    sender->comm = comm;
+    sender->memory = memory;
+    sender->layout = layout;
+    sender->process = getpid();
+    dtrain_status status = dtrain__sender_fill(sender, desc, bucket_bytes);
+    if (status != DTRAIN_OK || !threaded)
+        return status;
+    int error = dtrain__os_thread_start(&sender->thread, dtrain__sender_body, sender, 0);
+    sender->threaded = error == 0;
+    if (error != 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO,
+                              "the system refused a thread (%s): set no_overlap to send what is compressed without one",
+                              strerror(error));
+    return status;
+}
+
+#endif
+
 /* ---- >>fsdp-gather ----
  * Units in full: gathered, kept while there is room, dropped. What is started when depends on the caller's gathers and
  * releases alone, so that all ranks start the same operations in the same order. */
@@ -21445,6 +22519,8 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
     unsigned char *half = dtrain__fsdp_half(full, cut->count);
     if (cut->count == 0)
         return DTRAIN_OK;
+    if (cut->codes)
+        return dtrain__code_gather(fsdp, index);
     if (dtype == DTRAIN_F32)
         return dtrain_all_gather_v_async(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
                                          &fsdp->gathering[index]);
@@ -21457,7 +22533,20 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
 
-/* Starts to gather the small ranges of a unit as one. Their stage may be that of another unit, which is ended first. */
+/* Takes the stages of a unit, which may be those of another, which is ended first. */
+static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
+{
+    int other = fsdp->staged[number % 2];
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0)
+        return DTRAIN_OK;
+    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
+        status = dtrain__fsdp_gather_finish(fsdp, other);
+    fsdp->staged[number % 2] = number;
+    return status;
+}
+
+/* Starts to gather the small ranges of a unit as one. */
 static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__cut_unit *unit = &fsdp->layout.units[number];
@@ -21465,13 +22554,9 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
     size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
     unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
-    int other = fsdp->staged[number % 2];
     dtrain_status status = DTRAIN_OK;
     if (unit->packed == 0)
         return DTRAIN_OK;
-    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
-        status = dtrain__fsdp_gather_finish(fsdp, other);
-    fsdp->staged[number % 2] = number;
     for (size_t i = unit->end; i-- > unit->first && status == DTRAIN_OK;) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         first = cut->packed ? i : first;
@@ -21491,7 +22576,9 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
     size_t first = fsdp->layout.units[number].first, end = fsdp->layout.units[number].end;
     dtrain__fsdp_page_weights(fsdp, number, 1);
     unit->state = DTRAIN__COMING;
-    dtrain_status status = dtrain__fsdp_gather_packed(fsdp, number);
+    dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_gather_packed(fsdp, number);
     for (size_t i = first; status == DTRAIN_OK && i < end; i++)
         if (!fsdp->layout.cuts[i].packed)
             status = dtrain__fsdp_gather_cut(fsdp, i);
@@ -21510,6 +22597,8 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
         if (cut->packed)
             dtrain_convert(stage + cut->stage * (dtype == DTRAIN_F32 ? 4 : 2), dtype, dtrain__fsdp_full(fsdp, cut),
                            DTRAIN_F32, cut->count);
+        else if (cut->codes)
+            dtrain__code_gathered(fsdp, i);
         else if (dtype != DTRAIN_F32)
             dtrain__fsdp_widen(dtrain__fsdp_full(fsdp, cut), cut->count, dtype);
     }
@@ -21761,14 +22850,17 @@ static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number)
                                          &fsdp->reducing[first]);
 }
 
-/* Puts this rank's part of the small ranges' sums where those of the others are. */
+/* Puts this rank's part of the sums of small ranges where those of the others are, and adds up the quantised ones. */
 static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
 {
     size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4;
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
     for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
-        if (cut->packed && cut->trained && cut->own_count > 0)
+        if (cut->codes_grad)
+            dtrain__code_reduced(fsdp, i,
+                                 dtrain__fsdp_target(fsdp, number) + (cut->grad - fsdp->layout.units[number].grad));
+        else if (cut->packed && cut->trained && cut->own_count > 0)
             memcpy(dtrain__fsdp_receives(fsdp, cut, dtrain__fsdp_target(fsdp, number)),
                    stage + (cut->grad_stage + cut->own) * width, cut->own_count * width);
     }
@@ -21781,9 +22873,15 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[lowest].grad;
     float *sum = dtrain__fsdp_target(fsdp, lowest);
     void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
-    for (int i = lowest; i <= fsdp->bucket; i++)
+    int highest = fsdp->bucket;
+    for (int i = lowest; i <= highest; i++)
         fsdp->units[i].carrier = lowest;
+    fsdp->units[lowest].highest = highest;
     fsdp->bucket = -1;
+    if (fsdp->sender != NULL) {
+        fsdp->units[lowest].job = dtrain__sender_post(fsdp->sender, lowest, highest, sum - units[lowest].grad);
+        return DTRAIN_OK;
+    }
     dtrain_status status = dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
                                                    &fsdp->copying[lowest]);
     if (status == DTRAIN_OK)
@@ -21796,13 +22894,9 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
  * unit's in a place of its own, and go alone. */
 static dtrain_status dtrain__fsdp_join_bucket(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__cut_unit *units = fsdp->layout.units;
-    int last = number;
-    while (last > 0 && units[last - 1].trained == 0)
-        last--;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
-    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[number].grad;
-    if (last > 0 && !dtrain__fsdp_narrows_grads(fsdp) && count * sizeof(float) < fsdp->desc.bucket_bytes)
+    if (!dtrain__fsdp_narrows_grads(fsdp) &&
+        !dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes))
         return DTRAIN_OK;
     return dtrain__fsdp_send_bucket(fsdp, number);
 }
@@ -21814,17 +22908,73 @@ static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
         dtrain__pages_put_away(&fsdp->grad_pages);
 }
 
+/* Keeps account of a unit whose gradients have been scattered. */
+static void dtrain__fsdp_account_unit(dtrain_fsdp *fsdp, int number, int64_t ns)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded,
+             bytes = dtrain__code_sent(fsdp, number, &coded);
+    dtrain__fsdp_account(fsdp, number, number, 4 * others,
+                         bytes + (dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4) * (others - coded), ns);
+}
+
+/* Waits for the sender, and counts as dtrain__fsdp_wait does. */
+static dtrain_status dtrain__fsdp_wait_job(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *carrier = &fsdp->units[fsdp->units[number].carrier];
+    int64_t begin = dtrain__os_now_ns(), end;
+    if (carrier->job == 0)
+        return DTRAIN_OK;
+    const dtrain__sender_job *job = dtrain__sender_wait(fsdp->sender, carrier->job, INT64_MAX);
+    carrier->job = 0;
+    end = dtrain__os_now_ns();
+    fsdp->stats.waited_ns += end - begin;
+    fsdp->stats.communicated_ns += job->end_ns - job->begin_ns;
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_WAIT, number, begin, end);
+    if (job->status != DTRAIN_OK) {
+        dtrain__report(&fsdp->sender->error);
+        return dtrain__fsdp_break(fsdp, job->status, "reducing", number);
+    }
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_REDUCE, job->lowest, job->begin_ns, job->end_ns);
+    dtrain__fsdp_account(fsdp, job->lowest, job->highest, job->stats.dense_bytes, job->stats.sent_bytes,
+                         job->end_ns - job->begin_ns);
+    return DTRAIN_OK;
+}
+
+/* Waits until the bucket of a unit has been added over the copies. */
+static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
+{
+    int lowest = fsdp->units[number].carrier, highest = fsdp->units[lowest].highest;
+    const dtrain__cut_unit *units = fsdp->layout.units;
+    int64_t before_ns = fsdp->stats.communicated_ns;
+    if (fsdp->sender != NULL)
+        return dtrain__fsdp_wait_job(fsdp, number);
+    if (fsdp->copying[lowest] == NULL)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__LANE_REDUCE, number);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t dense = dtrain__feedback_dense_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
+                                                  fsdp->layout.copies);
+    dtrain__fsdp_account(fsdp, lowest, highest, dense, dtrain__fsdp_narrows_grads(fsdp) ? dense / 2 : dense,
+                         fsdp->stats.communicated_ns - before_ns);
+    return DTRAIN_OK;
+}
+
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
+    int64_t before_ns = fsdp->stats.communicated_ns;
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
+    if (fsdp->reduces != NULL)
+        dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
     dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
-    if (fsdp->copies == NULL) {
+    if (fsdp->copies == NULL && fsdp->sender == NULL) {
         dtrain__fsdp_fold(fsdp, number);
         return DTRAIN_OK;
     }
@@ -21842,7 +22992,7 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
         status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
     if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__COPIES) {
-        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[fsdp->units[number].carrier], DTRAIN__LANE_REDUCE, number);
+        status = dtrain__fsdp_wait_copies(fsdp, number);
         if (status == DTRAIN_OK)
             dtrain__fsdp_fold(fsdp, number);
     }
@@ -21864,6 +23014,8 @@ static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, fl
     const dtrain__cut *cut = &fsdp->layout.cuts[index];
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     float *full = dtrain__fsdp_full_grad(fsdp, cut);
+    if (cut->codes_grad)
+        return dtrain__code_reduce(fsdp, index);
     unsigned char *out = dtrain__fsdp_receives(fsdp, cut, sum);
     if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
         dtrain__fsdp_narrow(full, out, cut->count, dtype);
@@ -22240,7 +23392,7 @@ static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
         most = 1;
     while (status == DTRAIN_OK && fsdp->ended < most)
         status = dtrain__fsdp_end_micro_batch(fsdp);
-    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
         status = dtrain__fsdp_settle(fsdp, i);
     return status;
 }
@@ -22256,6 +23408,7 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
         fsdp->slices[i].grads = NULL;
     memset(&fsdp->note, 0, sizeof fsdp->note);
     fsdp->grads = NULL;
+    fsdp->buckets_old = 1;
     fsdp->announced = fsdp->last = -1;
     fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
@@ -22586,10 +23739,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float sca
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
-                            "0 and steps of at least 0",
-                            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
+        return dtrain__fail(
+            &fsdp->error, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
+            "0 and steps of at least 0",
+            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
     if (fsdp->grads != NULL)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_set_loss_scale: gradients of a step are not used yet on rank %d: end it first",
@@ -22609,6 +23763,18 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
     stats.bytes = fsdp->memory.bytes;
     stats.peak_bytes = fsdp->memory.peak_bytes;
     return stats;
+}
+
+DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets)
+{
+    if (buckets != NULL)
+        *buckets = fsdp != NULL ? fsdp->buckets : NULL;
+    return fsdp != NULL ? fsdp->bucket_count : 0;
+}
+
+DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index)
+{
+    return fsdp != NULL && fsdp->sender != NULL ? dtrain__compression_state(&fsdp->sender->set, index) : NULL;
 }
 
 DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp)
@@ -22686,6 +23852,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
                             unit, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_put_now(fsdp, unit);
     dtrain__fsdp_round_unit(fsdp, unit);
+    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
@@ -22846,10 +24013,14 @@ static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
     for (size_t i = first; i < fsdp->event_count; i++) {
         const dtrain__fsdp_event *event = &fsdp->events[i % most];
         fprintf(file,
-                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d}",
+                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
                 lanes[event->lane], event->unit, rank, event->lane, (long long)(event->begin_ns / 1000),
                 (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
                 (int)((event->end_ns - event->begin_ns) % 1000));
+        if (event->dense_bytes > 0)
+            fprintf(file, ",\"args\":{\"dense_bytes\":%llu,\"sent_bytes\":%llu}",
+                    (unsigned long long)event->dense_bytes, (unsigned long long)event->sent_bytes);
+        fputc('}', file);
     }
     fprintf(file, "\n]}\n");
 }
@@ -22981,12 +24152,25 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
     size_t a_cut = sizeof(dtrain__cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
                    (size_t)layout->shards * sizeof(size_t);
     size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
-                    2 * (size_t)layout->shards * sizeof(size_t);
+                    2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
            layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
            (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float);
+           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) +
+           (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);
+}
+
+/* Bytes of a quantised range that are not this rank's: what it sends, of gradients, and what it passes on in a ring, of
+ * parameters. */
+static uint64_t dtrain__plan_sends(const dtrain__layout *layout, const dtrain__cut *cut, size_t block)
+{
+    uint64_t bytes = 0;
+    size_t own;
+    for (int shard = 0; shard < layout->shards; shard++)
+        if (shard != layout->shard)
+            bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
+    return bytes;
 }
 
 /* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
@@ -22996,19 +24180,33 @@ static void dtrain__plan_traffic(const dtrain__layout *layout, const dtrain_fsdp
     uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
     uint64_t reduce_bytes = dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4, copies = (uint64_t)layout->copies;
     for (int i = 0; i < layout->unit_count; i++) {
-        uint64_t own = 0, own_trained = layout->units[i].grad_count;
+        uint64_t own_trained = layout->units[i].grad_count;
         uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
                                   i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
                               ? 1
                               : 2;
-        for (size_t k = layout->units[i].first; k < layout->units[i].end; k++)
-            own += layout->cuts[k].own_count;
-        if (layout->shards > 1) {
-            plan->sent_gather += passes * (layout->units[i].count - own) * gather_bytes;
-            plan->sent_reduce += (layout->units[i].trained - own_trained) * reduce_bytes;
+        for (size_t k = layout->units[i].first; k < layout->units[i].end && layout->shards > 1; k++) {
+            const dtrain__cut *cut = &layout->cuts[k];
+            uint64_t others = (uint64_t)(cut->count - cut->own_count);
+            plan->sent_gather +=
+                passes * (cut->codes ? dtrain__plan_sends(layout, cut, desc->quantise_gather) : others * gather_bytes);
+            if (cut->trained)
+                plan->sent_reduce +=
+                    cut->codes_grad ? dtrain__plan_sends(layout, cut, desc->quantise_reduce) : others * reduce_bytes;
         }
         plan->sent_reduce += copies > 1 ? 2 * own_trained * (copies - 1) / copies * reduce_bytes : 0;
     }
+}
+
+/* Bytes of what compression keeps from step to step, at most. */
+static size_t dtrain__plan_compression(const dtrain__layout *layout, const dtrain_compress_desc *desc)
+{
+    size_t floats = 0;
+    if (desc == NULL)
+        return 0;
+    floats += !desc->feedback.no_feedback;
+    floats += desc->feedback.momentum > 0.0f;
+    return floats * layout->grads * sizeof(float);
 }
 
 static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
@@ -23023,7 +24221,7 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
     plan->weights = dtrain__plan_apart(layout);
     plan->gradients = layout->grads * sizeof(float);
-    if (desc->keep_full_grads)
+    if (desc->keep_full_grads || desc->compress != NULL)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
     else
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
@@ -23031,8 +24229,9 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
     plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
     plan->full_grads = dtrain__plan_pages(layout, 1, 0, spans);
     plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
-    plan->peak =
-        plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads + plan->bookkeeping;
+    plan->compression = dtrain__plan_compression(layout, desc->compress);
+    plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
+                 plan->bookkeeping + plan->compression;
     dtrain__plan_traffic(layout, desc, plan);
     dtrain__free(allocator, spans, bytes);
     return DTRAIN_OK;
@@ -23068,6 +24267,29 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
 #ifndef DTRAIN__FSDP_CREATE
 #define DTRAIN__FSDP_CREATE
 
+static void dtrain__fsdp_compress_fields(const dtrain_compress_desc *desc, double fields[18])
+{
+    const dtrain_topk_desc *topk = &desc->topk;
+    fields[0] = (double)desc->kind;
+    fields[1] = topk->schedule.ratio;
+    fields[2] = (double)topk->schedule.stage_steps;
+    fields[3] = topk->schedule.first_ratio;
+    fields[4] = topk->schedule.factor;
+    fields[5] = (double)topk->threshold;
+    fields[6] = (double)topk->values;
+    fields[7] = (double)topk->indices;
+    fields[8] = (double)topk->exchange;
+    fields[9] = (double)desc->block;
+    fields[10] = (double)desc->rank;
+    fields[11] = (double)(desc->own != NULL);
+    fields[12] = (double)desc->feedback.no_feedback;
+    fields[13] = (double)desc->feedback.momentum;
+    fields[14] = (double)desc->feedback.no_masking;
+    fields[15] = (double)desc->feedback.max_norm;
+    fields[16] = (double)desc->least_count;
+    fields[17] = 1.0;
+}
+
 /* Hashes what must be the same on every rank. */
 static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
                                 unsigned char digest[32])
@@ -23092,13 +24314,25 @@ static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const d
                        (double)desc->loss_scale_steps,
                        (double)desc->no_broadcast,
                        (double)desc->no_overlap,
-                       (double)desc->bucket_bytes};
+                       (double)desc->bucket_bytes,
+                       (double)desc->quantise_gather,
+                       (double)desc->quantise_reduce};
     struct {
         unsigned char before[32];
         char name[128];
         float numbers[4];
     } group;
+    struct {
+        unsigned char before[32];
+        double fields[18];
+    } compress;
     dtrain_sha256(fields, sizeof fields, digest);
+    if (desc->compress != NULL) {
+        memset(&compress, 0, sizeof compress);
+        memcpy(compress.before, digest, 32);
+        dtrain__fsdp_compress_fields(desc->compress, compress.fields);
+        dtrain_sha256(&compress, sizeof compress, digest);
+    }
     for (size_t i = 0; i < desc->group_count; i++) {
         memset(&group, 0, sizeof group);
         memcpy(group.before, digest, 32);
@@ -23136,6 +24370,43 @@ static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param 
                         "dtrain_fsdp_create: rank %d of %d has another parameter table or desc than others, or one of "
                         "them is refused: build them alike on every rank (by hash: %.300s)",
                         dtrain__fsdp_rank(fsdp), dtrain_comm_size(fsdp->comm), cause.text);
+}
+
+/* Tells all ranks when one could not make its own, so that none waits for it in what follows. */
+static dtrain_status dtrain__fsdp_agree(dtrain_fsdp *fsdp, dtrain_status mine)
+{
+    dtrain__error cause = dtrain__thread_error;
+    int32_t failed = mine != DTRAIN_OK ? dtrain__fsdp_rank(fsdp) + 1 : 0;
+    char why[DTRAIN__FSDP_WHY];
+    if (fsdp->world == NULL)
+        return mine;
+    memset(why, 0, sizeof why);
+    dtrain_status status = dtrain_all_reduce(fsdp->world, &failed, &failed, 1, DTRAIN_I32, DTRAIN_MAX);
+    if (status == DTRAIN_OK && failed == 0)
+        return DTRAIN_OK;
+    if (mine != DTRAIN_OK)
+        snprintf(why, sizeof why, "%.*s", DTRAIN__FSDP_WHY - 1, cause.text);
+    if (status == DTRAIN_OK)
+        status = dtrain_broadcast(fsdp->world, why, sizeof why, DTRAIN_U8, failed - 1);
+    if (mine != DTRAIN_OK)
+        return dtrain__report(&cause);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
+                        "dtrain_fsdp_create: rank %d of %d could not make its part: %.*s; nothing was made on any rank",
+                        failed - 1, dtrain_comm_size(fsdp->comm), DTRAIN__FSDP_WHY - 1, why);
+}
+
+/* Makes what sends compressed, where something does: between copies, or to nobody in a world of one. */
+static dtrain_status dtrain__fsdp_make_sender(dtrain_fsdp *fsdp)
+{
+    int alone = dtrain_comm_size(fsdp->comm) == 1;
+    if (fsdp->desc.compress == NULL || (fsdp->copies == NULL && !alone))
+        return DTRAIN_OK;
+    int threaded = fsdp->copies != NULL && !fsdp->shares_comm && !fsdp->desc.no_overlap &&
+                   fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL;
+    return dtrain__sender_create(&fsdp->sender, alone ? fsdp->comm : fsdp->copies, threaded, &fsdp->layout,
+                                 fsdp->desc.compress, fsdp->desc.bucket_bytes, &fsdp->memory);
 }
 
 /* Makes the groups; where a transport has none, and all ranks are one group, the caller's serves for all. */
@@ -23291,11 +24562,13 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
     fsdp->stages = (float *)dtrain__alloc(memory, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
     fsdp->staged[0] = fsdp->staged[1] = -1;
+    fsdp->code_parts = (const void **)dtrain__alloc(memory, (size_t)layout->shards * sizeof(void *));
     fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
     fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
     fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
     fsdp->notes = (dtrain__fsdp_note *)dtrain__alloc(memory, world * sizeof *fsdp->notes);
     fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
+    fsdp->buckets = (dtrain_bucket *)dtrain__alloc(memory, 2 * units * sizeof *fsdp->buckets);
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
     fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
     fsdp->masters = (float *)dtrain__alloc(memory, dtrain__plan_apart(layout));
@@ -23303,12 +24576,14 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
-        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL)
+        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL ||
+        fsdp->buckets == NULL || fsdp->code_parts == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
                             dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
     fsdp->decays = fsdp->lr_factors + params;
-    return dtrain__fsdp_reserve(fsdp);
+    dtrain_status status = dtrain__code_open(fsdp);
+    return status == DTRAIN_OK ? dtrain__fsdp_reserve(fsdp) : status;
 }
 
 /* Gives every rank the first values of parameters that have memory of the caller's. */
@@ -23361,14 +24636,19 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         status = dtrain__fsdp_compare(fsdp, table, count, status);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_groups(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_allocate(fsdp);
+        status = dtrain__fsdp_make_sender(fsdp);
+    status = dtrain__fsdp_agree(fsdp, status);
     if (status != DTRAIN_OK)
         return status;
     dtrain__fsdp_group_params(fsdp);
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
         dtrain__fsdp_describe(fsdp, i);
     fsdp->desc.groups = NULL;
+    fsdp->desc.compress = NULL;
     fsdp->scattering = fsdp->bucket = -1;
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp);
@@ -23385,15 +24665,20 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     dtrain_allocator memory = {NULL, NULL, 0, 0};
     memory.resize = dtrain_comm_allocator(comm)->resize;
     memory.user = dtrain_comm_allocator(comm)->user;
-    dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made);
-    if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_create: no memory for %zu bytes", sizeof *made);
+    dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made), none;
+    if (made == NULL) { /* the others hear of it where they compare */
+        memset(&none, 0, sizeof none);
+        none.comm = comm;
+        checked = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_create: no memory for %zu bytes", sizeof *made);
+        return dtrain_comm_size(comm) > 1 ? dtrain__fsdp_compare(&none, table, count, checked) : checked;
+    }
     made->memory = memory;
     made->comm = comm;
     if (desc != NULL)
         made->desc = *desc;
     made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
     made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
+    made->desc.keep_full_grads |= made->desc.compress != NULL;
     made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
@@ -23439,6 +24724,7 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
     }
     for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_let_go(fsdp, &fsdp->copying[i], until_ns);
+    dtrain__sender_stop(fsdp->sender, until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
@@ -23454,11 +24740,14 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
     dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
     dtrain__free(memory, fsdp->stages, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    dtrain__free(memory, fsdp->code_parts, (size_t)layout->shards * sizeof(void *));
+    dtrain__free(memory, fsdp->code_counts, fsdp->code_bytes);
     dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
     dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
     dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
     dtrain__free(memory, fsdp->notes, world * sizeof *fsdp->notes);
     dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
+    dtrain__free(memory, fsdp->buckets, 2 * units * sizeof *fsdp->buckets);
     dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
     dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
     dtrain__free(memory, fsdp->masters, dtrain__plan_apart(layout));
@@ -23478,6 +24767,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     if (fsdp == NULL)
         return;
     dtrain__fsdp_quiesce(fsdp);
+    dtrain__sender_destroy(fsdp->sender);
     if (!fsdp->shares_comm) {
         dtrain_comm_destroy(fsdp->gathers);
         dtrain_comm_destroy(fsdp->reduces);
@@ -24742,333 +26032,6 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *p
     int error = errno;
     unlink(beside);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "pipeline_plan_draw: cannot write %s: %s", path, strerror(error));
-}
-
-#endif
-
-/* ---- >>aggregator ----
- * One training step in three parts: compute, aggregate, apply; and the two aggregators that come with the library.
- * For programs that want the order of a step kept for them; those with a loop of their own use >>ddp. */
-#ifndef DTRAIN__AGGREGATOR
-#define DTRAIN__AGGREGATOR
-
-static void dtrain__aggregator_shorten(const dtrain_param *table, size_t count, double max_norm, double norm)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    float factor = dtrain__train_ratio(max_norm, norm);
-    for (size_t i = 0; i < count; i++) {
-        float *grad = (float *)table[i].grad;
-        if (dtrain__params_trained(&table[i]))
-            dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
-    }
-    dtrain__fpmode_restore(mode);
-}
-
-DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
-{
-    dtrain__exact sum;
-    if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
-    dtrain_status status = dtrain__params_check_f32(table, count);
-    if (status != DTRAIN_OK)
-        return status;
-    memset(&sum, 0, sizeof sum);
-    for (size_t i = 0; i < count; i++) {
-        if (dtrain__params_trained(&table[i]))
-            dtrain__exact_add_squares(&sum, (const float *)table[i].grad, dtrain_param_elements(&table[i]));
-    }
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
-    if (norm != NULL)
-        *norm = length;
-    if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
-        dtrain__aggregator_shorten(table, count, (double)max_norm, length);
-    return DTRAIN_OK;
-}
-
-static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
-        float *grad = (float *)table[i].grad;
-        if (dtrain__params_trained(&table[i]))
-            dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
-    }
-    dtrain__fpmode_restore(mode);
-}
-
-static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t count, double weight)
-{
-    if (!dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
-                            weight);
-    return dtrain__params_check_f32(table, count);
-}
-
-static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
-                                                  double *total_weight)
-{
-    dtrain_status status = dtrain__aggregator_check(table, count, weight);
-    (void)self;
-    if (status != DTRAIN_OK)
-        return status;
-    *total_weight = weight;
-    dtrain__aggregator_divide(table, count, weight);
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_param *table, size_t count,
-                                                       double weight, double *total_weight)
-{
-    dtrain_comm *comm = (dtrain_comm *)self;
-    dtrain_status status = dtrain__aggregator_check(table, count, weight);
-    if (status == DTRAIN_OK)
-        status = dtrain_all_reduce(comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        if (dtrain__params_trained(&table[i]))
-            status = dtrain_all_reduce(comm, table[i].grad, table[i].grad, dtrain_param_elements(&table[i]), DTRAIN_F32,
-                                       DTRAIN_SUM);
-    }
-    if (status == DTRAIN_OK)
-        dtrain__aggregator_divide(table, count, *total_weight);
-    return status;
-}
-
-DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void)
-{
-    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL};
-    return aggregator;
-}
-
-DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
-{
-    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL};
-    return aggregator;
-}
-
-DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator)
-{
-    if (aggregator == NULL)
-        return;
-    if (aggregator->destroy != NULL)
-        aggregator->destroy(aggregator->self);
-    memset(aggregator, 0, sizeof *aggregator);
-}
-
-static dtrain_status dtrain__train_step_check(const dtrain_step_desc *desc)
-{
-    if (desc == NULL || desc->table == NULL || desc->compute == NULL || desc->optimizer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_train_step: table, compute and optimizer are needed, %s is NULL",
-                            desc == NULL            ? "the desc"
-                            : desc->table == NULL   ? "table"
-                            : desc->compute == NULL ? "compute"
-                                                    : "optimizer");
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)
-{
-    dtrain_step_result own = {0.0, 0.0};
-    double weight = 0.0;
-    dtrain_status status = dtrain__train_step_check(desc);
-    if (status != DTRAIN_OK)
-        return status;
-    for (size_t i = 0; i < desc->count; i++) {
-        if (dtrain__params_trained(&desc->table[i]) && dtrain_param_elements(&desc->table[i]) > 0)
-            memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
-    }
-    dtrain_aggregator local = dtrain_aggregator_local();
-    const dtrain_aggregator *aggregator = desc->aggregator != NULL ? desc->aggregator : &local;
-    status = desc->compute(desc->user, &weight);
-    if (status == DTRAIN_OK)
-        status = aggregator->aggregate(aggregator->self, desc->table, desc->count, weight, &own.total_weight);
-    if (status == DTRAIN_OK && own.total_weight > 0.0 && desc->max_norm != 0.0f)
-        status = dtrain_clip_grad_norm(desc->table, desc->count, desc->max_norm, &own.norm);
-    if (status == DTRAIN_OK && own.total_weight > 0.0)
-        status = dtrain_optimizer_step(desc->optimizer, desc->lr);
-    if (result != NULL)
-        *result = own;
-    return status;
-}
-
-#endif
-
-/* ---- >>compression ----
- * The aggregator that compresses: a state a parameter, whose sums are divided once by the weight of all ranks. Sums
- * travel, not means, so that what is left for the next step is in the units of the next step's gradients. */
-#ifndef DTRAIN__COMPRESSION
-#define DTRAIN__COMPRESSION
-
-#define DTRAIN__COMPRESSION_LEAST 1024
-
-typedef struct dtrain__compression {
-    dtrain_comm *comm;
-    dtrain_allocator *allocator;
-    size_t count, *elements;
-    dtrain_compressed **parts; /* NULL: as it is */
-    dtrain_compressed_stats plain;
-} dtrain__compression;
-
-/* A compressor for one parameter; kind NONE of those that are sent as they are is the caller's to know. */
-static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, size_t rows, size_t columns,
-                                              dtrain_allocator *allocator, dtrain_compressor *made)
-{
-    dtrain_topk_desc topk = desc->topk;
-    memset(made, 0, sizeof *made);
-    switch (desc->kind) {
-    case DTRAIN_COMPRESS_DEFAULT:
-    case DTRAIN_COMPRESS_TOPK:
-        if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
-            topk.schedule.ratio = 0.01;
-        return dtrain_compressor_topk(made, &topk, allocator);
-    case DTRAIN_COMPRESS_POWERSGD: return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
-    case DTRAIN_COMPRESS_BF16: *made = dtrain_compressor_cast(DTRAIN_BF16); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_F16: *made = dtrain_compressor_cast(DTRAIN_F16); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_INT8: *made = dtrain_compressor_int8(desc->block); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_FP8: *made = dtrain_compressor_fp8(desc->block); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_sign(desc->block); return DTRAIN_OK;
-    default: break;
-    }
-    if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compress: kind %d%s; expected one of dtrain_compression, and own where it is OWN",
-                            (int)desc->kind, desc->own == NULL ? " without own" : "");
-    *made = *desc->own;
-    made->destroy = NULL;
-    return DTRAIN_OK;
-}
-
-/* Sets up one parameter's state. */
-static dtrain_status dtrain__compression_open(dtrain__compression *all, size_t index, const dtrain_param *param,
-                                              const dtrain_compress_desc *desc)
-{
-    size_t elements = dtrain_param_elements(param), rows = param->shape[0] > 0 ? param->shape[0] : 1;
-    size_t least = desc->least_count > 0 ? desc->least_count : DTRAIN__COMPRESSION_LEAST;
-    dtrain_compressor compressor;
-    if (param->stacked && param->shape[1] > 0 && elements > 0)
-        rows *= param->shape[1];
-    all->elements[index] = dtrain__params_trained(param) ? elements : 0;
-    if (all->elements[index] == 0 || elements < least ||
-        (desc->kind == DTRAIN_COMPRESS_POWERSGD && elements / rows < 2))
-        return DTRAIN_OK;
-    dtrain_status status =
-        dtrain__compression_make(desc, rows, elements / rows, dtrain_comm_allocator(all->comm), &compressor);
-    if (status == DTRAIN_OK)
-        status = dtrain_compressed_create(&all->parts[index], all->comm, elements, &compressor, &desc->feedback);
-    return status;
-}
-
-static void dtrain__compression_destroy(void *self)
-{
-    dtrain__compression *all = (dtrain__compression *)self;
-    dtrain_allocator *allocator = all->allocator;
-    for (size_t i = 0; all->parts != NULL && i < all->count; i++)
-        dtrain_compressed_destroy(all->parts[i]);
-    dtrain__free(allocator, all->parts, all->count * sizeof *all->parts);
-    dtrain__free(allocator, all->elements, all->count * sizeof *all->elements);
-    dtrain__free(allocator, all, sizeof *all);
-}
-
-static dtrain_status dtrain__compression_check(const dtrain__compression *all, const dtrain_param *table, size_t count,
-                                               double weight)
-{
-    dtrain_status status = dtrain__aggregator_check(table, count, weight);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
-        if (count != all->count || elements != all->elements[i])
-            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "aggregate: parameter %zu of %zu has %zu trained elements; the aggregator was made "
-                                  "for %zu parameters, that one of %zu",
-                                  i, count, elements, all->count, i < all->count ? all->elements[i] : 0);
-    }
-    return status;
-}
-
-static dtrain_status dtrain__compression_run(void *self, const dtrain_param *table, size_t count, double weight,
-                                             double *total_weight)
-{
-    dtrain__compression *all = (dtrain__compression *)self;
-    dtrain_status status = dtrain__compression_check(all, table, count, weight);
-    if (status == DTRAIN_OK)
-        status = dtrain_all_reduce(all->comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        float *grad = (float *)table[i].grad;
-        if (all->parts[i] != NULL) {
-            status = dtrain_compressed_all_reduce(all->parts[i], grad, grad, DTRAIN_SUM);
-        } else if (all->elements[i] > 0) {
-            uint64_t bytes = dtrain__feedback_dense_bytes(all->elements[i], dtrain_comm_size(all->comm));
-            all->plain.dense_bytes += bytes;
-            all->plain.sent_bytes += bytes;
-            status = dtrain_all_reduce(all->comm, grad, grad, all->elements[i], DTRAIN_F32, DTRAIN_SUM);
-        }
-    }
-    if (status == DTRAIN_OK)
-        dtrain__aggregator_divide(table, count, *total_weight);
-    all->plain.steps += status == DTRAIN_OK;
-    return status;
-}
-
-DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
-                                                      const dtrain_param *table, size_t count,
-                                                      const dtrain_compress_desc *desc)
-{
-    dtrain_compress_desc full;
-    if (aggregator == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregator_compressed: %s is NULL",
-                            comm == NULL ? "the group" : "aggregator");
-    memset(aggregator, 0, sizeof *aggregator);
-    memset(&full, 0, sizeof full);
-    if (desc != NULL)
-        full = *desc;
-    dtrain_status status = dtrain__params_check_f32(table, count);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
-    dtrain__compression *all = (dtrain__compression *)dtrain__alloc(allocator, sizeof *all);
-    if (all != NULL) {
-        all->comm = comm;
-        all->allocator = allocator;
-        all->count = count;
-        all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
-        all->parts = (dtrain_compressed **)dtrain__alloc(allocator, count * sizeof *all->parts);
-    }
-    if (all == NULL || all->elements == NULL || all->parts == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
-        status = dtrain__compression_open(all, i, &table[i], &full);
-    if (status != DTRAIN_OK) {
-        if (all != NULL)
-            dtrain__compression_destroy(all);
-        return status;
-    }
-    aggregator->self = all;
-    aggregator->aggregate = dtrain__compression_run;
-    aggregator->destroy = dtrain__compression_destroy;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t param)
-{
-    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
-        return NULL;
-    const dtrain__compression *all = (const dtrain__compression *)aggregator->self;
-    return param < all->count ? all->parts[param] : NULL;
-}
-
-DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
-{
-    dtrain_compressed_stats sum = {0, 0, 0};
-    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
-        return sum;
-    const dtrain__compression *all = (const dtrain__compression *)aggregator->self;
-    sum = all->plain;
-    for (size_t i = 0; i < all->count; i++) {
-        dtrain_compressed_stats part = dtrain_compressed_counters(all->parts[i]);
-        sum.dense_bytes += part.dense_bytes;
-        sum.sent_bytes += part.sent_bytes;
-    }
-    return sum;
 }
 
 #endif
@@ -26464,8 +27427,7 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 
 /* ---- >>ddp ----
  * Data-parallel training for a program with an optimizer of its own: FSDP's no-shard, whose sums go back to the table.
- * A rank's micro-batches are folded in full and communicated once. Compressed, they are folded by an object of this
- * rank alone, and its sums go through the aggregator of >>compression. */
+ * A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see >>sender. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
 
@@ -26473,11 +27435,7 @@ struct dtrain_ddp {
     dtrain_fsdp *fsdp;
     dtrain_allocator *allocator;
     int open;
-    dtrain_comm *comm, *alone;    /* alone: a world of this rank, where sums travel compressed; else NULL */
-    dtrain_aggregator aggregator; /* of these sums */
-    dtrain_param *table;          /* a copy, whose gradients are aggregated */
-    size_t count;
-    double weight; /* of this rank in the open step */
+    uint64_t steps; /* finished */
     dtrain__error error;
 };
 
@@ -26512,9 +27470,7 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
         return dtrain__ddp_note(ddp, status);
     dtrain__fsdp_zero_grads(ddp->fsdp);
     ddp->open = 1;
-    ddp->weight = weight;
-    /* alone, the sums are divided by what is announced: by nothing */
-    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, ddp->alone != NULL ? 1.0 : weight));
+    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight));
 }
 
 /* Says whether a call between begin and finish may go on. */
@@ -26583,49 +27539,13 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         dtrain__ddp_unpack(fsdp);
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
-    if (status == DTRAIN_OK && ddp->alone != NULL) {
-        double total = 0.0;
-        status = ddp->aggregator.aggregate(ddp->aggregator.self, ddp->table, ddp->count, ddp->weight, &total);
-        if (total_weight != NULL)
-            *total_weight = total;
-    }
+    ddp->steps += status == DTRAIN_OK;
     return dtrain__ddp_note(ddp, status);
 }
 
 DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp)
 {
     return ddp != NULL ? ddp->error.text : "";
-}
-
-/* Sets up what a compressed DDP has besides: a world of its own, the table, the aggregator; and gives every rank the
- * parameters of rank 0, which the object of one rank does not. */
-static dtrain_status dtrain__ddp_compress(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
-                                          const dtrain_ddp_desc *desc)
-{
-    dtrain_comm_desc alone;
-    memset(&alone, 0, sizeof alone);
-    alone.allocator = ddp->allocator;
-    alone.progress = DTRAIN_PROGRESS_POLL;
-    ddp->count = count;
-    ddp->table = (dtrain_param *)dtrain__alloc(ddp->allocator, count * sizeof *table);
-    if (ddp->table == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
-    if (count > 0)
-        memcpy(ddp->table, table, count * sizeof *table);
-    dtrain_status status = dtrain_aggregator_compressed(&ddp->aggregator, ddp->comm, table, count, desc->compress);
-    for (size_t i = 0; status == DTRAIN_OK && i < count && !desc->no_broadcast; i++)
-        status = dtrain_broadcast(ddp->comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
-    if (status == DTRAIN_OK)
-        status = dtrain_threads_create(&ddp->alone, 1, &alone);
-    return status;
-}
-
-static void dtrain__ddp_free(dtrain_ddp *ddp)
-{
-    dtrain_aggregator_destroy(&ddp->aggregator);
-    dtrain_comm_destroy(ddp->alone);
-    dtrain__free(ddp->allocator, ddp->table, ddp->count * sizeof *ddp->table);
-    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
 }
 
 static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -26639,8 +27559,8 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     dtrain_param *copy = NULL;
     if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
         copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);
-    if (status == DTRAIN_OK && copy == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
+    if (status == DTRAIN_OK && copy == NULL) /* the others are to hear of it */
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
     for (size_t i = 0; copy != NULL && i < count; i++) {
         copy[i] = table[i];
         copy[i].frozen = !dtrain__params_trained(&table[i]);
@@ -26652,14 +27572,8 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.no_broadcast = desc->no_broadcast;
     full.no_overlap = desc->no_overlap;
     full.bucket_bytes = desc->bucket_bytes;
-    if (status == DTRAIN_OK && desc->compress != NULL)
-        status = dtrain__ddp_compress(ddp, copy, count, desc);
-    if (status != DTRAIN_OK && desc->compress != NULL) { /* the others have no call in which they would hear of it */
-        dtrain__free(ddp->allocator, copy, count * sizeof *copy);
-        return status;
-    }
-    dtrain_comm *group = ddp->alone != NULL ? ddp->alone : comm;
-    dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, group, copy != NULL ? copy : table, count, &full, status);
+    full.compress = desc->compress;
+    dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, status);
     dtrain__free(ddp->allocator, copy, count * sizeof *copy);
     return made;
 }
@@ -26676,15 +27590,18 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
         full = *desc;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
     dtrain_ddp *made = (dtrain_ddp *)dtrain__alloc(allocator, sizeof *made);
-    if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
+    if (made == NULL) {
+        dtrain_fsdp *none; /* the others are to hear of it */
+        dtrain_status failed =
+            dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
+        return dtrain__fsdp_make(&none, comm, table, count, NULL, failed);
+    }
     made->allocator = allocator;
-    made->comm = comm;
     dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);
     if (status == DTRAIN_OK)
         *ddp = made;
     else
-        dtrain__ddp_free(made);
+        dtrain__free(allocator, made, sizeof *made);
     return status;
 }
 
@@ -26693,12 +27610,28 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
     if (ddp == NULL)
         return;
     dtrain_fsdp_destroy(ddp->fsdp);
-    dtrain__ddp_free(ddp);
+    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
 }
 
-DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp)
+DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets)
 {
-    return ddp != NULL && ddp->alone != NULL ? &ddp->aggregator : NULL;
+    return dtrain_fsdp_buckets(ddp != NULL ? ddp->fsdp : NULL, buckets);
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_ddp_counters(const dtrain_ddp *ddp)
+{
+    dtrain_compressed_stats sum = {0, 0, 0};
+    if (ddp == NULL)
+        return sum;
+    sum.steps = ddp->steps;
+    sum.dense_bytes = ddp->fsdp->stats.dense_bytes;
+    sum.sent_bytes = ddp->fsdp->stats.sent_bytes;
+    return sum;
+}
+
+DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index)
+{
+    return dtrain_fsdp_compression(ddp != NULL ? ddp->fsdp : NULL, index);
 }
 
 #endif

@@ -8,7 +8,8 @@
 #include <string.h>
 
 typedef struct gpt_aggregate {
-    const char *kind; /* "all-reduce" or "ps" */
+    const char *kind;                     /* "all-reduce" or "ps" */
+    const dtrain_compress_desc *compress; /* NULL: gradients travel as they are */
     dtrain_comm *world, *alone;
     dtrain_param *table; /* what FSDP keeps, layer by layer; made in the first step, when gradients are there */
     char (*names)[48];
@@ -17,13 +18,15 @@ typedef struct gpt_aggregate {
     dtrain_aggregator aggregator;
 } gpt_aggregate;
 
-static inline dtrain_status gpt_aggregate_open(gpt_aggregate *a, dtrain_comm *world, const char *kind)
+static inline dtrain_status gpt_aggregate_open(gpt_aggregate *a, dtrain_comm *world, const char *kind,
+                                               const dtrain_compress_desc *compress)
 {
     dtrain_comm_desc alone;
     memset(a, 0, sizeof *a);
     memset(&alone, 0, sizeof alone);
     alone.progress = DTRAIN_PROGRESS_POLL; /* there is nobody to hear from */
     a->kind = kind;
+    a->compress = compress;
     a->world = world;
     return dtrain_threads_create(&a->alone, 1, &alone);
 }
@@ -31,7 +34,10 @@ static inline dtrain_status gpt_aggregate_open(gpt_aggregate *a, dtrain_comm *wo
 /* Collective: every rank of the world. */
 static inline dtrain_status gpt_aggregate_start(gpt_aggregate *a, const dtrain_slice *slices, size_t count)
 {
+    dtrain_server_desc desc;
     dtrain_status status = DTRAIN_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.compress = a->compress;
     a->table = (dtrain_param *)calloc(count, sizeof *a->table);
     a->names = (char(*)[48])calloc(count, sizeof *a->names);
     if (a->table == NULL || a->names == NULL)
@@ -46,9 +52,14 @@ static inline dtrain_status gpt_aggregate_start(gpt_aggregate *a, const dtrain_s
         a->table[i].grad = slices[i].grads;
     }
     a->count = count;
-    if (strcmp(a->kind, "ps") == 0)
-        status = dtrain_server_create(&a->server, a->world, a->table, count, NULL);
-    a->aggregator = a->server != NULL ? dtrain_aggregator_server(a->server) : dtrain_aggregator_all_reduce(a->world);
+    if (strcmp(a->kind, "ps") == 0) {
+        status = dtrain_server_create(&a->server, a->world, a->table, count, &desc);
+        a->aggregator = dtrain_aggregator_server(a->server);
+    } else if (a->compress != NULL) {
+        status = dtrain_aggregator_compressed(&a->aggregator, a->world, a->table, count, a->compress);
+    } else {
+        a->aggregator = dtrain_aggregator_all_reduce(a->world);
+    }
     return status;
 }
 

@@ -8,7 +8,8 @@
 typedef struct gpt_flags {
     long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until, local_steps;
     double lr, clip;
-    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save, *aggregator;
+    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save, *aggregator, *compress;
+    dtrain_compress_desc compression; /* what --compress says */
     int quiet, resume;
 } gpt_flags;
 
@@ -38,7 +39,51 @@ static inline int gpt_choice(const char *flag, const char *word, const char *con
     return 1;
 }
 
-static inline int gpt_check_flags(const gpt_flags *f)
+/* Reads --compress: a kind, of top-k its ratio and of PowerSGD its rank, and perhaps nofeedback. Top-k with feedback
+ * takes SGD's momentum over, as a velocity of each rank's (momentum correction). */
+static inline int gpt_read_compression(gpt_flags *f)
+{
+    static const struct {
+        const char *name;
+        dtrain_compression kind;
+        double number, least, most; /* 0: it has none */
+    } kinds[] = {{"topk", DTRAIN_COMPRESS_TOPK, 0.01, 1e-9, 1},   {"int8", DTRAIN_COMPRESS_INT8, 0, 0, 0},
+                 {"fp8", DTRAIN_COMPRESS_FP8, 0, 0, 0},           {"bf16", DTRAIN_COMPRESS_BF16, 0, 0, 0},
+                 {"f16", DTRAIN_COMPRESS_F16, 0, 0, 0},           {"sign", DTRAIN_COMPRESS_SIGN, 0, 0, 0},
+                 {"powersgd", DTRAIN_COMPRESS_POWERSGD, 4, 1, 64}};
+    const char *text = f->compress;
+    size_t length = strcspn(text, ":"), i = 0, count = sizeof kinds / sizeof kinds[0];
+    dtrain_compress_desc *desc = &f->compression;
+    while (i < count && (strlen(kinds[i].name) != length || strncmp(kinds[i].name, text, length) != 0))
+        i++;
+    if (i == count)
+        return report_complain("--compress", text,
+                               "is unknown; possible are topk:0.01, int8, fp8, bf16, f16, sign and "
+                               "powersgd:4, with :nofeedback after it");
+    double number = kinds[i].number;
+    char *end = NULL;
+    text += length;
+    if (*text == ':' && kinds[i].most > 0 && strcmp(text, ":nofeedback") != 0) {
+        number = strtod(text + 1, &end);
+        if (end == text + 1 || !(number >= kinds[i].least && number <= kinds[i].most))
+            return report_complain("--compress", f->compress, "needs a ratio above 0 and at most 1, or a rank to 64");
+        text = end;
+    }
+    desc->kind = kinds[i].kind;
+    desc->topk.schedule.ratio = desc->kind == DTRAIN_COMPRESS_TOPK ? number : 0;
+    desc->rank = desc->kind == DTRAIN_COMPRESS_POWERSGD ? (int)number : 0;
+    desc->feedback.no_feedback = strcmp(text, ":nofeedback") == 0;
+    if (*text != 0 && !desc->feedback.no_feedback)
+        return report_complain("--compress", f->compress, "ends in what is unknown; only :nofeedback may follow");
+    if (desc->kind == DTRAIN_COMPRESS_TOPK && !desc->feedback.no_feedback && strcmp(f->optimizer, "sgd") == 0 &&
+        (f->aggregator == NULL || strcmp(f->aggregator, "ps") != 0))
+        desc->feedback.momentum = 0.9f;
+    if (strcmp(f->strategy, "none") == 0 || (strcmp(f->strategy, "hybrid") == 0 && desc->rank == 0))
+        return 0;
+    return report_complain("--compress", f->compress, "needs --strategy none, or hybrid where it is not powersgd");
+}
+
+static inline int gpt_check_flags(gpt_flags *f)
 {
     static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
     static const char *const strategies[] = {"full", "grad", "none", "hybrid", NULL};
@@ -47,15 +92,16 @@ static inline int gpt_check_flags(const gpt_flags *f)
         return report_complain("flag", "--resume", "needs --save DIR, where the checkpoint is");
     if (f->aggregator != NULL && (strcmp(f->strategy, "none") != 0 || f->save != NULL))
         return report_complain("flag", "--aggregator", "needs --strategy none, and does not go with --save");
-    if (f->local_steps > 0 && (f->save != NULL || f->aggregator != NULL || strcmp(f->strategy, "none") != 0 ||
-                               strcmp(f->gather, "f32") != 0))
+    if (f->local_steps > 0 &&
+        (f->save != NULL || f->aggregator != NULL || strcmp(f->strategy, "none") != 0 || strcmp(f->gather, "f32") != 0))
         return report_complain("flag", "--local-steps",
                                "needs --strategy none and --gather f32, and goes with no --save or --aggregator");
     if (f->width % f->heads != 0)
         return report_complain("flag", "--width", "must be a multiple of --heads");
     return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
            gpt_choice("--gather", f->gather, gathers) ||
-           (f->aggregator != NULL && gpt_choice("--aggregator", f->aggregator, aggregators));
+           (f->aggregator != NULL && gpt_choice("--aggregator", f->aggregator, aggregators)) ||
+           (f->compress != NULL && gpt_read_compression(f));
 }
 
 static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
@@ -83,7 +129,8 @@ static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
         const char **value;
     } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
                  {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
-                 {"--trace", &f->trace},         {"--save", &f->save},         {"--aggregator", &f->aggregator}};
+                 {"--trace", &f->trace},         {"--save", &f->save},         {"--aggregator", &f->aggregator},
+                 {"--compress", &f->compress}};
     for (int i = 1; i < argc; i++) {
         size_t n = sizeof numbers / sizeof numbers[0], t = sizeof texts / sizeof texts[0], k;
         double value;
@@ -153,6 +200,9 @@ static inline int gpt_help(void)
          "  --gather f32|bf16|f16   how parameters travel\n"
          "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
          "                   parameter server on rank 0\n"
+         "  --compress topk:0.01|int8|fp8|bf16|f16|sign|powersgd:4   how gradients travel, with feedback unless\n"
+         "                   :nofeedback follows; as they are without it. Under --optimizer sgd, top-k with feedback\n"
+         "                   takes the momentum of 0.9 over\n"
          "  --ranks 1        threads that share the work\n"
          "  --text dtrain.h  what to learn; its last tenth is held out\n"
          "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"

@@ -93,9 +93,14 @@ static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *flags, const char *strate
                         : strcmp(flags->gather, "f16") == 0 ? DTRAIN_F16
                                                             : DTRAIN_F32;
     desc.optimizer.kind = strcmp(flags->optimizer, "sgd") == 0 ? DTRAIN_SGD : DTRAIN_ADAMW;
-    desc.optimizer.weight_decay = 0.1f;
+    desc.optimizer.weight_decay = desc.optimizer.kind == DTRAIN_ADAMW ? 0.1f : 0; /* coupled, it would outweigh g */
     desc.optimizer.beta2 = 0.95f;
-    desc.optimizer.momentum = 0.9f;
+    desc.optimizer.momentum = flags->compression.feedback.momentum > 0 ? 0 : 0.9f;
+    if (flags->compress != NULL && flags->aggregator == NULL && flags->local_steps == 0 &&
+        (desc.strategy == DTRAIN_NO_SHARD || desc.strategy == DTRAIN_HYBRID_SHARD))
+        desc.compress = &flags->compression;
+    if (desc.compress != NULL && flags->compression.kind == DTRAIN_COMPRESS_TOPK)
+        desc.bucket_bytes = SIZE_MAX; /* chosen among all, where by buckets it trains worse, but overlaps */
     desc.micro_batches = (int)((flags->micro + ranks - 1) / ranks);
     desc.keep_full_grads = flags->aggregator != NULL;
     desc.trace_events = flags->trace != NULL ? GPT_TRACE_EVENTS : 0;
@@ -112,6 +117,7 @@ static dtrain_status gpt_create_local(gpt *model, const gpt_flags *flags, dtrain
     desc.outer_lr = 1.0f; /* for tens of rounds; the paper's 0.7 and 0.9 are for hundreds */
     desc.outer_momentum = 0.8f;
     desc.blocking = 1;
+    desc.compress = flags->compress != NULL ? &flags->compression : NULL;
     for (int i = 0; i < GPT_PARAMS; i++) {
         table[i] = model->table[i];
         table[i].data = model->params[i];
@@ -135,7 +141,7 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm 
         status = dtrain_comm_split(world, dtrain_comm_rank(world), 0, &model->alone);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_create(&model->fsdp,
-                                    aggregate != NULL       ? aggregate->alone
+                                    aggregate != NULL      ? aggregate->alone
                                     : model->alone != NULL ? model->alone
                                                            : world,
                                     model->table, GPT_PARAMS, &desc);
@@ -344,6 +350,41 @@ static void gpt_show(const gpt_job *job, const gpt_progress *progress, const gpt
     report_step(text, done, steps);
 }
 
+/* Writes a step's line of the CSV file. */
+static void gpt_write_line(const gpt_job *job, const gpt *m, long step, double loss, double lr, double norm)
+{
+    const dtrain_bucket *buckets;
+    size_t count = dtrain_fsdp_buckets(m->fsdp, &buckets);
+    uint64_t dense = 0, sent = 0;
+    for (size_t i = 0; i < count; i++) {
+        dense += buckets[i].dense_bytes;
+        sent += buckets[i].sent_bytes;
+    }
+    fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g", step + 1, loss, lr, norm);
+    if (job->flags.compress != NULL)
+        fprintf(job->csv.file, ",%llu,%llu", (unsigned long long)dense, (unsigned long long)sent);
+    fputc('\n', job->csv.file);
+}
+
+/* What rank 0's gradients were in each bucket of the last step, and in all steps. */
+static void gpt_print_buckets(const gpt_job *job, const gpt *m, const dtrain_fsdp_stats *before,
+                              const dtrain_fsdp_stats *after)
+{
+    const dtrain_bucket *buckets;
+    size_t count = dtrain_fsdp_buckets(m->fsdp, &buckets);
+    if (job->flags.compress == NULL)
+        return;
+    for (size_t i = 0; i < count; i++)
+        printf("units %d to %d: %llu bytes sent of %llu, a %.1fth, in %.1f ms\n", buckets[i].first_unit,
+               buckets[i].last_unit, (unsigned long long)buckets[i].sent_bytes,
+               (unsigned long long)buckets[i].dense_bytes,
+               buckets[i].sent_bytes > 0 ? (double)buckets[i].dense_bytes / (double)buckets[i].sent_bytes : 1.0,
+               (double)buckets[i].ns * 1e-6);
+    printf("gradients with --compress %s: %.2f MiB sent, %.2f without\n", job->flags.compress,
+           gpt_mib((size_t)(after->sent_bytes - before->sent_bytes)),
+           gpt_mib((size_t)(after->dense_bytes - before->dense_bytes)));
+}
+
 /* One step on one rank, micro-batches dealt in turn; *loss is the mean over all ranks' tokens, the same bits
  * everywhere; with --local-steps that of this rank's. Where it is not finite nothing is applied. */
 static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long step, unsigned char *tokens,
@@ -373,7 +414,8 @@ static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long ste
     *loss /= (double)((m->local != NULL ? mine : micro) * BT);
     if (status != DTRAIN_OK || !isfinite(*loss))
         return status;
-    status = dtrain_fsdp_clip_grad_norm(m->fsdp, (float)job->flags.clip, norm);
+    double clip = job->flags.compression.feedback.momentum > 0 ? 0 : job->flags.clip;
+    status = dtrain_fsdp_clip_grad_norm(m->fsdp, (float)clip, norm);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_step(m->fsdp, lr);
     if (status == DTRAIN_OK && m->local != NULL) /* without sharding the optimizer's weights are those of the layers */
@@ -462,6 +504,8 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
         printf("%d rounds of %ld steps: %.2f MiB sent, %.2f MiB if all trained together: 1/%.1f\n", (int)rounds.taken,
                job->flags.local_steps, gpt_mib((size_t)rounds.sent_bytes), gpt_mib((size_t)rounds.dense_bytes),
                (double)rounds.dense_bytes / ((double)rounds.sent_bytes + 1e-9));
+    if (!job->flags.quiet)
+        gpt_print_buckets(job, m, &progress->stats, &stats);
     printf("result weights_sha256=");
     for (int i = 0; i < 32; i++)
         printf("%02x", digest[i]);
@@ -558,7 +602,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
         if (status == DTRAIN_OK && root) {
             job->losses[step] = loss;
             if (job->csv.file != NULL)
-                fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g\n", step + 1, loss, (double)lr, norm);
+                gpt_write_line(job, m, step, loss, (double)lr, norm);
             gpt_show(job, &progress, m, world, step, loss, (double)lr, norm);
         }
         if (status == DTRAIN_OK)
@@ -584,7 +628,9 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     if (dtrain_comm_rank(world) == 0 && !job->flags.quiet)
         gpt_print_plans(job, &planned);
     memset(&model, 0, sizeof model);
-    status = job->flags.aggregator != NULL ? gpt_aggregate_open(&aggregate, world, job->flags.aggregator) : DTRAIN_OK;
+    const dtrain_compress_desc *compress = job->flags.compress != NULL ? &job->flags.compression : NULL;
+    status = job->flags.aggregator != NULL ? gpt_aggregate_open(&aggregate, world, job->flags.aggregator, compress)
+                                           : DTRAIN_OK;
     model.aggregate = job->flags.aggregator != NULL ? &aggregate : NULL;
     if (status == DTRAIN_OK)
         status = gpt_create(&model, &job->flags, world);
@@ -652,6 +698,8 @@ static int gpt_settle(gpt_job *job)
         return 1;
     }
     f->micro = f->accum > 0 ? f->accum * job->world_size : f->micro > 0 ? f->micro : 8;
+    if (f->compression.feedback.momentum > 0) /* velocities are long: gradients are shortened before, on each rank */
+        f->compression.feedback.max_norm = (float)(f->clip * (double)(f->micro * f->batch * f->context));
     desc = gpt_fsdp_desc(f, f->strategy, job->world_size);
     gpt_describe(&model, f->layers, f->heads, f->width, f->context, f->batch);
     if (dtrain_fsdp_plan(model.table, GPT_PARAMS, &desc, job->world_size, 0, &plan) != DTRAIN_OK)
@@ -708,7 +756,9 @@ static int gpt_open_outputs(gpt_job *job)
     job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
     if (job->losses == NULL)
         return report_complain("flag", "--steps", "needs more memory than there is");
-    if (fprintf(job->csv.file, "step,loss,lr,norm\n") < 0 || fflush(job->csv.file) != 0)
+    if (fprintf(job->csv.file, "step,loss,lr,norm%s\n", job->flags.compress != NULL ? ",dense_bytes,sent_bytes" : "") <
+            0 ||
+        fflush(job->csv.file) != 0)
         return report_complain("output", job->flags.csv, strerror(errno));
     return 0;
 }

@@ -757,9 +757,8 @@ static void aggregates_as_plain(dtrain_comm *world)
     model_open(m, rank);
     model_open(plain, rank);
     CHECK_EQ(dtrain_aggregator_compressed(&aggregator, world, m->table, 3, &compress_plan), DTRAIN_OK);
-    CHECK(dtrain_aggregator_compression(&aggregator, 0) == NULL); /* too small */
-    CHECK(dtrain_aggregator_compression(&aggregator, 1) != NULL);
-    CHECK(dtrain_aggregator_compression(&aggregator, 3) == NULL && dtrain_aggregator_compression(&other, 1) == NULL);
+    CHECK(dtrain_aggregator_compression(&aggregator, 0) != NULL); /* all in one */
+    CHECK(dtrain_aggregator_compression(&aggregator, 1) == NULL && dtrain_aggregator_compression(&other, 0) == NULL);
     for (int step = 0; step < 2; step++) {
         double total = 0, expected = 0;
         for (int i = 0; i < ALL; i++)
@@ -771,14 +770,14 @@ static void aggregates_as_plain(dtrain_comm *world)
     }
     dtrain_compressed_stats stats = dtrain_aggregator_counters(&aggregator);
     CHECK_EQ(stats.steps, 2);
-    CHECK_EQ(stats.dense_bytes, 2 * (8 * SMALL / 3 * 2 + 8 * MATRIX / 3 * 2));
+    CHECK_EQ(stats.dense_bytes, 2 * (8 * (SMALL + MATRIX) / 3 * 2));
     double total;
     CHECK_EQ(aggregator.aggregate(aggregator.self, m->table, 2, 1.0, &total), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "the aggregator was made for 3 parameters");
     dtrain_aggregator_destroy(&aggregator);
-    compress_plan.kind = (dtrain_compression)900;
-    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
-    CHECK_EQ(dtrain_aggregator_compressed(&aggregator, world, m->table, 3, &compress_plan), DTRAIN_ERR_INVALID);
+    dtrain_compress_desc unknown = compress_plan;
+    unknown.kind = (dtrain_compression)900;
+    CHECK_EQ(dtrain_aggregator_compressed(&aggregator, world, m->table, 3, &unknown), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "kind 900 without own");
     free(m);
     free(plain);
@@ -825,10 +824,12 @@ static void ddp_sends_what_the_aggregator_does(dtrain_comm *world)
         CHECK(memcmp(m->grad, sums->grad, (SMALL + MATRIX) * sizeof(float)) == 0);
         CHECK_EQ(dtrain_comm_check_equal(world, m->grad, SMALL + MATRIX, DTRAIN_F32), DTRAIN_OK);
     }
-    dtrain_compressed_stats stats = dtrain_aggregator_counters(dtrain_ddp_compression(ddp));
+    dtrain_compressed_stats stats = dtrain_ddp_counters(ddp), others = dtrain_aggregator_counters(&aggregator);
     CHECK_EQ(stats.steps, 3);
     CHECK(stats.sent_bytes > 0 && stats.sent_bytes < stats.dense_bytes / 2);
-    CHECK(dtrain_ddp_compression(NULL) == NULL);
+    CHECK(stats.sent_bytes == others.sent_bytes && stats.dense_bytes == others.dense_bytes);
+    CHECK(dtrain_ddp_compression(NULL, 0) == NULL && dtrain_ddp_compression(ddp, 1) == NULL);
+    CHECK(dtrain_ddp_compression(ddp, 0) != NULL);
     dtrain_aggregator_destroy(&aggregator);
     dtrain_ddp_destroy(ddp);
     free(m);

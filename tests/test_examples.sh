@@ -54,7 +54,7 @@ try() { # what command...; a fact about the last run
     check $? "$what"
 }
 
-for example in quickstart train_mlp frame_loop custom_transport survive robot_swarm parameter_server train_gpt; do
+for example in quickstart train_mlp frame_loop custom_transport survive robot_swarm parameter_server train_gpt slow_link; do
     build_example $example
     check $? "$example builds by its own line without a warning"
 done
@@ -88,6 +88,19 @@ try "train_gpt writes one CSV line a step" awk 'END { exit NR != 4 }' "$dir/gpt.
 run train_gpt --ranks 3 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 6 --steps 7 --local-steps 3 \
     --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg"
 try "train_gpt trains locally" grep -q '^3 rounds of 3 steps: ' "$dir/out"
+for kind in topk:0.05 topk:0.05:nofeedback int8 powersgd:2; do
+    try "train_gpt runs with --compress $kind" run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --context 16 \
+        --batch 2 --micro 4 --steps 3 --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" --compress $kind
+    try "train_gpt says what --compress $kind sent" grep -q "^gradients with --compress $kind: .* MiB sent" "$dir/out"
+    try "train_gpt writes it into its CSV file" awk -F, 'NR > 1 && $5 > 2 * $6 && $6 > 0 { n++ } END { exit n != 3 }' "$dir/gpt.csv"
+done
+timeout 60 build/dtrun -n 2 "$dir/train_gpt" --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 4 --steps 3 \
+    --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" --compress powersgd:2 >"$dir/other" 2>"$dir/log"
+check $? "train_gpt compresses on processes"
+try "train_gpt has the same weights compressed on threads and processes" \
+    test "$(grep -o 'sha256=[0-9a-f]*' "$dir/out")" = "$(grep -o 'sha256=[0-9a-f]*' "$dir/other")"
+try "slow_link runs" run slow_link --steps 2 --mbit 1000 --ranks 2 --layers 1 --width 32
+try "slow_link compares nine ways" awk 'NR > 2 && $2 > 0 && $5 > 0 { n++ } END { exit n != 9 }' "$dir/out"
 
 # The same weights on threads, TCP and unix sockets; and a rank that is killed in mid-run.
 small="--layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 8 --steps 5 --quiet --csv $dir/gpt.csv --svg $dir/gpt.svg"

@@ -1,6 +1,8 @@
 /* ---- >>compression ----
- * The aggregator that compresses: a state a parameter, whose sums are divided once by the weight of all ranks. Sums
- * travel, not means, so that what is left for the next step is in the units of the next step's gradients. */
+ * A flat vector of gradients whose parts travel compressed, each with a state of its own, and the aggregator that sends
+ * all gradients of a table so. Selecting compressors choose among as much as there is: one part, as by parameters the
+ * few that matter would share what is sent with many that do not. Sums travel, not means, so that what is left for the
+ * next step is in the units of the next step's gradients; they are divided once by the weight of all ranks. */
 #ifndef DTRAIN__COMPRESSION
 #define DTRAIN__COMPRESSION
 #include "train.h"
@@ -10,15 +12,30 @@
 
 #define DTRAIN__COMPRESSION_LEAST 1024
 
-typedef struct dtrain__compression {
+/* A part of the vector that travels by itself. */
+typedef struct dtrain__compression_part {
+    size_t at, count;
+    dtrain_compressed *state; /* NULL: it is all-reduced as it is */
+} dtrain__compression_part;
+
+typedef struct dtrain__compression_set {
     dtrain_comm *comm;
     dtrain_allocator *allocator;
-    size_t count, *elements;
-    dtrain_compressed **parts; /* NULL: as it is */
-    dtrain_compressed_stats plain;
+    dtrain__compression_part *parts;
+    size_t part_count, part_room, plain_count;
+    float *plain;              /* where what is sent as it is lies side by side */
+    float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
+} dtrain__compression_set;
+
+typedef struct dtrain__compression {
+    dtrain__compression_set set;
+    size_t count, *elements; /* of a parameter */
+    size_t total;
+    float *flat; /* all gradients */
+    dtrain_compressed_stats stats;
 } dtrain__compression;
 
-/* A compressor for one parameter; kind NONE of those that are sent as they are is the caller's to know. */
+/* A compressor for one part. */
 static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, size_t rows, size_t columns,
                                               dtrain_allocator *allocator, dtrain_compressor *made)
 {
@@ -47,34 +64,165 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     return DTRAIN_OK;
 }
 
-/* Sets up one parameter's state. */
-static dtrain_status dtrain__compression_open(dtrain__compression *all, size_t index, const dtrain_param *param,
+static void dtrain__compression_close(dtrain__compression_set *set)
+{
+    for (size_t i = 0; i < set->part_count; i++)
+        dtrain_compressed_destroy(set->parts[i].state);
+    dtrain__free(set->allocator, set->parts, set->part_room * sizeof *set->parts);
+    dtrain__free(set->allocator, set->plain, set->plain_count * sizeof(float));
+    dtrain__free(set->allocator, set->velocity, set->plain_count * sizeof(float));
+    memset(set, 0, sizeof *set);
+}
+
+/* Begins a set of at most `room` parts; what fails from here on is the caller's to close. */
+static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm,
+                                               dtrain_allocator *allocator, size_t room)
+{
+    size_t bytes = 0;
+    set->comm = comm;
+    set->allocator = allocator;
+    set->part_room = room;
+    if (dtrain__mul_size(room, sizeof *set->parts, &bytes))
+        set->parts = (dtrain__compression_part *)dtrain__alloc(allocator, bytes);
+    return set->parts != NULL ? DTRAIN_OK
+                              : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", room);
+}
+
+/* Says whether so many numbers, in rows, travel as they are. */
+static int dtrain__compression_is_plain(const dtrain_compress_desc *desc, size_t count, size_t rows)
+{
+    size_t least = desc->least_count > 0 ? desc->least_count : DTRAIN__COMPRESSION_LEAST;
+    return count < least || (desc->kind == DTRAIN_COMPRESS_POWERSGD && count / rows < 2);
+}
+
+/* Adds the part that comes next. */
+static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const dtrain_compress_desc *desc, size_t at,
+                                             size_t count, size_t rows)
+{
+    dtrain__compression_part *part = &set->parts[set->part_count];
+    dtrain_compressor compressor;
+    if (count == 0)
+        return DTRAIN_OK;
+    part->at = at;
+    part->count = count;
+    set->part_count++;
+    rows = rows > 0 ? rows : 1;
+    if (dtrain__compression_is_plain(desc, count, rows)) {
+        set->plain_count += count;
+        return DTRAIN_OK;
+    }
+    dtrain_status status = dtrain__compression_make(desc, rows, count / rows, set->allocator, &compressor);
+    return status == DTRAIN_OK ? dtrain_compressed_create(&part->state, set->comm, count, &compressor, &desc->feedback)
+                               : status;
+}
+
+/* Ends a set: all parts have been added. */
+static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const dtrain_compress_desc *desc)
+{
+    size_t bytes = set->plain_count * sizeof(float);
+    set->momentum = desc->feedback.momentum;
+    set->plain = (float *)dtrain__alloc(set->allocator, bytes);
+    if (set->momentum > 0.0f)
+        set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
+    if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu bytes of small parts", bytes);
+    return DTRAIN_OK;
+}
+
+/* The index'th state. */
+static dtrain_compressed *dtrain__compression_state(const dtrain__compression_set *set, size_t index)
+{
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL && index-- == 0)
+            return set->parts[i].state;
+    return NULL;
+}
+
+/* All-reduces the parts from first to end that travel as they are, as one; `velocity` is where theirs begins. */
+static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set, float *vector, size_t first,
+                                                    size_t end, dtrain_compressed_stats *stats)
+{
+    size_t before = 0, count = 0;
+    for (size_t i = 0; i < end; i++) {
+        const dtrain__compression_part *part = &set->parts[i];
+        if (part->state != NULL)
+            continue;
+        if (i >= first)
+            memcpy(set->plain + before + count, vector + part->at, part->count * sizeof(float));
+        *(i < first ? &before : &count) += part->count;
+    }
+    if (count == 0)
+        return DTRAIN_OK;
+    float *sum = set->plain + before;
+    uint64_t bytes = dtrain__feedback_dense_bytes(count, dtrain_comm_size(set->comm));
+    stats->dense_bytes += bytes;
+    stats->sent_bytes += bytes;
+    dtrain_status status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
+    if (status == DTRAIN_OK &&
+        set->velocity != NULL) { /* an optimizer that leaves its momentum to compression has none */
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__feedback_velocity(set->velocity + before, sum, set->momentum, 1.0f, count);
+        dtrain__fpmode_restore(mode);
+        memcpy(sum, set->velocity + before, count * sizeof(float));
+    }
+    for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
+        const dtrain__compression_part *part = &set->parts[i];
+        if (part->state != NULL)
+            continue;
+        memcpy(vector + part->at, sum, part->count * sizeof(float));
+        sum += part->count;
+    }
+    return status;
+}
+
+/* Sums the parts from first to end over all ranks, and adds what was sent to stats. */
+static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
+                                              dtrain_compressed_stats *stats)
+{
+    dtrain_status status = dtrain__compression_send_plain(set, vector, first, end, stats);
+    for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
+        const dtrain__compression_part *part = &set->parts[i];
+        if (part->state == NULL)
+            continue;
+        dtrain_compressed_stats before = dtrain_compressed_counters(part->state), after;
+        status = dtrain_compressed_all_reduce(part->state, vector + part->at, vector + part->at, DTRAIN_SUM);
+        after = dtrain_compressed_counters(part->state);
+        stats->dense_bytes += after.dense_bytes - before.dense_bytes;
+        stats->sent_bytes += after.sent_bytes - before.sent_bytes;
+    }
+    return status;
+}
+
+/* Notes what each parameter has, and sets up the parts: all gradients together, of PowerSGD each matrix. */
+static dtrain_status dtrain__compression_fill(dtrain__compression *all, const dtrain_param *table, size_t count,
                                               const dtrain_compress_desc *desc)
 {
-    size_t elements = dtrain_param_elements(param), rows = param->shape[0] > 0 ? param->shape[0] : 1;
-    size_t least = desc->least_count > 0 ? desc->least_count : DTRAIN__COMPRESSION_LEAST;
-    dtrain_compressor compressor;
-    if (param->stacked && param->shape[1] > 0 && elements > 0)
-        rows *= param->shape[1];
-    all->elements[index] = dtrain__params_trained(param) ? elements : 0;
-    if (all->elements[index] == 0 || elements < least ||
-        (desc->kind == DTRAIN_COMPRESS_POWERSGD && elements / rows < 2))
-        return DTRAIN_OK;
-    dtrain_status status =
-        dtrain__compression_make(desc, rows, elements / rows, dtrain_comm_allocator(all->comm), &compressor);
-    if (status == DTRAIN_OK)
-        status = dtrain_compressed_create(&all->parts[index], all->comm, elements, &compressor, &desc->feedback);
-    return status;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        const dtrain_param *param = &table[i];
+        size_t elements = dtrain__params_trained(param) ? dtrain_param_elements(param) : 0, rows = param->shape[0];
+        all->elements[i] = elements;
+        if (desc->kind == DTRAIN_COMPRESS_POWERSGD)
+            status = dtrain__compression_add(&all->set, desc, all->total, elements,
+                                             param->stacked ? rows * param->shape[1] : rows);
+        all->total += elements;
+    }
+    if (status == DTRAIN_OK && desc->kind != DTRAIN_COMPRESS_POWERSGD)
+        status = dtrain__compression_add(&all->set, desc, 0, all->total, 1);
+    all->flat = (float *)dtrain__alloc(all->set.allocator, all->total * sizeof(float));
+    if (status == DTRAIN_OK && all->flat == NULL)
+        status =
+            dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu gradients", all->total);
+    return status == DTRAIN_OK ? dtrain__compression_end(&all->set, desc) : status;
 }
 
 static void dtrain__compression_destroy(void *self)
 {
     dtrain__compression *all = (dtrain__compression *)self;
-    dtrain_allocator *allocator = all->allocator;
-    for (size_t i = 0; all->parts != NULL && i < all->count; i++)
-        dtrain_compressed_destroy(all->parts[i]);
-    dtrain__free(allocator, all->parts, all->count * sizeof *all->parts);
+    dtrain_allocator *allocator = all->set.allocator;
+    dtrain__free(allocator, all->flat, all->total * sizeof(float));
     dtrain__free(allocator, all->elements, all->count * sizeof *all->elements);
+    dtrain__compression_close(&all->set);
     dtrain__free(allocator, all, sizeof *all);
 }
 
@@ -98,23 +246,23 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
 {
     dtrain__compression *all = (dtrain__compression *)self;
     dtrain_status status = dtrain__compression_check(all, table, count, weight);
+    size_t in = 0, out = 0;
     if (status == DTRAIN_OK)
-        status = dtrain_all_reduce(all->comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        float *grad = (float *)table[i].grad;
-        if (all->parts[i] != NULL) {
-            status = dtrain_compressed_all_reduce(all->parts[i], grad, grad, DTRAIN_SUM);
-        } else if (all->elements[i] > 0) {
-            uint64_t bytes = dtrain__feedback_dense_bytes(all->elements[i], dtrain_comm_size(all->comm));
-            all->plain.dense_bytes += bytes;
-            all->plain.sent_bytes += bytes;
-            status = dtrain_all_reduce(all->comm, grad, grad, all->elements[i], DTRAIN_F32, DTRAIN_SUM);
-        }
-    }
-    if (status == DTRAIN_OK)
-        dtrain__aggregator_divide(table, count, *total_weight);
-    all->plain.steps += status == DTRAIN_OK;
-    return status;
+        status = dtrain_all_reduce(all->set.comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < count; in += all->elements[i++])
+        if (all->elements[i] > 0)
+            memcpy(all->flat + in, table[i].grad, all->elements[i] * sizeof(float));
+    status = dtrain__compression_send(&all->set, all->flat, 0, all->set.part_count, &all->stats);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < count; out += all->elements[i++])
+        if (all->elements[i] > 0)
+            memcpy(table[i].grad, all->flat + out, all->elements[i] * sizeof(float));
+    dtrain__aggregator_divide(table, count, *total_weight);
+    all->stats.steps++;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
@@ -134,20 +282,17 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
         return status;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
     dtrain__compression *all = (dtrain__compression *)dtrain__alloc(allocator, sizeof *all);
-    if (all != NULL) {
-        all->comm = comm;
-        all->allocator = allocator;
-        all->count = count;
-        all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
-        all->parts = (dtrain_compressed **)dtrain__alloc(allocator, count * sizeof *all->parts);
-    }
-    if (all == NULL || all->elements == NULL || all->parts == NULL)
+    if (all == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu bytes", sizeof *all);
+    all->count = count;
+    status = dtrain__compression_begin(&all->set, comm, allocator, count);
+    all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
+    if (status == DTRAIN_OK && all->elements == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
-        status = dtrain__compression_open(all, i, &table[i], &full);
+    if (status == DTRAIN_OK)
+        status = dtrain__compression_fill(all, table, count, &full);
     if (status != DTRAIN_OK) {
-        if (all != NULL)
-            dtrain__compression_destroy(all);
+        dtrain__compression_destroy(all);
         return status;
     }
     aggregator->self = all;
@@ -156,27 +301,19 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t param)
+DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index)
 {
     if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
         return NULL;
-    const dtrain__compression *all = (const dtrain__compression *)aggregator->self;
-    return param < all->count ? all->parts[param] : NULL;
+    return dtrain__compression_state(&((const dtrain__compression *)aggregator->self)->set, index);
 }
 
 DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
 {
-    dtrain_compressed_stats sum = {0, 0, 0};
+    dtrain_compressed_stats none = {0, 0, 0};
     if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
-        return sum;
-    const dtrain__compression *all = (const dtrain__compression *)aggregator->self;
-    sum = all->plain;
-    for (size_t i = 0; i < all->count; i++) {
-        dtrain_compressed_stats part = dtrain_compressed_counters(all->parts[i]);
-        sum.dense_bytes += part.dense_bytes;
-        sum.sent_bytes += part.sent_bytes;
-    }
-    return sum;
+        return none;
+    return ((const dtrain__compression *)aggregator->self)->stats;
 }
 
 #endif

@@ -1,21 +1,15 @@
 /* ---- >>ddp ----
  * Data-parallel training for a program with an optimizer of its own: FSDP's no-shard, whose sums go back to the table.
- * A rank's micro-batches are folded in full and communicated once. Compressed, they are folded by an object of this
- * rank alone, and its sums go through the aggregator of >>compression. */
+ * A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see >>sender. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
-#include "compression.c"
 #include "fsdp_create.c"
 
 struct dtrain_ddp {
     dtrain_fsdp *fsdp;
     dtrain_allocator *allocator;
     int open;
-    dtrain_comm *comm, *alone;    /* alone: a world of this rank, where sums travel compressed; else NULL */
-    dtrain_aggregator aggregator; /* of these sums */
-    dtrain_param *table;          /* a copy, whose gradients are aggregated */
-    size_t count;
-    double weight; /* of this rank in the open step */
+    uint64_t steps; /* finished */
     dtrain__error error;
 };
 
@@ -50,9 +44,7 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
         return dtrain__ddp_note(ddp, status);
     dtrain__fsdp_zero_grads(ddp->fsdp);
     ddp->open = 1;
-    ddp->weight = weight;
-    /* alone, the sums are divided by what is announced: by nothing */
-    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, ddp->alone != NULL ? 1.0 : weight));
+    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight));
 }
 
 /* Says whether a call between begin and finish may go on. */
@@ -121,49 +113,13 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         dtrain__ddp_unpack(fsdp);
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
-    if (status == DTRAIN_OK && ddp->alone != NULL) {
-        double total = 0.0;
-        status = ddp->aggregator.aggregate(ddp->aggregator.self, ddp->table, ddp->count, ddp->weight, &total);
-        if (total_weight != NULL)
-            *total_weight = total;
-    }
+    ddp->steps += status == DTRAIN_OK;
     return dtrain__ddp_note(ddp, status);
 }
 
 DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp)
 {
     return ddp != NULL ? ddp->error.text : "";
-}
-
-/* Sets up what a compressed DDP has besides: a world of its own, the table, the aggregator; and gives every rank the
- * parameters of rank 0, which the object of one rank does not. */
-static dtrain_status dtrain__ddp_compress(dtrain_ddp *ddp, const dtrain_param *table, size_t count,
-                                          const dtrain_ddp_desc *desc)
-{
-    dtrain_comm_desc alone;
-    memset(&alone, 0, sizeof alone);
-    alone.allocator = ddp->allocator;
-    alone.progress = DTRAIN_PROGRESS_POLL;
-    ddp->count = count;
-    ddp->table = (dtrain_param *)dtrain__alloc(ddp->allocator, count * sizeof *table);
-    if (ddp->table == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
-    if (count > 0)
-        memcpy(ddp->table, table, count * sizeof *table);
-    dtrain_status status = dtrain_aggregator_compressed(&ddp->aggregator, ddp->comm, table, count, desc->compress);
-    for (size_t i = 0; status == DTRAIN_OK && i < count && !desc->no_broadcast; i++)
-        status = dtrain_broadcast(ddp->comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
-    if (status == DTRAIN_OK)
-        status = dtrain_threads_create(&ddp->alone, 1, &alone);
-    return status;
-}
-
-static void dtrain__ddp_free(dtrain_ddp *ddp)
-{
-    dtrain_aggregator_destroy(&ddp->aggregator);
-    dtrain_comm_destroy(ddp->alone);
-    dtrain__free(ddp->allocator, ddp->table, ddp->count * sizeof *ddp->table);
-    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
 }
 
 static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -177,8 +133,8 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     dtrain_param *copy = NULL;
     if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
         copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);
-    if (status == DTRAIN_OK && copy == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
+    if (status == DTRAIN_OK && copy == NULL) /* the others are to hear of it */
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
     for (size_t i = 0; copy != NULL && i < count; i++) {
         copy[i] = table[i];
         copy[i].frozen = !dtrain__params_trained(&table[i]);
@@ -190,14 +146,8 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.no_broadcast = desc->no_broadcast;
     full.no_overlap = desc->no_overlap;
     full.bucket_bytes = desc->bucket_bytes;
-    if (status == DTRAIN_OK && desc->compress != NULL)
-        status = dtrain__ddp_compress(ddp, copy, count, desc);
-    if (status != DTRAIN_OK && desc->compress != NULL) { /* the others have no call in which they would hear of it */
-        dtrain__free(ddp->allocator, copy, count * sizeof *copy);
-        return status;
-    }
-    dtrain_comm *group = ddp->alone != NULL ? ddp->alone : comm;
-    dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, group, copy != NULL ? copy : table, count, &full, status);
+    full.compress = desc->compress;
+    dtrain_status made = dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, status);
     dtrain__free(ddp->allocator, copy, count * sizeof *copy);
     return made;
 }
@@ -214,15 +164,18 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
         full = *desc;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
     dtrain_ddp *made = (dtrain_ddp *)dtrain__alloc(allocator, sizeof *made);
-    if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
+    if (made == NULL) {
+        dtrain_fsdp *none; /* the others are to hear of it */
+        dtrain_status failed =
+            dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
+        return dtrain__fsdp_make(&none, comm, table, count, NULL, failed);
+    }
     made->allocator = allocator;
-    made->comm = comm;
     dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);
     if (status == DTRAIN_OK)
         *ddp = made;
     else
-        dtrain__ddp_free(made);
+        dtrain__free(allocator, made, sizeof *made);
     return status;
 }
 
@@ -231,12 +184,28 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
     if (ddp == NULL)
         return;
     dtrain_fsdp_destroy(ddp->fsdp);
-    dtrain__ddp_free(ddp);
+    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
 }
 
-DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp)
+DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets)
 {
-    return ddp != NULL && ddp->alone != NULL ? &ddp->aggregator : NULL;
+    return dtrain_fsdp_buckets(ddp != NULL ? ddp->fsdp : NULL, buckets);
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_ddp_counters(const dtrain_ddp *ddp)
+{
+    dtrain_compressed_stats sum = {0, 0, 0};
+    if (ddp == NULL)
+        return sum;
+    sum.steps = ddp->steps;
+    sum.dense_bytes = ddp->fsdp->stats.dense_bytes;
+    sum.sent_bytes = ddp->fsdp->stats.sent_bytes;
+    return sum;
+}
+
+DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index)
+{
+    return dtrain_fsdp_compression(ddp != NULL ? ddp->fsdp : NULL, index);
 }
 
 #endif

@@ -36,13 +36,18 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
-    int carrier; /* the unit by which the operation goes that adds it over the copies */
+    int carrier;  /* the unit by which the operation goes that adds it over the copies */
+    int highest;  /* of a carrier: the other end of its bucket */
+    uint64_t job; /* of a carrier: what the sender was given; 0: nothing that was not waited for */
 } dtrain__fsdp_unit;
 
 typedef struct dtrain__fsdp_event {
     int lane, unit;
     int64_t begin_ns, end_ns;
+    uint64_t dense_bytes, sent_bytes; /* of a bucket; 0: of nothing */
 } dtrain__fsdp_event;
+
+typedef struct dtrain__sender dtrain__sender;
 
 /* What ranks tell each other at the end of a step. */
 typedef struct dtrain__fsdp_note {
@@ -72,7 +77,16 @@ struct dtrain_fsdp {
     int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
-    dtrain_slice *slices;                /* of a cut */
+    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; code_bytes, stages included */
+    size_t code_bytes;
+    float *code_scratch;
+    unsigned char *code_stages;
+    const void **code_parts; /* of a rank */
+    dtrain__sender *sender;  /* of what is compressed; NULL: nothing is */
+    dtrain_bucket *buckets;  /* of the last step: twice as many as units */
+    size_t bucket_count;
+    int buckets_old;      /* a bucket of this step replaces them all */
+    dtrain_slice *slices; /* of a cut */
     float *masters, *state;
     float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
     float *full_levels[DTRAIN__FSDP_LEVELS]; /* in full, where they are kept */
@@ -119,6 +133,38 @@ static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t b
     event->unit = unit;
     event->begin_ns = begin_ns;
     event->end_ns = end_ns;
+    event->dense_bytes = event->sent_bytes = 0;
+}
+
+/* Keeps account of a bucket that has been sent; its event is the last one. In a step of several micro-batches it is
+ * sent several times. */
+static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_t dense, uint64_t sent, int64_t ns)
+{
+    dtrain_bucket *bucket = fsdp->buckets, *end;
+    if (fsdp->buckets_old)
+        fsdp->bucket_count = 0;
+    fsdp->buckets_old = 0;
+    for (end = bucket + fsdp->bucket_count; bucket < end; bucket++)
+        if (bucket->first_unit == first && bucket->last_unit == last)
+            break;
+    if (bucket == end) {
+        memset(bucket, 0, sizeof *bucket);
+        bucket->first_unit = first;
+        bucket->last_unit = last;
+        fsdp->bucket_count++;
+    }
+    bucket->dense_bytes += dense;
+    bucket->sent_bytes += sent;
+    bucket->ns += ns;
+    fsdp->stats.dense_bytes += dense;
+    fsdp->stats.sent_bytes += sent;
+    if (fsdp->desc.trace_events == 0 || fsdp->event_count == 0)
+        return;
+    dtrain__fsdp_event *event = &fsdp->events[(fsdp->event_count - 1) % fsdp->desc.trace_events];
+    if (event->lane == DTRAIN__LANE_REDUCE) {
+        event->dense_bytes += dense;
+        event->sent_bytes += sent;
+    }
 }
 
 /* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those

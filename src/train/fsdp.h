@@ -19,6 +19,15 @@
  * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
  * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
+ * Compressed sums (desc.compress) imply keep_full_grads, and bucket_bytes says among how much top-k selects. A thread
+ * of the object's sends bucket after bucket while backward still runs; the bits are those without the thread: with
+ * no_overlap, or progress by poll, the call that ends the step sends. A world of one compresses too, so that it trains
+ * as several do.
+ *
+ * Quantised parameters (quantise_gather) are within half a scale of the masters, 1/254 of the largest of their block,
+ * the same bits on every rank; gradients (quantise_reduce) are once more rounded so before they are added. A world of
+ * one rounds nothing.
+ *
  * Every rank makes the same gather calls in the same order: gathering is collective, and between two of them each rank
  * lets go of the same units, by dtrain_fsdp_release or dtrain_fsdp_reduce. Reductions may come in any order of units,
  * and a rank may leave some out: a unit that was gathered on the way down and released adds nothing. (Over a transport
@@ -70,6 +79,12 @@ typedef struct dtrain_fsdp_desc {
                                      each by itself where gradients travel in 16 bits; 0: 1 MiB; 1: each by itself */
     int no_broadcast;             /* 1: data in the table is the same on all ranks already */
     size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
+    size_t quantise_gather; /* full shard, hybrid: parameters travel as int8 from the F32 masters, so many elements to a
+                             * scale, a multiple of 8, at most 65,536 (256 is usual); 0: in gather_dtype */
+    size_t quantise_reduce; /* full shard, shard-grad-op, hybrid: so do gradients to their owner, who adds them in F32;
+                             * what rounding loses is lost. 0: in reduce_dtype. Of neither the small ranges */
+    const dtrain_compress_desc *compress; /* copied; no shard, hybrid: sums travel compressed between copies, once a
+                                           * step, bucket by bucket. NULL: as they are */
 } dtrain_fsdp_desc;
 
 /* What one rank will need and send, in bytes. Peak is what is in use at most at once, in whole pages. */
@@ -77,12 +92,13 @@ typedef struct dtrain_fsdp_plan_result {
     size_t weights;       /* this rank's slices; 0 for those that lie in the full parameters */
     size_t gradients;     /* slices of sums, with those of earlier micro-batches */
     size_t optimizer;     /* state */
+    size_t compression;   /* residuals and velocities, at most; what a step packs comes from the group's allocator */
     size_t full_weights;  /* pages of parameters that are gathered at once, at most, and of slices that lie there */
     size_t full_grads;    /* pages of gradients that are in full at once, at most */
     size_t bookkeeping;   /* tables and page counts */
     size_t peak;          /* the sum of all these */
     uint64_t sent_gather; /* to other ranks in a step of one micro-batch, all parameters used */
-    uint64_t sent_reduce; /* and for gradients */
+    uint64_t sent_reduce; /* and for gradients, without compression */
 } dtrain_fsdp_plan_result;
 
 /* Says what one rank will need, before anything is allocated. The table needs no memory for it.
@@ -112,6 +128,7 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
  *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
  *            DTRAIN_ERR_MEMORY; those of dtrain_comm_split and dtrain_broadcast
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -339,8 +356,8 @@ DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
  * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
 
-/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The same
- * on every rank.
+/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The
+ * same on every rank.
  *
  *   errors   DTRAIN_ERR_INVALID  a scale that is not above 0 or not finite, negative steps; gradients of a step are not
  *                                used yet
@@ -355,6 +372,8 @@ typedef struct dtrain_fsdp_stats {
     uint64_t skipped;        /* not applied, because a gradient was not finite */
     int64_t communicated_ns; /* that gathers and reductions were under way, each by itself */
     int64_t waited_ns;       /* that the caller waited for them */
+    uint64_t dense_bytes;    /* that this rank's reductions would have sent as float32 */
+    uint64_t sent_bytes;     /* that they have sent, headers aside */
     size_t bytes;            /* in use now: memory and pages */
     size_t peak_bytes;       /* the most at once */
 } dtrain_fsdp_stats;
@@ -364,7 +383,24 @@ typedef struct dtrain_fsdp_stats {
  * one thread per object */
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp);
 
+/* Lists the buckets of the last step that was finished, in the order in which they were sent; returns how many. The
+ * array is the object's, and stays until the next step.
+ *
+ *   buckets   out; may be NULL
+ *
+ * one thread per object; never blocks */
+DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets);
+
+/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
+ * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
+ *
+ *   index   0, 1, ...
+ *
+ * one thread per object */
+DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index);
+
 /* Writes the last events as a Chrome trace: a lane of computation, of gathers, of reductions, and of waiting.
+ * Reductions say how many bytes they sent, and would have sent dense.
  *
  *   errors   DTRAIN_ERR_INVALID  the desc has no trace_events; DTRAIN_ERR_IO
  *

@@ -67,6 +67,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
                             unit, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_put_now(fsdp, unit);
     dtrain__fsdp_round_unit(fsdp, unit);
+    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
@@ -227,10 +228,14 @@ static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
     for (size_t i = first; i < fsdp->event_count; i++) {
         const dtrain__fsdp_event *event = &fsdp->events[i % most];
         fprintf(file,
-                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d}",
+                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
                 lanes[event->lane], event->unit, rank, event->lane, (long long)(event->begin_ns / 1000),
                 (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
                 (int)((event->end_ns - event->begin_ns) % 1000));
+        if (event->dense_bytes > 0)
+            fprintf(file, ",\"args\":{\"dense_bytes\":%llu,\"sent_bytes\":%llu}",
+                    (unsigned long long)event->dense_bytes, (unsigned long long)event->sent_bytes);
+        fputc('}', file);
     }
     fprintf(file, "\n]}\n");
 }

@@ -6,6 +6,29 @@
 #include "fsdp_access.c"
 #include "../comm/comm.c"
 
+static void dtrain__fsdp_compress_fields(const dtrain_compress_desc *desc, double fields[18])
+{
+    const dtrain_topk_desc *topk = &desc->topk;
+    fields[0] = (double)desc->kind;
+    fields[1] = topk->schedule.ratio;
+    fields[2] = (double)topk->schedule.stage_steps;
+    fields[3] = topk->schedule.first_ratio;
+    fields[4] = topk->schedule.factor;
+    fields[5] = (double)topk->threshold;
+    fields[6] = (double)topk->values;
+    fields[7] = (double)topk->indices;
+    fields[8] = (double)topk->exchange;
+    fields[9] = (double)desc->block;
+    fields[10] = (double)desc->rank;
+    fields[11] = (double)(desc->own != NULL);
+    fields[12] = (double)desc->feedback.no_feedback;
+    fields[13] = (double)desc->feedback.momentum;
+    fields[14] = (double)desc->feedback.no_masking;
+    fields[15] = (double)desc->feedback.max_norm;
+    fields[16] = (double)desc->least_count;
+    fields[17] = 1.0;
+}
+
 /* Hashes what must be the same on every rank. */
 static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
                                 unsigned char digest[32])
@@ -30,13 +53,25 @@ static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const d
                        (double)desc->loss_scale_steps,
                        (double)desc->no_broadcast,
                        (double)desc->no_overlap,
-                       (double)desc->bucket_bytes};
+                       (double)desc->bucket_bytes,
+                       (double)desc->quantise_gather,
+                       (double)desc->quantise_reduce};
     struct {
         unsigned char before[32];
         char name[128];
         float numbers[4];
     } group;
+    struct {
+        unsigned char before[32];
+        double fields[18];
+    } compress;
     dtrain_sha256(fields, sizeof fields, digest);
+    if (desc->compress != NULL) {
+        memset(&compress, 0, sizeof compress);
+        memcpy(compress.before, digest, 32);
+        dtrain__fsdp_compress_fields(desc->compress, compress.fields);
+        dtrain_sha256(&compress, sizeof compress, digest);
+    }
     for (size_t i = 0; i < desc->group_count; i++) {
         memset(&group, 0, sizeof group);
         memcpy(group.before, digest, 32);
@@ -74,6 +109,43 @@ static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param 
                         "dtrain_fsdp_create: rank %d of %d has another parameter table or desc than others, or one of "
                         "them is refused: build them alike on every rank (by hash: %.300s)",
                         dtrain__fsdp_rank(fsdp), dtrain_comm_size(fsdp->comm), cause.text);
+}
+
+/* Tells all ranks when one could not make its own, so that none waits for it in what follows. */
+static dtrain_status dtrain__fsdp_agree(dtrain_fsdp *fsdp, dtrain_status mine)
+{
+    dtrain__error cause = dtrain__thread_error;
+    int32_t failed = mine != DTRAIN_OK ? dtrain__fsdp_rank(fsdp) + 1 : 0;
+    char why[DTRAIN__FSDP_WHY];
+    if (fsdp->world == NULL)
+        return mine;
+    memset(why, 0, sizeof why);
+    dtrain_status status = dtrain_all_reduce(fsdp->world, &failed, &failed, 1, DTRAIN_I32, DTRAIN_MAX);
+    if (status == DTRAIN_OK && failed == 0)
+        return DTRAIN_OK;
+    if (mine != DTRAIN_OK)
+        snprintf(why, sizeof why, "%.*s", DTRAIN__FSDP_WHY - 1, cause.text);
+    if (status == DTRAIN_OK)
+        status = dtrain_broadcast(fsdp->world, why, sizeof why, DTRAIN_U8, failed - 1);
+    if (mine != DTRAIN_OK)
+        return dtrain__report(&cause);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
+                        "dtrain_fsdp_create: rank %d of %d could not make its part: %.*s; nothing was made on any rank",
+                        failed - 1, dtrain_comm_size(fsdp->comm), DTRAIN__FSDP_WHY - 1, why);
+}
+
+/* Makes what sends compressed, where something does: between copies, or to nobody in a world of one. */
+static dtrain_status dtrain__fsdp_make_sender(dtrain_fsdp *fsdp)
+{
+    int alone = dtrain_comm_size(fsdp->comm) == 1;
+    if (fsdp->desc.compress == NULL || (fsdp->copies == NULL && !alone))
+        return DTRAIN_OK;
+    int threaded = fsdp->copies != NULL && !fsdp->shares_comm && !fsdp->desc.no_overlap &&
+                   fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL;
+    return dtrain__sender_create(&fsdp->sender, alone ? fsdp->comm : fsdp->copies, threaded, &fsdp->layout,
+                                 fsdp->desc.compress, fsdp->desc.bucket_bytes, &fsdp->memory);
 }
 
 /* Makes the groups; where a transport has none, and all ranks are one group, the caller's serves for all. */
@@ -229,11 +301,13 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
     fsdp->stages = (float *)dtrain__alloc(memory, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
     fsdp->staged[0] = fsdp->staged[1] = -1;
+    fsdp->code_parts = (const void **)dtrain__alloc(memory, (size_t)layout->shards * sizeof(void *));
     fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
     fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
     fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
     fsdp->notes = (dtrain__fsdp_note *)dtrain__alloc(memory, world * sizeof *fsdp->notes);
     fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
+    fsdp->buckets = (dtrain_bucket *)dtrain__alloc(memory, 2 * units * sizeof *fsdp->buckets);
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
     fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
     fsdp->masters = (float *)dtrain__alloc(memory, dtrain__plan_apart(layout));
@@ -241,12 +315,14 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
-        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL)
+        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL ||
+        fsdp->buckets == NULL || fsdp->code_parts == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
                             dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
     fsdp->decays = fsdp->lr_factors + params;
-    return dtrain__fsdp_reserve(fsdp);
+    dtrain_status status = dtrain__code_open(fsdp);
+    return status == DTRAIN_OK ? dtrain__fsdp_reserve(fsdp) : status;
 }
 
 /* Gives every rank the first values of parameters that have memory of the caller's. */
@@ -299,14 +375,19 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         status = dtrain__fsdp_compare(fsdp, table, count, status);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_groups(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_allocate(fsdp);
+        status = dtrain__fsdp_make_sender(fsdp);
+    status = dtrain__fsdp_agree(fsdp, status);
     if (status != DTRAIN_OK)
         return status;
     dtrain__fsdp_group_params(fsdp);
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
         dtrain__fsdp_describe(fsdp, i);
     fsdp->desc.groups = NULL;
+    fsdp->desc.compress = NULL;
     fsdp->scattering = fsdp->bucket = -1;
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp);
@@ -323,15 +404,20 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     dtrain_allocator memory = {NULL, NULL, 0, 0};
     memory.resize = dtrain_comm_allocator(comm)->resize;
     memory.user = dtrain_comm_allocator(comm)->user;
-    dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made);
-    if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_create: no memory for %zu bytes", sizeof *made);
+    dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made), none;
+    if (made == NULL) { /* the others hear of it where they compare */
+        memset(&none, 0, sizeof none);
+        none.comm = comm;
+        checked = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_create: no memory for %zu bytes", sizeof *made);
+        return dtrain_comm_size(comm) > 1 ? dtrain__fsdp_compare(&none, table, count, checked) : checked;
+    }
     made->memory = memory;
     made->comm = comm;
     if (desc != NULL)
         made->desc = *desc;
     made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
     made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
+    made->desc.keep_full_grads |= made->desc.compress != NULL;
     made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
@@ -377,6 +463,7 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
     }
     for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_let_go(fsdp, &fsdp->copying[i], until_ns);
+    dtrain__sender_stop(fsdp->sender, until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
@@ -392,11 +479,14 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
     dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
     dtrain__free(memory, fsdp->stages, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    dtrain__free(memory, fsdp->code_parts, (size_t)layout->shards * sizeof(void *));
+    dtrain__free(memory, fsdp->code_counts, fsdp->code_bytes);
     dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
     dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
     dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
     dtrain__free(memory, fsdp->notes, world * sizeof *fsdp->notes);
     dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
+    dtrain__free(memory, fsdp->buckets, 2 * units * sizeof *fsdp->buckets);
     dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
     dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
     dtrain__free(memory, fsdp->masters, dtrain__plan_apart(layout));
@@ -416,6 +506,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     if (fsdp == NULL)
         return;
     dtrain__fsdp_quiesce(fsdp);
+    dtrain__sender_destroy(fsdp->sender);
     if (!fsdp->shares_comm) {
         dtrain_comm_destroy(fsdp->gathers);
         dtrain_comm_destroy(fsdp->reduces);

@@ -4,6 +4,7 @@
 #ifndef DTRAIN__FSDP_GATHER
 #define DTRAIN__FSDP_GATHER
 #include "fsdp.c"
+#include "fsdp_quantise.c"
 
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
 static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
@@ -18,6 +19,8 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
     unsigned char *half = dtrain__fsdp_half(full, cut->count);
     if (cut->count == 0)
         return DTRAIN_OK;
+    if (cut->codes)
+        return dtrain__code_gather(fsdp, index);
     if (dtype == DTRAIN_F32)
         return dtrain_all_gather_v_async(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
                                          &fsdp->gathering[index]);
@@ -30,7 +33,20 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
 
-/* Starts to gather the small ranges of a unit as one. Their stage may be that of another unit, which is ended first. */
+/* Takes the stages of a unit, which may be those of another, which is ended first. */
+static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
+{
+    int other = fsdp->staged[number % 2];
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0)
+        return DTRAIN_OK;
+    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
+        status = dtrain__fsdp_gather_finish(fsdp, other);
+    fsdp->staged[number % 2] = number;
+    return status;
+}
+
+/* Starts to gather the small ranges of a unit as one. */
 static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__cut_unit *unit = &fsdp->layout.units[number];
@@ -38,13 +54,9 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
     size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
     unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
-    int other = fsdp->staged[number % 2];
     dtrain_status status = DTRAIN_OK;
     if (unit->packed == 0)
         return DTRAIN_OK;
-    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
-        status = dtrain__fsdp_gather_finish(fsdp, other);
-    fsdp->staged[number % 2] = number;
     for (size_t i = unit->end; i-- > unit->first && status == DTRAIN_OK;) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         first = cut->packed ? i : first;
@@ -64,7 +76,9 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
     size_t first = fsdp->layout.units[number].first, end = fsdp->layout.units[number].end;
     dtrain__fsdp_page_weights(fsdp, number, 1);
     unit->state = DTRAIN__COMING;
-    dtrain_status status = dtrain__fsdp_gather_packed(fsdp, number);
+    dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_gather_packed(fsdp, number);
     for (size_t i = first; status == DTRAIN_OK && i < end; i++)
         if (!fsdp->layout.cuts[i].packed)
             status = dtrain__fsdp_gather_cut(fsdp, i);
@@ -83,6 +97,8 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
         if (cut->packed)
             dtrain_convert(stage + cut->stage * (dtype == DTRAIN_F32 ? 4 : 2), dtype, dtrain__fsdp_full(fsdp, cut),
                            DTRAIN_F32, cut->count);
+        else if (cut->codes)
+            dtrain__code_gathered(fsdp, i);
         else if (dtype != DTRAIN_F32)
             dtrain__fsdp_widen(dtrain__fsdp_full(fsdp, cut), cut->count, dtype);
     }

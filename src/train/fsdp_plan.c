@@ -3,6 +3,7 @@
 #ifndef DTRAIN__FSDP_PLAN
 #define DTRAIN__FSDP_PLAN
 #include "fsdp.c"
+#include "fsdp_quantise.c"
 
 typedef struct dtrain__page_span {
     size_t begin, end;
@@ -99,12 +100,25 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
     size_t a_cut = sizeof(dtrain__cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
                    (size_t)layout->shards * sizeof(size_t);
     size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
-                    2 * (size_t)layout->shards * sizeof(size_t);
+                    2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
            layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
            (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float);
+           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) +
+           (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);
+}
+
+/* Bytes of a quantised range that are not this rank's: what it sends, of gradients, and what it passes on in a ring, of
+ * parameters. */
+static uint64_t dtrain__plan_sends(const dtrain__layout *layout, const dtrain__cut *cut, size_t block)
+{
+    uint64_t bytes = 0;
+    size_t own;
+    for (int shard = 0; shard < layout->shards; shard++)
+        if (shard != layout->shard)
+            bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
+    return bytes;
 }
 
 /* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
@@ -114,19 +128,33 @@ static void dtrain__plan_traffic(const dtrain__layout *layout, const dtrain_fsdp
     uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
     uint64_t reduce_bytes = dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4, copies = (uint64_t)layout->copies;
     for (int i = 0; i < layout->unit_count; i++) {
-        uint64_t own = 0, own_trained = layout->units[i].grad_count;
+        uint64_t own_trained = layout->units[i].grad_count;
         uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
                                   i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
                               ? 1
                               : 2;
-        for (size_t k = layout->units[i].first; k < layout->units[i].end; k++)
-            own += layout->cuts[k].own_count;
-        if (layout->shards > 1) {
-            plan->sent_gather += passes * (layout->units[i].count - own) * gather_bytes;
-            plan->sent_reduce += (layout->units[i].trained - own_trained) * reduce_bytes;
+        for (size_t k = layout->units[i].first; k < layout->units[i].end && layout->shards > 1; k++) {
+            const dtrain__cut *cut = &layout->cuts[k];
+            uint64_t others = (uint64_t)(cut->count - cut->own_count);
+            plan->sent_gather +=
+                passes * (cut->codes ? dtrain__plan_sends(layout, cut, desc->quantise_gather) : others * gather_bytes);
+            if (cut->trained)
+                plan->sent_reduce +=
+                    cut->codes_grad ? dtrain__plan_sends(layout, cut, desc->quantise_reduce) : others * reduce_bytes;
         }
         plan->sent_reduce += copies > 1 ? 2 * own_trained * (copies - 1) / copies * reduce_bytes : 0;
     }
+}
+
+/* Bytes of what compression keeps from step to step, at most. */
+static size_t dtrain__plan_compression(const dtrain__layout *layout, const dtrain_compress_desc *desc)
+{
+    size_t floats = 0;
+    if (desc == NULL)
+        return 0;
+    floats += !desc->feedback.no_feedback;
+    floats += desc->feedback.momentum > 0.0f;
+    return floats * layout->grads * sizeof(float);
 }
 
 static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
@@ -141,7 +169,7 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
     plan->weights = dtrain__plan_apart(layout);
     plan->gradients = layout->grads * sizeof(float);
-    if (desc->keep_full_grads)
+    if (desc->keep_full_grads || desc->compress != NULL)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
     else
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
@@ -149,8 +177,9 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
     plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
     plan->full_grads = dtrain__plan_pages(layout, 1, 0, spans);
     plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
-    plan->peak =
-        plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads + plan->bookkeeping;
+    plan->compression = dtrain__plan_compression(layout, desc->compress);
+    plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
+                 plan->bookkeeping + plan->compression;
     dtrain__plan_traffic(layout, desc, plan);
     dtrain__free(allocator, spans, bytes);
     return DTRAIN_OK;

@@ -9,6 +9,7 @@
 #ifndef DTRAIN__FSDP_REDUCE
 #define DTRAIN__FSDP_REDUCE
 #include "fsdp_gather.c"
+#include "sender.c"
 
 static int dtrain__trailing_ones(unsigned number)
 {
@@ -84,14 +85,17 @@ static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number)
                                          &fsdp->reducing[first]);
 }
 
-/* Puts this rank's part of the small ranges' sums where those of the others are. */
+/* Puts this rank's part of the sums of small ranges where those of the others are, and adds up the quantised ones. */
 static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
 {
     size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4;
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
     for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
-        if (cut->packed && cut->trained && cut->own_count > 0)
+        if (cut->codes_grad)
+            dtrain__code_reduced(fsdp, i,
+                                 dtrain__fsdp_target(fsdp, number) + (cut->grad - fsdp->layout.units[number].grad));
+        else if (cut->packed && cut->trained && cut->own_count > 0)
             memcpy(dtrain__fsdp_receives(fsdp, cut, dtrain__fsdp_target(fsdp, number)),
                    stage + (cut->grad_stage + cut->own) * width, cut->own_count * width);
     }
@@ -104,9 +108,15 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[lowest].grad;
     float *sum = dtrain__fsdp_target(fsdp, lowest);
     void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
-    for (int i = lowest; i <= fsdp->bucket; i++)
+    int highest = fsdp->bucket;
+    for (int i = lowest; i <= highest; i++)
         fsdp->units[i].carrier = lowest;
+    fsdp->units[lowest].highest = highest;
     fsdp->bucket = -1;
+    if (fsdp->sender != NULL) {
+        fsdp->units[lowest].job = dtrain__sender_post(fsdp->sender, lowest, highest, sum - units[lowest].grad);
+        return DTRAIN_OK;
+    }
     dtrain_status status = dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
                                                    &fsdp->copying[lowest]);
     if (status == DTRAIN_OK)
@@ -119,13 +129,9 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
  * unit's in a place of its own, and go alone. */
 static dtrain_status dtrain__fsdp_join_bucket(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__cut_unit *units = fsdp->layout.units;
-    int last = number;
-    while (last > 0 && units[last - 1].trained == 0)
-        last--;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
-    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[number].grad;
-    if (last > 0 && !dtrain__fsdp_narrows_grads(fsdp) && count * sizeof(float) < fsdp->desc.bucket_bytes)
+    if (!dtrain__fsdp_narrows_grads(fsdp) &&
+        !dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes))
         return DTRAIN_OK;
     return dtrain__fsdp_send_bucket(fsdp, number);
 }
@@ -137,17 +143,73 @@ static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
         dtrain__pages_put_away(&fsdp->grad_pages);
 }
 
+/* Keeps account of a unit whose gradients have been scattered. */
+static void dtrain__fsdp_account_unit(dtrain_fsdp *fsdp, int number, int64_t ns)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded,
+             bytes = dtrain__code_sent(fsdp, number, &coded);
+    dtrain__fsdp_account(fsdp, number, number, 4 * others,
+                         bytes + (dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4) * (others - coded), ns);
+}
+
+/* Waits for the sender, and counts as dtrain__fsdp_wait does. */
+static dtrain_status dtrain__fsdp_wait_job(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *carrier = &fsdp->units[fsdp->units[number].carrier];
+    int64_t begin = dtrain__os_now_ns(), end;
+    if (carrier->job == 0)
+        return DTRAIN_OK;
+    const dtrain__sender_job *job = dtrain__sender_wait(fsdp->sender, carrier->job, INT64_MAX);
+    carrier->job = 0;
+    end = dtrain__os_now_ns();
+    fsdp->stats.waited_ns += end - begin;
+    fsdp->stats.communicated_ns += job->end_ns - job->begin_ns;
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_WAIT, number, begin, end);
+    if (job->status != DTRAIN_OK) {
+        dtrain__report(&fsdp->sender->error);
+        return dtrain__fsdp_break(fsdp, job->status, "reducing", number);
+    }
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_REDUCE, job->lowest, job->begin_ns, job->end_ns);
+    dtrain__fsdp_account(fsdp, job->lowest, job->highest, job->stats.dense_bytes, job->stats.sent_bytes,
+                         job->end_ns - job->begin_ns);
+    return DTRAIN_OK;
+}
+
+/* Waits until the bucket of a unit has been added over the copies. */
+static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
+{
+    int lowest = fsdp->units[number].carrier, highest = fsdp->units[lowest].highest;
+    const dtrain__cut_unit *units = fsdp->layout.units;
+    int64_t before_ns = fsdp->stats.communicated_ns;
+    if (fsdp->sender != NULL)
+        return dtrain__fsdp_wait_job(fsdp, number);
+    if (fsdp->copying[lowest] == NULL)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__LANE_REDUCE, number);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t dense = dtrain__feedback_dense_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
+                                                  fsdp->layout.copies);
+    dtrain__fsdp_account(fsdp, lowest, highest, dense, dtrain__fsdp_narrows_grads(fsdp) ? dense / 2 : dense,
+                         fsdp->stats.communicated_ns - before_ns);
+    return DTRAIN_OK;
+}
+
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
+    int64_t before_ns = fsdp->stats.communicated_ns;
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
+    if (fsdp->reduces != NULL)
+        dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
     dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
-    if (fsdp->copies == NULL) {
+    if (fsdp->copies == NULL && fsdp->sender == NULL) {
         dtrain__fsdp_fold(fsdp, number);
         return DTRAIN_OK;
     }
@@ -165,7 +227,7 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
         status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
     if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__COPIES) {
-        status = dtrain__fsdp_wait(fsdp, &fsdp->copying[fsdp->units[number].carrier], DTRAIN__LANE_REDUCE, number);
+        status = dtrain__fsdp_wait_copies(fsdp, number);
         if (status == DTRAIN_OK)
             dtrain__fsdp_fold(fsdp, number);
     }
@@ -187,6 +249,8 @@ static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, fl
     const dtrain__cut *cut = &fsdp->layout.cuts[index];
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     float *full = dtrain__fsdp_full_grad(fsdp, cut);
+    if (cut->codes_grad)
+        return dtrain__code_reduce(fsdp, index);
     unsigned char *out = dtrain__fsdp_receives(fsdp, cut, sum);
     if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
         dtrain__fsdp_narrow(full, out, cut->count, dtype);

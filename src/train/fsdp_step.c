@@ -48,7 +48,7 @@ static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
         most = 1;
     while (status == DTRAIN_OK && fsdp->ended < most)
         status = dtrain__fsdp_end_micro_batch(fsdp);
-    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
         status = dtrain__fsdp_settle(fsdp, i);
     return status;
 }
@@ -64,6 +64,7 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
         fsdp->slices[i].grads = NULL;
     memset(&fsdp->note, 0, sizeof fsdp->note);
     fsdp->grads = NULL;
+    fsdp->buckets_old = 1;
     fsdp->announced = fsdp->last = -1;
     fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
@@ -394,10 +395,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float sca
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
-                            "0 and steps of at least 0",
-                            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
+        return dtrain__fail(
+            &fsdp->error, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
+            "0 and steps of at least 0",
+            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
     if (fsdp->grads != NULL)
         return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_set_loss_scale: gradients of a step are not used yet on rank %d: end it first",
@@ -417,6 +419,18 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
     stats.bytes = fsdp->memory.bytes;
     stats.peak_bytes = fsdp->memory.peak_bytes;
     return stats;
+}
+
+DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets)
+{
+    if (buckets != NULL)
+        *buckets = fsdp != NULL ? fsdp->buckets : NULL;
+    return fsdp != NULL ? fsdp->bucket_count : 0;
+}
+
+DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index)
+{
+    return fsdp != NULL && fsdp->sender != NULL ? dtrain__compression_state(&fsdp->sender->set, index) : NULL;
 }
 
 DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp)

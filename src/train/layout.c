@@ -22,16 +22,18 @@ typedef struct dtrain__cut {
     size_t param; /* of the table */
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
-    int packed;               /* travels with the other small ranges of its unit */
-    size_t stage, grad_stage; /* where it is among these, and among those that are trained */
-    size_t element, count;    /* of the parameter */
-    size_t begin;             /* in the unit's concatenation */
-    size_t own, own_count;    /* this rank's part of the range */
-    int home;                 /* that part stays at its addresses in full; others are kept apart */
-    size_t weight;            /* where it is among this rank's weights that are kept apart */
-    int stays;                /* small: its pages, and its gradient's, are never dropped */
-    size_t grad;              /* and in its gradients and optimizer state; trained ranges alone are there */
-    size_t full_grad;         /* where the range is among all that are trained */
+    int packed;                     /* travels with the other small ranges of its unit */
+    size_t stage, grad_stage;       /* where it is among these, and among those that are trained */
+    size_t element, count;          /* of the parameter */
+    size_t begin;                   /* in the unit's concatenation */
+    size_t own, own_count;          /* this rank's part of the range */
+    int home;                       /* that part stays at its addresses in full; others are kept apart */
+    size_t weight;                  /* where it is among this rank's weights that are kept apart */
+    int stays;                      /* small: its pages, and its gradient's, are never dropped */
+    size_t grad;                    /* and in its gradients and optimizer state; trained ranges alone are there */
+    size_t full_grad;               /* where the range is among all that are trained */
+    int codes, codes_grad;          /* parameters, gradients travel quantised */
+    size_t code, code_out, code_in; /* bytes: where they are in the unit's stages, gradients that go out and come in */
 } dtrain__cut;
 
 typedef struct dtrain__cut_unit {
@@ -56,7 +58,8 @@ typedef struct dtrain__layout {
     int apart;                             /* this rank's weights are kept apart from them */
     size_t stage;                          /* the most elements that one unit's small ranges have */
     size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
-    size_t *offsets;                /* bytes at which a parameter begins in reserved addresses, a parameter */
+    size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
+    size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
 } dtrain__layout;
 
@@ -70,10 +73,59 @@ static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
     return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
 }
 
+/* Says whether sums can travel compressed: from whole sums to whole sums, in the same units step after step. */
+static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    if (strategy != DTRAIN_NO_SHARD && strategy != DTRAIN_HYBRID_SHARD)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: compress needs copies between which sums travel: use DTRAIN_NO_SHARD or "
+                            "DTRAIN_HYBRID_SHARD; for sharded gradients there is quantise_reduce");
+    if (strategy == DTRAIN_HYBRID_SHARD && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && desc->shard_size > 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
+                            "DTRAIN_NO_SHARD, or another compressor");
+    if ((desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32) || desc->loss_scale != 0.0f)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: compress with reduce_dtype %d and loss_scale %g: what is not sent is kept in float32 "
+            "and in the units of the next step, so leave both 0",
+            (int)desc->reduce_dtype, (double)desc->loss_scale);
+    return DTRAIN_OK;
+}
+
+/* Says whether parameters and gradients can travel quantised. */
+static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    size_t gather = desc->quantise_gather, reduce = desc->quantise_reduce;
+    if (gather % 8 != 0 || gather > 65536 || reduce % 8 != 0 || reduce > 65536)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_gather is %zu, quantise_reduce %zu: expected multiples of 8, at most 65,536", gather,
+            reduce);
+    if (gather > 0 && (strategy == DTRAIN_NO_SHARD || strategy == DTRAIN_SHARD_GRAD_OP))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_gather needs parameters that are gathered to be used, and full weights that "
+            "are kept would be rounded for good: use DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
+    if (reduce > 0 && strategy == DTRAIN_NO_SHARD)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
+            "what is lost for the next step");
+    if (reduce > 0 && desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: quantise_reduce with reduce_dtype %d: gradients are added as float32, leave it 0",
+                            (int)desc->reduce_dtype);
+    return DTRAIN_OK;
+}
+
 static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world)
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
     dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
+    dtrain_status status;
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
@@ -90,6 +142,11 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
                                 "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
                                 "DTRAIN_F16",
                                 i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
+    status = dtrain__layout_check_quantise(desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (desc->compress != NULL && (status = dtrain__layout_check_compress(desc)) != DTRAIN_OK)
+        return status;
     if (desc->micro_batches < 0 || desc->loss_scale_steps < 0 || !dtrain__train_finite((double)desc->loss_scale) ||
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -213,6 +270,46 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__cu
     return low < high ? high - low : 0;
 }
 
+/* Bytes of so many numbers, quantised. */
+static size_t dtrain__layout_code_bytes(size_t count, size_t block)
+{
+    return block == 0 || count == 0 ? 0 : 4 * ((count - 1) / block + 1) + count;
+}
+
+static size_t dtrain__layout_round(size_t bytes)
+{
+    return (bytes + 15) / 16 * 16;
+}
+
+/* Says which ranges of a unit travel quantised, and where: those that do not travel with others. */
+static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain_fsdp_desc *desc)
+{
+    dtrain__cut_unit *unit = &layout->units[number];
+    size_t stage = 0, out = 0, in = 0, own;
+    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->codes = desc->quantise_gather > 0 && !cut->packed && cut->count > 0;
+        cut->codes_grad = desc->quantise_reduce > 0 && !cut->packed && cut->count > 0 && cut->trained;
+        cut->code = stage;
+        cut->code_out = out;
+        cut->code_in = in;
+        for (int shard = 0; shard < layout->shards; shard++) {
+            size_t count = dtrain__layout_part(layout, cut, shard, &own);
+            stage += cut->codes ? dtrain__layout_code_bytes(count, desc->quantise_gather) : 0;
+            out += cut->codes_grad ? dtrain__layout_code_bytes(count, desc->quantise_reduce) : 0;
+        }
+        in += cut->codes_grad
+                  ? (size_t)layout->shards * dtrain__layout_code_bytes(cut->own_count, desc->quantise_reduce)
+                  : 0;
+        stage = dtrain__layout_round(stage);
+        out = dtrain__layout_round(out);
+        in = dtrain__layout_round(in);
+    }
+    layout->code_stage = stage > layout->code_stage ? stage : layout->code_stage;
+    layout->code_out = out > layout->code_out ? out : layout->code_out;
+    layout->code_in = in > layout->code_in ? in : layout->code_in;
+}
+
 /* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
  * as all of them are little beside the units that come and go. */
 static void dtrain__layout_stay(dtrain__layout *layout)
@@ -266,7 +363,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
-            cut->home = !layout->resident && !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
+            cut->home = !layout->resident && desc->quantise_gather == 0 &&
+                        !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
                         cut->own_count >= DTRAIN__LAYOUT_HOME;
             cut->weight = layout->weights;
             cut->grad = layout->grads;
@@ -276,9 +374,22 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
             layout->trained += cut->trained ? cut->count : 0;
         }
         unit->grad_count = layout->grads - unit->grad;
+        dtrain__layout_code(layout, (int)number, desc);
     }
     dtrain__layout_stay(layout);
     return DTRAIN_OK;
+}
+
+/* Says whether a bucket that begins with unit `highest` is sent when `unit` has joined it: it is large enough, or
+ * nothing comes after. */
+static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, int highest, size_t bucket_bytes)
+{
+    const dtrain__cut_unit *units = layout->units;
+    int last = unit;
+    while (last > 0 && units[last - 1].trained == 0)
+        last--;
+    return last == 0 ||
+           (units[highest].grad + units[highest].grad_count - units[unit].grad) * sizeof(float) >= bucket_bytes;
 }
 
 /* Levels of the counter that folds this many micro-batches. */

@@ -75,8 +75,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
  * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
  *
  * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts
- *XX members are no error: rounds go on with those left, and a member that is alone makes its outer steps
- * alone.
+ * in the next round. Lost members are no error: rounds go on with those left, and a member that is alone makes its
+ * outer steps alone.
  *
  *   weight   of the step's examples on this rank, usually their number or that of their tokens
  *   errors   DTRAIN_ERR_INVALID  NULL, or weight negative or not finite: nothing was done

@@ -262,10 +262,12 @@ typedef enum dtrain_compression {
     DTRAIN_COMPRESS_OWN
 } dtrain_compression;
 
-/* How the gradients of a table are compressed, each parameter by itself. Zero means the default.
+/* How gradients are compressed: of an aggregator all together, of DDP and FSDP each bucket, as one vector; by PowerSGD
+ * each parameter, by DDP and FSDP each layer of a stacked one. Zero means the default.
  *
- * A parameter of less than least_count elements is all-reduced as it is. So is, by PowerSGD, one of one dimension; of
- * others the first is the rows, of stacked ones the first two. */
+ * What has less than least_count elements is all-reduced as it is. So is, by PowerSGD, a parameter of one dimension; of
+ * others the first is the rows, of stacked ones in an aggregator the first two. With feedback.momentum, what is
+ * all-reduced as it is has a velocity too. */
 typedef struct dtrain_compress_desc {
     dtrain_compression kind;         /* 0: top-k */
     dtrain_topk_desc topk;           /* a ratio of 0 without a threshold: 0.01 */
@@ -276,6 +278,15 @@ typedef struct dtrain_compress_desc {
     size_t least_count;              /* 0: 1,024; 1: all are compressed */
 } dtrain_compress_desc;
 
+/* What reducing some units' gradients took in a step: units that were added between copies together, or one whose
+ * gradients were scattered. */
+typedef struct dtrain_bucket {
+    int first_unit, last_unit;
+    uint64_t dense_bytes; /* that this rank would have sent as float32 */
+    uint64_t sent_bytes;  /* that it has sent, headers aside */
+    int64_t ns;           /* that it was under way */
+} dtrain_bucket;
+
 /* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
 typedef struct dtrain_ddp dtrain_ddp;
 
@@ -283,8 +294,8 @@ typedef struct dtrain_ddp_desc {
     size_t bucket_bytes; /* units travel together once they are so large; 0: 1 MiB; 1: each by itself */
     int no_broadcast;    /* 1: parameters are the same on all ranks already */
     int no_overlap;      /* 1: nothing is reduced before all units are */
-    const dtrain_compress_desc *compress; /* copied; sums travel compressed, each parameter by itself, in
-                                           * dtrain_ddp_finish. NULL: as they are */
+    const dtrain_compress_desc *compress; /* copied; sums travel compressed, bucket by bucket, on a thread that the DDP
+                                           * starts; with no_overlap in dtrain_ddp_finish. NULL: as they are */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.
@@ -296,7 +307,8 @@ typedef struct dtrain_ddp_desc {
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
- *            those of dtrain_broadcast
+ *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
+ *            those of dtrain_broadcast, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -354,6 +366,27 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
  * one thread per object */
 DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp);
 
+/* Lists the buckets of the last step that was finished, in the order in which they were sent; returns how many. The
+ * array is the DDP's, and stays until the next step.
+ *
+ *   buckets   out; may be NULL
+ *
+ * one thread per object; never blocks */
+DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
+
+/* Says what all steps together have sent; a step is one that was finished.
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_compressed_stats dtrain_ddp_counters(const dtrain_ddp *ddp);
+
+/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
+ * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
+ *
+ *   index   0, 1, ...
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index);
+
 /* Frees a DDP; NULL is legal. In an open step it first waits for the units on their way, up to timeout_ms.
  *
  * one thread per object */
@@ -379,7 +412,8 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
  * any thread; its aggregate is collective, and blocks up to timeout_ms */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
 
-/* Makes the aggregator that all-reduces each gradient of table compressed, with feedback.
+/* Makes the aggregator that all-reduces the gradients of table compressed, with feedback. Memory: the gradients once
+ * more, and what dtrain_compressed_create says.
  *
  *   comm      must outlive it
  *   table     every call has the same parameters; their gradients may move
@@ -391,11 +425,13 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
                                                       const dtrain_param *table, size_t count,
                                                       const dtrain_compress_desc *desc);
 
-/* Returns the state of a parameter's compression, for checkpoints and counters; NULL where it is sent as it is, and for
- * other aggregators.
+/* Returns a state of compression, for checkpoints and counters; NULL beyond the last, and for other aggregators. There
+ * is one, of PowerSGD one a matrix; what is sent as it is has none.
+ *
+ *   index   0, 1, ...
  *
  * one thread per object */
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t param);
+DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index);
 
 /* Says what all parameters together have sent, those that are sent as they are included; a step is a call.
  *
@@ -406,11 +442,6 @@ DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggre
  *
  * one thread per object */
 DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator);
-
-/* Returns the aggregator that a DDP sends its sums through; NULL where they travel as they are.
- *
- * one thread per object */
-DTRAIN_API const dtrain_aggregator *dtrain_ddp_compression(const dtrain_ddp *ddp);
 
 /* Adds the gradients of this rank's examples to the table's, which are zero, and sets *weight to their weight. */
 typedef dtrain_status (*dtrain_compute_fn)(void *user, double *weight);
