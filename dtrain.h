@@ -3277,13 +3277,14 @@ typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, s
 
 /* Writes a file beside path, brings it to the disk, and puts it in the place of what was there, all at once: whoever
  * opens path meanwhile, or after the machine has stopped, finds the old file or the new one whole. A symbolic link is
- * replaced, not followed. The same tensors give the same bytes, in whatever order they come.
+ * replaced, not followed; a device or a pipe, or a link to one, is refused, as it would be lost: write to its
+ * descriptor. The same tensors give the same bytes, in whatever order they come.
  *
  *   sources  count tensors, in any order
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID  a name that comes twice, is "__metadata__" or no UTF-8; a bad dtype or shape; sizes
  *                                that overflow or end inside a byte; neither data nor fill; a header of more than
- *                                100,000,000 bytes. Nothing was written
+ *                                100,000,000 bytes; path is a directory, a device or a pipe. Nothing was written
  *            DTRAIN_ERR_IO       the system refused; what stood at path is untouched, and nothing is left beside it
  *            DTRAIN_ERR_MEMORY
  *            those of fill
@@ -3388,7 +3389,8 @@ DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_model_metadata(cons
  *
  *   directory       is not there yet, or empty
  *   sources         tensors with the same dtype, shape and data are stored once, under the name that sorts first; the
- *                   metadata then maps the others to it
+ *                   metadata then maps the others to it, but for a name that is a key of the metadata already: that
+ *                   tensor is stored as well
  *   max_file_bytes  of tensors; 0: 5,000,000,000. No tensor is cut: a larger one has a file to itself
  *   desc            metadata stands in the index, or in the only file; format is "pt" unless it says otherwise, as
  *                   loaders demand one of "pt" and "mlx"
@@ -3521,12 +3523,13 @@ typedef struct dtrain_checkpoint_state {
     dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
     const dtrain_param *table; /* data that every rank has in full, as under DDP */
     size_t table_count;
-    dtrain_optimizer *optimizer; /* of that table; NULL: none */
+    dtrain_optimizer *optimizer; /* of that table; NULL: none. With fsdp too, both have taken as many steps */
     const dtrain_piece *pieces;  /* anything else */
     size_t piece_count;
     uint64_t seed, random_index;           /* of the program's random stream; load sets them */
     const dtrain_sampler *sampler;         /* whose desc is saved, and compared by load; NULL: none */
-    const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's; load: see dtrain_checkpoint_value */
+    const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's, each key once; load: see
+                                              dtrain_checkpoint_value */
     size_t value_count;
 } dtrain_checkpoint_state;
 
@@ -3575,13 +3578,13 @@ DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
 /* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
  *
  *   errors   the same on every rank; what was there before is untouched, and the next call may succeed:
- *            DTRAIN_ERR_INVALID   a bad or doubled piece; pieces do not tile their tensor; an asynchronous save is
- *                                 under way
+ *            DTRAIN_ERR_INVALID   a bad or doubled piece or value; pieces do not tile their tensor; an asynchronous
+ *                                 save is under way
  *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
- *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or the last
- *                                 asynchronous save has failed, and no wait has told: its status; this one was not
- * begun DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come DTRAIN_ERR_MEMORY; those of
- * dtrain_all_gather
+ *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file
+ *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
+ *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
+ *            that of the last asynchronous save, where it has failed and no wait has told; this one was not begun
  *
  * Under DTRAIN_PROGRESS_POLL, files that take longer than heartbeat_ms to write need dtrain_checkpoint_save_async.
  *
@@ -3604,8 +3607,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
  * one thread per object; never blocks */
 DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt);
 
-/* Waits until the last asynchronous save is visible, and returns how it went; again when called again, until the next
- * save. DTRAIN_OK where there was none. With local, this rank's part alone.
+/* Waits until the last asynchronous save is visible, and returns how it went, also where it could not begin; again when
+ * called again, until the next save. DTRAIN_OK where there was none. With local, this rank's part alone.
  *
  * one thread per object; blocks up to timeout_ms beyond the writing */
 DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt);
@@ -29162,6 +29165,13 @@ static int dtrain__file_sys_stat(int fd, struct stat *status)
     return fstat(fd, status);
 }
 
+/* follow = 0: of a link itself. */
+static int dtrain__file_sys_stat_at(int directory, const char *name, struct stat *status, int follow)
+{
+    DTRAIN__FILE_TRY("stat");
+    return fstatat(directory, name, status, follow ? 0 : AT_SYMLINK_NOFOLLOW);
+}
+
 static ssize_t dtrain__file_sys_pread(int fd, void *out, size_t bytes, uint64_t offset)
 {
     DTRAIN__FILE_TRY("read");
@@ -29293,8 +29303,9 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
                                 (unsigned long long)offset, strerror(errno));
         if (n == 0)
             return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                                "%s: \"%s\" ends at byte %llu, %llu bytes short: it was cut after it was opened", what,
-                                name, (unsigned long long)offset, (unsigned long long)bytes);
+                                "%s: \"%s\" ends at byte %llu or before, at least %llu bytes short: it was cut after "
+                                "it was opened",
+                                what, name, (unsigned long long)offset, (unsigned long long)bytes);
         to += n;
         offset += (uint64_t)n;
         bytes -= (uint64_t)n;
@@ -29453,6 +29464,26 @@ static dtrain_status dtrain__file_draft_fail(dtrain__file_draft *draft, const ch
                         "%s: %s \"%s\": %s; what was there "
                         "before is untouched",
                         draft->what, step, draft->name, strerror(error));
+}
+
+/* Refuses a place where something stands that is no file, before gigabytes are written: the rename would fail, or put a
+ * file where a device or a pipe was. */
+static dtrain_status dtrain__file_place(int directory, const char *name, const char *what)
+{
+    struct stat status;
+    if (dtrain__file_sys_stat_at(directory, name, &status, 0) != 0)
+        return errno == ENOENT ? DTRAIN_OK
+                               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+    if (S_ISREG(status.st_mode))
+        return DTRAIN_OK;
+    if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
+                                    S_ISREG(status.st_mode) || S_ISDIR(status.st_mode)))
+        return DTRAIN_OK; /* the link alone is replaced */
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" is %s", what, name,
+                        S_ISDIR(status.st_mode)
+                            ? "a directory: give the name of a file"
+                            : "a device or a pipe, which a file would replace: write to its descriptor, or give "
+                              "the name of a file");
 }
 
 /* Makes an empty file beside `name` in a directory; both must last until commit or abandon. */
@@ -31131,6 +31162,19 @@ static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *pl
     return status;
 }
 
+/* Says which callback has ended the writing, unless it has said why itself. */
+static dtrain_status dtrain__safetensors_ended(const dtrain__safetensors_item *item, const char *callback,
+                                               dtrain_status status)
+{
+    char quoted[64];
+    if (dtrain__thread_error.text[0] != '\0')
+        return status;
+    return dtrain__fail(NULL, status, "safetensors_write: %s returned %s%s%s%s", callback, dtrain_status_name(status),
+                        item != NULL ? " at tensor \"" : "",
+                        item != NULL ? dtrain__safetensors_quote(quoted, item->name.text, item->name.length) : "",
+                        item != NULL ? "\"" : "");
+}
+
 /* Hands over one tensor's bytes; stage has DTRAIN__SAFETENSORS_FILL of them where fill or the byte order needs it. */
 static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_item *item, unsigned char *stage,
                                                      dtrain_safetensors_sink sink, void *user)
@@ -31148,13 +31192,14 @@ static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_i
             memcpy(stage, (const unsigned char *)source->data + at, some);
         else
             status = source->fill(source->user, at, stage, some);
-        if (status == DTRAIN_OK && !direct)
+        if (status != DTRAIN_OK)
+            return dtrain__safetensors_ended(item, "fill", status);
+        if (!direct)
             dtrain__safetensors_swap(stage, some, source->dtype);
-        if (status == DTRAIN_OK)
-            status = sink(user, data, some);
+        status = sink(user, data, some);
         at += some;
     }
-    return status;
+    return status == DTRAIN_OK ? status : dtrain__safetensors_ended(item, "sink", status);
 }
 
 /* Hands all bytes of a planned file to a sink. */
@@ -31168,13 +31213,19 @@ static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dt
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory for %zu bytes of data",
                             DTRAIN__SAFETENSORS_FILL);
     dtrain_status status = DTRAIN_OK;
+    dtrain__error before = dtrain__thread_error;
+    dtrain__thread_error.text[0] = '\0'; /* what is there after an error is of a callback */
     for (size_t at = 0; at < plan->header_bytes && status == DTRAIN_OK; at += DTRAIN__SAFETENSORS_CHUNK) {
         size_t left = plan->header_bytes - at;
         status = sink(user, plan->header + at, left < DTRAIN__SAFETENSORS_CHUNK ? left : DTRAIN__SAFETENSORS_CHUNK);
+        if (status != DTRAIN_OK)
+            status = dtrain__safetensors_ended(NULL, "sink", status);
     }
     for (size_t i = 0; i < plan->count && status == DTRAIN_OK; i++)
         status = dtrain__safetensors_emit_tensor(&plan->items[i], stage, sink, user);
     dtrain__free(plan->allocator, stage, DTRAIN__SAFETENSORS_FILL);
+    if (status == DTRAIN_OK)
+        dtrain__thread_error = before;
     return status;
 }
 
@@ -31223,7 +31274,9 @@ static dtrain_status dtrain__safetensors_save_at(int directory, const char *name
     dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__file_draft_begin(&draft, directory, name, "safetensors_save");
+    status = dtrain__file_place(directory, name, "safetensors_save");
+    if (status == DTRAIN_OK)
+        status = dtrain__file_draft_begin(&draft, directory, name, "safetensors_save");
     if (status == DTRAIN_OK) {
         status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_draft, &draft);
         if (status == DTRAIN_OK)
@@ -31828,8 +31881,17 @@ static int dtrain__huggingface_compare_sources(const void *left, const void *rig
     return order != 0 ? order : dtrain__huggingface_compare_names(left, right);
 }
 
+/* Whether the metadata have another use for a name, so that it cannot be mapped there. */
+static int dtrain__huggingface_taken(const dtrain__names *keys, const dtrain_safetensors_source *source)
+{
+    size_t length = dtrain__huggingface_length(source), index;
+    return (length == 10 && memcmp(source->name, "total_size", 10) == 0) ||
+           dtrain__names_find(keys, source->name, length, &index);
+}
+
 /* Copies the sources that are stored, and maps the names of others to them: metadata[dropped] = kept. */
-static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources)
+static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources,
+                                               const dtrain__names *keys)
 {
     size_t bytes = plan->count * sizeof(dtrain_safetensors_source *);
     const dtrain_safetensors_source **sorted =
@@ -31842,11 +31904,11 @@ static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, c
         if (plan->count > 1)
             qsort(sorted, plan->count, sizeof *sorted, dtrain__huggingface_compare_sources);
         for (size_t i = 1; i < plan->count; i++) {
-            if (sorted[i]->data == NULL || dtrain__huggingface_bytes(sorted[i]) == 0 ||
-                dtrain__huggingface_compare_data(sorted[first], sorted[i]) != 0) {
-                first = i;
+            int tied = sorted[i]->data != NULL && dtrain__huggingface_bytes(sorted[i]) > 0 &&
+                       dtrain__huggingface_compare_data(sorted[first], sorted[i]) == 0;
+            first = tied ? first : i;
+            if (!tied || dtrain__huggingface_taken(keys, sorted[i]))
                 continue;
-            }
             dropped[sorted[i] - sources] = 1;
             dtrain_safetensors_pair *pair = &plan->pairs[plan->pair_count++];
             pair->key = sorted[i]->name;
@@ -31864,6 +31926,18 @@ static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, c
     return !out ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to sort %zu tensors",
                                plan->count);
+}
+
+static dtrain_status dtrain__huggingface_map(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources)
+{
+    dtrain__names keys;
+    size_t twice;
+    if (!dtrain__names_build(&keys, plan->allocator, plan->pairs, sizeof *plan->pairs, plan->pair_count, &twice))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory for %zu pairs of metadata",
+                            plan->pair_count);
+    dtrain_status status = dtrain__huggingface_untie(plan, sources, &keys);
+    dtrain__names_free(&keys, plan->allocator);
+    return status;
 }
 
 /* Deals the tensors to files in their order, a new one whenever the next would not fit. */
@@ -31890,14 +31964,23 @@ static void dtrain__huggingface_plan_end(dtrain__huggingface_plan *plan)
     dtrain__free(plan->allocator, plan->sources, plan->room * sizeof *plan->sources);
 }
 
-/* The caller's metadata, and format where it says none. */
+/* Whether a pair with its lengths filled in has that key, which need not end with a zero byte. */
+static int dtrain__huggingface_is(const dtrain_safetensors_pair *pair, const char *key)
+{
+    return pair->key_length == strlen(key) && memcmp(pair->key, key, pair->key_length) == 0;
+}
+
+/* The caller's metadata, and format where it says none. All were checked before; lengths are filled in. */
 static void dtrain__huggingface_metadata(dtrain__huggingface_plan *plan, const dtrain_safetensors_write_desc *desc)
 {
     static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
     int given = 0;
     for (size_t i = 0; desc != NULL && i < desc->metadata_count; i++) {
-        plan->pairs[plan->pair_count++] = desc->metadata[i];
-        given |= desc->metadata[i].key != NULL && strcmp(desc->metadata[i].key, "format") == 0;
+        dtrain_safetensors_pair *pair = &plan->pairs[plan->pair_count++];
+        *pair = desc->metadata[i];
+        pair->key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
+        pair->value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
+        given |= dtrain__huggingface_is(pair, "format");
     }
     if (!given)
         plan->pairs[plan->pair_count++] = format;
@@ -31923,7 +32006,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to plan %zu tensors", count);
     if (status == DTRAIN_OK) {
         dtrain__huggingface_metadata(plan, desc);
-        status = dtrain__huggingface_untie(plan, sources);
+        status = dtrain__huggingface_map(plan, sources);
     }
     if (status == DTRAIN_OK)
         dtrain__huggingface_deal(plan, most > 0 ? most : DTRAIN__HUGGINGFACE_MOST);
@@ -31953,11 +32036,10 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->pair_count; i++) {
         const dtrain_safetensors_pair *pair = &plan->pairs[i];
-        if (strcmp(pair->key, "total_size") == 0) /* which is ours to say */
+        if (dtrain__huggingface_is(pair, "total_size")) /* which is ours to say */
             continue;
-        dtrain__json_write_key(&json, pair->key, pair->key_length > 0 ? pair->key_length : strlen(pair->key));
-        dtrain__json_write_string(&json, pair->value,
-                                  pair->value_length > 0 ? pair->value_length : strlen(pair->value));
+        dtrain__json_write_key(&json, pair->key, pair->key_length);
+        dtrain__json_write_string(&json, pair->value, pair->value_length);
     }
     dtrain__json_write_key(&json, "total_size", 10);
     dtrain__json_write_u64(&json, plan->total);
@@ -32036,13 +32118,14 @@ static int dtrain__huggingface_not_empty(void *user, const char *name)
 /* Refuses a place that is taken, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
-    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY), taken = 0, error = fd < 0 ? errno : 0;
+    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), taken = 0;
+    int error = fd < 0 ? errno : 0;
     if (fd < 0 && error == ENOENT)
         return DTRAIN_OK;
     if (fd >= 0)
         error = dtrain__file_list(fd, dtrain__huggingface_not_empty, &taken);
     dtrain__file_close(fd);
-    if (error == ENOTDIR || taken)
+    if (error == ENOTDIR || error == ELOOP || taken) /* a link would not be followed by the rename */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "safetensors_model_save: \"%s\" is there and %s: choose another name, or move it away",
                             name, taken ? "not empty" : "no directory");
@@ -33954,6 +34037,18 @@ static dtrain_status dtrain__index_format(dtrain__index_parser *parser)
     return status;
 }
 
+static dtrain_status dtrain__index_version(dtrain__index_parser *parser)
+{
+    uint64_t version = 0;
+    dtrain_status status = dtrain__index_u64(parser, UINT64_MAX, &version);
+    if (status != DTRAIN_OK || version == DTRAIN__INDEX_VERSION)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it with that which "
+                        "wrote it",
+                        parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
+}
+
 enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 13 };
 
 static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
@@ -33973,12 +34068,11 @@ static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, cons
                            &facts->random_index,
                            NULL,
                            &facts->good_steps};
-    uint64_t version;
     uint32_t seen;
     *which = dtrain__index_which(parser, key, names, 16);
     switch (*which) {
     case 0: return dtrain__index_format(parser);
-    case 1: return dtrain__index_u64(parser, DTRAIN__INDEX_VERSION, &version);
+    case 1: return dtrain__index_version(parser);
     case 8: facts->has_scale = 1; return dtrain__index_double(parser, &facts->loss_scale);
     case 10:
         facts->has_optimizer = 1;
@@ -34511,6 +34605,31 @@ static dtrain_status dtrain__portion_take(dtrain__portion *part, const dtrain_pi
     return DTRAIN_OK;
 }
 
+/* Whether no key comes twice among the values that were entered. */
+static dtrain_status dtrain__portion_values_once(dtrain__portion *part)
+{
+    dtrain__index *index = &part->index;
+    size_t bytes = index->value_count * sizeof(dtrain__name), twice = index->value_count;
+    dtrain__name *keys = (dtrain__name *)dtrain__alloc(part->allocator, bytes);
+    dtrain__names names;
+    int built = 0;
+    for (size_t i = 0; i < index->value_count && keys != NULL; i++) {
+        keys[i].text = index->texts + index->values[i].key;
+        keys[i].length = index->values[i].key_length;
+    }
+    if (keys != NULL) {
+        built = dtrain__names_build(&names, part->allocator, keys, sizeof *keys, index->value_count, &twice);
+        dtrain__names_free(&names, part->allocator);
+    }
+    dtrain__free(part->allocator, keys, bytes);
+    if (!built)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu values", index->value_count);
+    return twice == index->value_count
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the key \"%.200s\" of value %zu comes twice",
+                              index->texts + index->values[twice].key, twice);
+}
+
 static dtrain_status dtrain__portion_values(dtrain__portion *part, const dtrain_checkpoint_state *state)
 {
     dtrain__index *index = &part->index;
@@ -34534,7 +34653,7 @@ static dtrain_status dtrain__portion_values(dtrain__portion *part, const dtrain_
             return DTRAIN_ERR_MEMORY;
         index->values[index->value_count++] = value;
     }
-    return DTRAIN_OK;
+    return index->value_count > 1 ? dtrain__portion_values_once(part) : DTRAIN_OK;
 }
 
 static void dtrain__portion_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
@@ -34568,6 +34687,14 @@ static dtrain_status dtrain__portion_prepare(dtrain__portion *part, const dtrain
     dtrain__portion_facts(&part->index.facts, state);
     part->index.facts.id = *id;
     part->index.facts.world_size = (uint64_t)ranks;
+    if (state->fsdp != NULL && state->optimizer != NULL &&
+        dtrain_optimizer_get_step(state->optimizer) != part->index.facts.optimizer_step)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
+            "of both: save them with a checkpointer each",
+            (unsigned long long)part->index.facts.optimizer_step,
+            (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
     dtrain_status status = dtrain__pieces_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
                                                   part->rank, part->allocator);
     for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
@@ -34826,7 +34953,8 @@ struct dtrain_checkpoint {
     int rank, ranks;
     int keep_last, local, no_verify, no_sync;
     int64_t timeout_ms;
-    int base;           /* the directory of the desc */
+    char path[400];     /* the directory of the desc, for texts */
+    int base;           /* the same, open */
     int directory;      /* where steps are: the same, or with local this rank's in it */
     int refused;        /* the errno with which it refuses to be written; 0: none */
     dtrain__save_id id; /* of the last call; that of the save under way is among the facts of the portion */
@@ -34840,6 +34968,7 @@ struct dtrain_checkpoint {
     unsigned char *seen;      /* ranks whose mark is there */
     uint64_t *steps;          /* found in the directory */
     size_t step_room, step_count;
+    int steps_cut; /* there was no memory for all of them */
     dtrain__os_thread thread;
     int running;      /* the thread is to be joined */
     uint32_t done;    /* set by the thread at its end */
@@ -34914,13 +35043,15 @@ static dtrain_status dtrain__save_open_step(dtrain_checkpoint *ckpt, int *fd)
     return dtrain__save_open(fd, ckpt->directory, name, ckpt->no_sync);
 }
 
-/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say. */
+/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say, or a time that
+ * they do not count to. */
 static int64_t dtrain__save_changed(int directory, const char *name)
 {
     struct stat status;
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
-    int64_t when =
-        fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 ? (int64_t)status.st_mtime * 1000000000 : INT64_MAX;
+    int64_t when = INT64_MAX;
+    if (fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 && (int64_t)status.st_mtime < INT64_MAX / 1000000000)
+        when = status.st_mtime > 0 ? (int64_t)status.st_mtime * 1000000000 : 0;
     dtrain__file_close(fd);
     return when;
 }
@@ -35249,6 +35380,7 @@ static int dtrain__save_find_step(void *user, const char *name)
         return 0;
     void *larger =
         dtrain__index_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1, &ckpt->step_room);
+    ckpt->steps_cut = larger == NULL;
     if (larger == NULL)
         return 1;
     ckpt->steps = (uint64_t *)larger;
@@ -35266,10 +35398,11 @@ static int dtrain__save_by_step(const void *left, const void *right)
 static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
 {
     ckpt->step_count = 0;
+    ckpt->steps_cut = 0;
     int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
     if (ckpt->step_count > 0)
         qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
-    return error;
+    return ckpt->steps_cut ? ENOMEM : error;
 }
 
 static int dtrain__save_has_index(int directory, uint64_t step)
@@ -35767,8 +35900,9 @@ static void dtrain__load_end(dtrain__load *load)
 
 /* ---- which checkpoint ---- */
 
-/* Reads what latest says; an empty name where that cannot be one. */
-static void dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
+/* Reads what latest says; an empty name where that cannot be one. Returns 0 where there is no memory: then another
+ * step would be taken for the newest. */
+static int dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
 {
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
@@ -35780,7 +35914,9 @@ static void dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char nam
     if (status == DTRAIN_OK && length > 0 && length < 32)
         memcpy(name, text, length);
     dtrain__free(ckpt->allocator, text, bytes);
-    dtrain__thread_error = before;
+    if (status != DTRAIN_ERR_MEMORY)
+        dtrain__thread_error = before;
+    return status != DTRAIN_ERR_MEMORY;
 }
 
 /* Finds the highest step that has an index; an empty name where none has. Returns 0 or an errno. */
@@ -35796,27 +35932,34 @@ static int dtrain__load_highest(dtrain_checkpoint *ckpt, int directory, char nam
 
 /* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
  * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
-static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
 {
     char before[32];
     uint64_t step;
     memset(name, 0, 32);
     for (int attempt = 0; attempt < DTRAIN__LOAD_ATTEMPTS; attempt++) {
         memcpy(before, name, sizeof before);
-        dtrain__load_latest(ckpt, directory, name);
+        if (!dtrain__load_latest(ckpt, directory, name))
+            return DTRAIN_ERR_MEMORY;
         if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
             return DTRAIN_OK;
         if (strcmp(name, before) == 0)
             break;
     }
     int error = dtrain__load_highest(ckpt, directory, name);
+    if (error == ENOMEM)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     if (name[0] != '\0') {
         dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the highest that is whole", name);
         return DTRAIN_OK;
     }
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: the directory holds no checkpoint that is whole");
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.400s\": %s", path,
+                            strerror(error));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give that in which "
+                        "step-N are",
+                        path);
 }
 
 /* Rank 0 chooses, the others are told. */
@@ -35827,7 +35970,7 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     if (ckpt->rank == 0 && load->desc.exact)
         dtrain__portion_step_name(load->step_name, load->desc.step);
     else if (ckpt->rank == 0)
-        status = dtrain__load_newest(ckpt, ckpt->directory, load->step_name);
+        status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK && !dtrain__save_alone(ckpt)) {
         status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);
@@ -36332,7 +36475,8 @@ static int dtrain__local_look(void *user, const char *name)
     list->rank = (int)rank;
     if (dtrain__file_open_directory(&fd, list->ckpt->base, name, "checkpoint") != DTRAIN_OK)
         return 0;
-    dtrain__save_list_steps(list->ckpt, fd);
+    if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step is not to be taken for the newest */
+        list->status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
         list->status = dtrain__local_add(list, fd, list->ckpt->steps[i]);
     dtrain__file_close(fd);
@@ -36404,6 +36548,8 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status = DTRAIN_OK, sent;
+    dtrain__error full; /* no memory here: not the same as a part that is not there */
+    memset(&full, 0, sizeof full);
     dtrain__index_clear(&load->index);
     *whole = 1;
     for (size_t i = 0; i < count && *whole; i++) {
@@ -36413,10 +36559,13 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
             continue;
         if (parts[i].holder == (uint64_t)ckpt->rank)
             status = dtrain__local_read(load, &parts[i], &text, &bytes);
+        if (status == DTRAIN_ERR_MEMORY)
+            full = dtrain__thread_error;
+        size_t before = load->index.file_count;
         sent = dtrain__local_gather(ckpt, text, status == DTRAIN_OK ? bytes : 0, &all, &all_bytes);
         if (sent == DTRAIN_OK) {
             status = dtrain__index_read(&load->index, DTRAIN__SAVE_INDEX, (const char *)all, all_bytes);
-            *whole = status == DTRAIN_OK;
+            *whole = status == DTRAIN_OK && load->index.file_count == before + 1;
         }
         dtrain__free(ckpt->allocator, text, bytes);
         dtrain__free(ckpt->allocator, all, all_bytes);
@@ -36431,7 +36580,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
                 load->index.files[i].holder = -1;
     status = *whole ? dtrain__index_settle(&load->index, 1) : status;
     *whole = *whole && status == DTRAIN_OK;
-    return status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
+    return full.status != DTRAIN_OK ? dtrain__report(&full) : status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
 /* Goes through the saves that anybody sees, the newest first, until one is whole. */
@@ -36841,6 +36990,21 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
     return status;
 }
 
+/* Says whose settings, which were compared as one number, are not those of rank 0. */
+static dtrain_status dtrain__checkpoint_differ(dtrain_checkpoint *ckpt)
+{
+    int rank = 0;
+    while (rank + 1 < ckpt->ranks && ckpt->notes[rank].number == ckpt->notes[0].number)
+        rank++;
+    uint64_t theirs = ckpt->notes[rank].number, first = ckpt->notes[0].number;
+    return dtrain__fail(
+        &ckpt->error, DTRAIN_ERR_MISMATCH,
+        "dtrain_checkpoint_create: rank %d gives keep_last %d, local %d, no_sync %d, rank 0 %d, %d, %d: "
+        "give every rank the same",
+        rank, (int)(theirs >> 32), (int)(theirs >> 1 & 1), (int)(theirs & 1), (int)(first >> 32), (int)(first >> 1 & 1),
+        (int)(first & 1));
+}
+
 static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtrain_checkpoint_desc *desc)
 {
     uint64_t settings =
@@ -36852,11 +37016,14 @@ static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtra
             "dtrain_checkpoint_create: directory is %s, keep_last %d, timeout_ms %lld: expected a path, "
             "and numbers of at least 0",
             desc->directory != NULL ? desc->directory : "NULL", desc->keep_last, (long long)desc->timeout_ms);
+    snprintf(ckpt->path, sizeof ckpt->path, "%s", desc->directory != NULL ? desc->directory : "");
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_open(ckpt, desc->directory);
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_open_own(ckpt);
-    status = dtrain__save_agree(ckpt, status, settings, "a desc of value");
+    status = dtrain__save_agree(ckpt, status, settings, "settings");
+    if (status == DTRAIN_ERR_MISMATCH)
+        return dtrain__checkpoint_differ(ckpt);
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_number(ckpt);
     return status == DTRAIN_OK ? dtrain__checkpoint_compare(ckpt) : status;
@@ -36883,6 +37050,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
     made->no_verify = desc->no_verify;
     made->no_sync = desc->no_sync;
     made->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 300000;
+    if (made->timeout_ms > INT64_MAX / 4) /* it is doubled */
+        made->timeout_ms = INT64_MAX / 4;
     made->base = made->directory = -1;
     made->portion.allocator = made->allocator;
     made->portion.rank = made->rank;
@@ -37040,6 +37209,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
+    if (status != DTRAIN_OK && !ckpt->running && ckpt->result.status == DTRAIN_OK)
+        ckpt->result = ckpt->error; /* told, and told again by a wait */
     return status;
 }
 
@@ -37128,6 +37299,10 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     dtrain__index_begin(&load.index, ckpt->allocator);
     dtrain__shelf_begin(&load.shelf, &load.index, !ckpt->no_verify && !load.desc.no_verify, ckpt->allocator);
     dtrain_status status = dtrain__checkpoint_load(&load, state);
+    int chose = load.step_name[0] != '\0' && (!ckpt->local || load.wants != NULL);
+    if ((status == DTRAIN_ERR_IO || status == DTRAIN_ERR_CORRUPT) && chose &&
+        strstr(dtrain__thread_error.text, load.step_name) == NULL) /* files' names do not tell of which step they are */
+        dtrain__fail(&ckpt->error, status, "%.560s (in %s)", dtrain__thread_error.text, load.step_name);
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
              (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
@@ -37233,7 +37408,7 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
     if (status == DTRAIN_OK && fd < 0) {
         base = all->directory;
         all->directory = -1;
-        status = dtrain__load_newest(&finder, base, name);
+        status = dtrain__load_newest(&finder, base, path, name);
         if (status == DTRAIN_OK)
             status = dtrain__file_open_directory(&all->directory, base, name, "checkpoint");
         dtrain__file_close(base);

@@ -175,10 +175,53 @@ TEST(pieces_that_do_not_tile_and_names_of_optimizer_state_are_refused_and_the_ol
     p.pieces[1].name = "\xff";
     CHECK_EQ(alone_save(&p, 2), DTRAIN_ERR_INVALID);
     p.pieces[1].name = "b";
+    dtrain_safetensors_pair values[3] = {{"key", 0, "1", 0}, {"other", 0, "2", 0}, {"keys", 3, "3", 0}};
+    p.state.values = values;
+    p.state.value_count = 3;
+    CHECK_EQ(alone_save(&p, 2), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "the key \"key\" of value 2 comes twice");
+    p.state.value_count = 0;
     CHECK_EQ(alone_load(&p, 1), DTRAIN_OK);
     CHECK_EQ(alone_save(&p, 2), DTRAIN_OK);
     CHECK_EQ(alone_load(&p, 2), DTRAIN_OK);
     dtrain_checkpoint_destroy(p.ckpt);
+}
+
+static dtrain_status two_optimizers(dtrain_comm *world, void *user)
+{
+    dtrain_checkpoint *ckpt = NULL;
+    model sharded, whole;
+    model_create(&sharded, world, DTRAIN_FULL_SHARD, 0, 0);
+    model_create(&whole, world, 0, 0, 0);
+    for (int i = 0; i < PARAMS; i++) {
+        static const char *const names[PARAMS] = {"1", "2", "3", "4", "5", "6"};
+        whole.table[i].name = names[i];
+    }
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, (const dtrain_checkpoint_desc *)user), DTRAIN_OK);
+    dtrain_checkpoint_state state = state_of(&sharded, 1), other = state_of(&whole, 1);
+    state.table = other.table;
+    state.table_count = other.table_count;
+    state.optimizer = other.optimizer;
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
+    dtrain_optimizer_set_step(whole.optimizer, 3);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "fsdp has taken 0 steps and optimizer 3");
+    CHECK_EQ(dtrain_fsdp_set_step(sharded.fsdp, 3), DTRAIN_OK);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
+    dtrain_checkpoint_destroy(ckpt);
+    model_destroy(&sharded);
+    model_destroy(&whole);
+    return DTRAIN_OK;
+}
+
+/* One number of steps is kept: of two that differ, one would be lost. */
+TEST(two_optimizers_that_have_not_taken_as_many_steps_are_refused)
+{
+    dtrain_checkpoint_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.directory = fresh("two optimizers");
+    desc.no_sync = 1;
+    CHECK_EQ(dtrain_run_threads(2, two_optimizers, &desc, NULL), DTRAIN_OK);
 }
 
 TEST(names_that_look_like_numbered_ones_stay_apart)
@@ -289,6 +332,7 @@ TEST(without_verifying_damaged_data_loads_and_damaged_headers_do_not)
     CHECK_EQ(system(command), 0);
     CHECK_EQ(dtrain_checkpoint_load(p.ckpt, &p.state, NULL, NULL), DTRAIN_ERR_CORRUPT);
     CHECK_CONTAINS(dtrain_last_error(), "have not the hash that was saved");
+    CHECK_CONTAINS(dtrain_last_error(), "(in step-9)");
     CHECK_EQ(dtrain_checkpoint_load(p.ckpt, &p.state, &blind, NULL), DTRAIN_OK);
     shell("f=$(ls %s/step-9/rank-00000.*-1.safetensors); printf x | dd of=$f bs=1 seek=8 conv=notrunc 2>/dev/null",
           p.desc.directory);
@@ -336,6 +380,69 @@ TEST(the_newest_keep_last_stay_and_latest_is_found_or_found_out)
     dtrain_checkpoint_destroy(p.ckpt);
 }
 
+/* An allocator whose call number `left` and no other fails; the blocks in use are counted. */
+static long memory_left, memory_blocks;
+
+static void *memory_resize(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    void *block = NULL;
+    (void)user;
+    if (new_bytes > 0 && __atomic_fetch_sub(&memory_left, 1, __ATOMIC_RELAXED) == 0)
+        return NULL;
+    if (new_bytes > 0 && posix_memalign(&block, align, new_bytes) != 0)
+        return NULL;
+    if (block != NULL && pointer != NULL)
+        memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
+    __atomic_add_fetch(&memory_blocks, (block != NULL) - (pointer != NULL), __ATOMIC_RELAXED);
+    free(pointer);
+    return block;
+}
+
+/* Makes a checkpointer and saves or loads with it; its allocator has only so many calls before one fails. */
+static dtrain_status memory_use(alone *p, dtrain_allocator *heap, long left, int what, uint64_t step)
+{
+    p->desc.allocator = heap;
+    memory_left = left;
+    dtrain_status status = dtrain_checkpoint_create(&p->ckpt, NULL, &p->desc);
+    p->state.step = what == 0 ? 77 : step;
+    if (status == DTRAIN_OK)
+        status = what == 0   ? dtrain_checkpoint_load(p->ckpt, &p->state, NULL, NULL)
+                 : what == 1 ? dtrain_checkpoint_save(p->ckpt, &p->state)
+                             : dtrain_checkpoint_save_async(p->ckpt, &p->state);
+    if (status == DTRAIN_OK && what == 2)
+        status = dtrain_checkpoint_wait(p->ckpt);
+    dtrain_checkpoint_destroy(p->ckpt);
+    p->ckpt = NULL;
+    return status;
+}
+
+/* Whichever allocation fails, that is what is said, and no other step is loaded than the newest. */
+TEST(without_memory_there_is_a_status_and_never_another_step)
+{
+    for (int local = 0; local < 2; local++) {
+        alone p;
+        dtrain_allocator heap = {memory_resize, NULL, 0, 0};
+        alone_begin(&p, fresh(local ? "memory local" : "memory"));
+        dtrain_checkpoint_destroy(p.ckpt);
+        p.desc.local = local;
+        CHECK_EQ(memory_use(&p, &heap, -1, 1, local ? 2 : 4), DTRAIN_OK);
+        CHECK_EQ(memory_use(&p, &heap, -1, 1, 3),
+                 DTRAIN_OK); /* not local: turned back, the highest is not the newest */
+        for (int what = 0; what < 3; what++) {
+            long failed = 0;
+            for (long k = 0; memory_left < 0 || k == 0; k++) {
+                dtrain_status status = memory_use(&p, &heap, k, what, 3);
+                failed += status != DTRAIN_OK;
+                if (status != DTRAIN_OK && status != DTRAIN_ERR_MEMORY)
+                    TEST_FAIL("local %d, what %d, allocation %ld: %s", local, what, k, dtrain_last_error());
+                CHECK(status != DTRAIN_OK || p.state.step == 3);
+                CHECK(heap.bytes == 0 && memory_blocks == 0);
+            }
+            CHECK(failed > 10);
+        }
+    }
+}
+
 /* latest names a step that is gone, and none is left: every rank is told, and none waits for another. */
 static dtrain_status nothing_left(dtrain_comm *world, void *user)
 {
@@ -355,7 +462,8 @@ static dtrain_status nothing_left(dtrain_comm *world, void *user)
     CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, (const dtrain_checkpoint_desc *)user), DTRAIN_OK);
     for (int attempt = 0; attempt < 2; attempt++) {
         CHECK_EQ(dtrain_checkpoint_load(ckpt, &state, NULL, NULL), DTRAIN_ERR_IO);
-        CHECK_CONTAINS(dtrain_last_error(), "rank 0: checkpoint: the directory holds no checkpoint that is whole");
+        CHECK_CONTAINS(dtrain_last_error(), "rank 0: checkpoint: the directory \"");
+        CHECK_CONTAINS(dtrain_last_error(), "holds no checkpoint that is whole");
     }
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     dtrain_checkpoint_destroy(ckpt);
@@ -411,6 +519,12 @@ TEST(what_is_nobodys_is_cleared_and_what_may_run_is_not)
     CHECK(exists(d, "step-6/mine"));
     CHECK(!exists(d, "step-7") && !exists(d, "step-8"));
     CHECK(!exists(d, ".latest.0123456789abcdef.tmp") && !exists(d, ".shared-0123456789abcdef"));
+    /* by a clock that is far ahead, also of what nanoseconds count to, nothing is old */
+    snprintf(command, sizeof command,
+             "cd %s; touch .latest.0123456789abcdef.tmp; touch -d 2330-01-01 .latest.0123456789abcdef.tmp", d);
+    CHECK_EQ(system(command), 0);
+    CHECK_EQ(alone_save(&p, 2), DTRAIN_OK);
+    CHECK(exists(d, ".latest.0123456789abcdef.tmp"));
     snprintf(command, sizeof command, "%s/step-6/rank-00000.00000000deadbeef-1.safetensors", d);
     age(command);
     snprintf(command, sizeof command, "%s/step-6/mine", d);
@@ -462,8 +576,17 @@ TEST(one_asynchronous_save_at_a_time_and_its_result_as_often_as_asked)
     alone_fill(&p, 12);
     CHECK_EQ(dtrain_checkpoint_save_async(p.ckpt, &p.state), DTRAIN_OK);
     dtrain_checkpoint_destroy(p.ckpt); /* waits */
+    p.desc.timeout_ms = INT64_MAX;     /* as good as none */
     CHECK_EQ(dtrain_checkpoint_create(&p.ckpt, NULL, &p.desc), DTRAIN_OK);
     CHECK_EQ(alone_load(&p, 12), DTRAIN_OK);
+    p.pieces[0].data = NULL;
+    CHECK_EQ(dtrain_checkpoint_save_async(p.ckpt, &p.state), DTRAIN_ERR_INVALID); /* it does not begin */
+    CHECK_EQ(dtrain_checkpoint_wait(p.ckpt), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "has no data");
+    CHECK_EQ(dtrain_checkpoint_wait(p.ckpt), DTRAIN_ERR_INVALID);
+    p.pieces[0].data = p.a;
+    CHECK_EQ(dtrain_checkpoint_save_async(p.ckpt, &p.state), DTRAIN_OK); /* nothing is held back: it was told */
+    CHECK_EQ(dtrain_checkpoint_wait(p.ckpt), DTRAIN_OK);
     shell("touch %s/step-13", p.desc.directory); /* a file, where a directory is to be */
     p.state.step = 13;
     CHECK_EQ(dtrain_checkpoint_save_async(p.ckpt, &p.state), DTRAIN_OK);

@@ -4,6 +4,23 @@
 #include "../dtrain.h"
 #include "test.h"
 
+TEST(an_index_of_another_version_says_so)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    for (unsigned version = 0; version <= 2; version += 2) {
+        char text[200];
+        dtrain__index index;
+        dtrain__index_begin(&index, &heap);
+        int bytes = snprintf(text, sizeof text, "{\"format\":\"dtrain checkpoint\",\"version\":%u", version);
+        bytes += snprintf(text + bytes, sizeof text - (size_t)bytes, ",\"hash\":\"%016llx\"}",
+                          (unsigned long long)dtrain__xxh64_of(text, (size_t)bytes, 0));
+        CHECK_EQ(dtrain__index_read(&index, "index.json", text, (size_t)bytes), DTRAIN_ERR_UNSUPPORTED);
+        CHECK_CONTAINS(dtrain_last_error(), version == 0 ? "of version 0" : "of version 2");
+        dtrain__index_free(&index);
+    }
+    CHECK_EQ(heap.bytes, 0);
+}
+
 TEST(xxh64_gives_the_hashes_of_the_reference_implementation)
 {
     /* of bytes (7 i + 3) mod 256, by the Python package xxhash 3.5, with the seeds 0 and 0x9e3779b1 */

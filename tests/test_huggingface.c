@@ -325,6 +325,9 @@ TEST(a_model_that_fits_is_one_file)
     CHECK_EQ(mkdir(files_path("empty place"), 0700), 0);
     CHECK_EQ(dtrain_safetensors_model_save(files_path("empty place"), sources, 5, 0, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_safetensors_model_save("", sources, 5, 0, NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(symlink(".", files_path("a link")), 0);
+    CHECK_EQ(dtrain_safetensors_model_save(files_path("a link"), sources, 5, 0, NULL), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "is there and no directory");
 }
 
 TEST(a_tensor_larger_than_a_file_has_one_to_itself)
@@ -365,6 +368,54 @@ TEST(tied_tensors_are_stored_once_and_found_by_both_names)
         CHECK(b != NULL && dtrain_safetensors_model_find(model, "e", 1, NULL) == b);
         CHECK(strcmp(b->name, "b") == 0);                                       /* the name that sorts first */
         CHECK(dtrain_safetensors_model_find(model, "format", 6, NULL) == NULL); /* maps to "pt", which is no tensor */
+        dtrain_safetensors_model_close(model);
+    }
+}
+
+/* A key that is given with a length need not end with a zero byte, nor be all of what stands there. */
+TEST(keys_of_a_length_end_there)
+{
+    for (int in_one = 0; in_one < 2; in_one++) {
+        dtrain_safetensors_source sources[5];
+        char *key = (char *)malloc(6);
+        dtrain_safetensors_pair pairs[2] = {{key, 6, "mlxx", 3}, {"total_sizes", 10, "no number", 2}};
+        dtrain_safetensors_write_desc desc = {pairs, 1 + (size_t)!in_one, 0, NULL};
+        dtrain_safetensors_model *model = NULL;
+        memcpy(key, "format", 6);
+        ten_floats(sources);
+        snprintf(directory, sizeof directory, "%s", files_path(in_one ? "length in one" : "length"));
+        CHECK_EQ(dtrain_safetensors_model_save(directory, sources, 5, in_one ? 400 : 40, &desc), DTRAIN_OK);
+        free(key);
+        CHECK_EQ(dtrain_safetensors_model_open(&model, directory, NULL), DTRAIN_OK);
+        CHECK_EQ(dtrain_safetensors_model_metadata_count(model), 1);
+        CHECK(model != NULL && strcmp(dtrain_safetensors_model_metadata(model, 0)->value, "mlx") == 0);
+        dtrain_safetensors_model_close(model);
+    }
+}
+
+/* Where the metadata have another use for a tied tensor's name, the tensor is stored a second time. */
+TEST(a_tied_name_that_is_a_key_of_the_metadata_is_stored_as_well)
+{
+    static const char *const names[5] = {"a", "format", "mine", "total_size", "z"};
+    for (int in_one = 0; in_one < 2; in_one++) {
+        dtrain_safetensors_source sources[5];
+        dtrain_safetensors_pair pair = {"mine", 0, "text", 0};
+        dtrain_safetensors_write_desc desc = {&pair, 1, 0, NULL};
+        dtrain_safetensors_model *model = NULL;
+        ten_floats(sources);
+        for (int i = 0; i < 5; i++) {
+            sources[i].name = names[i];
+            sources[i].data = data[0];
+        }
+        snprintf(directory, sizeof directory, "%s", files_path(in_one ? "key in one" : "key"));
+        CHECK_EQ(dtrain_safetensors_model_save(directory, sources, 5, in_one ? 400 : 40, &desc), DTRAIN_OK);
+        CHECK_EQ(dtrain_safetensors_model_open(&model, directory, NULL), DTRAIN_OK);
+        CHECK_EQ(dtrain_safetensors_model_count(model), 4);
+        for (int i = 0; i < 5; i++) {
+            const dtrain_safetensors_tensor *tensor =
+                dtrain_safetensors_model_find(model, names[i], strlen(names[i]), NULL);
+            CHECK(tensor != NULL && strcmp(tensor->name, i < 4 ? names[i] : "a") == 0);
+        }
         dtrain_safetensors_model_close(model);
     }
 }

@@ -261,7 +261,9 @@ TEST(a_tensor_need_not_be_in_memory)
     s.fail_at = 0;
     CHECK_EQ(dtrain_safetensors_write(spool_take, &s, &filled, 1, NULL), DTRAIN_ERR_TIMEOUT);
     c.next = 0;
+    CHECK_EQ(dtrain_safetensors_save(NULL, &filled, 1, NULL), DTRAIN_ERR_INVALID); /* an older text is not repeated */
     CHECK_EQ(dtrain_safetensors_save(files_path("never"), &filled, 1, NULL), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(dtrain_last_error(), "fill returned ERR_TIMEOUT at tensor \"x\"");
     CHECK_EQ(files_in(files_directory), 0);
     free(first);
     free(data);
@@ -682,6 +684,29 @@ TEST(what_is_no_file_is_refused)
     CHECK_EQ(dtrain_safetensors_save(NULL, NULL, 0, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_safetensors_save(files_path("absent/file"), NULL, 0, NULL), DTRAIN_ERR_IO);
     CHECK_EQ(dtrain_safetensors_save(files_path(""), NULL, 0, NULL), DTRAIN_ERR_INVALID);
+}
+
+TEST(what_a_file_would_replace_and_lose_is_refused)
+{
+    struct stat kind;
+    dtrain_safetensors_source x = source("x", DTRAIN_U8, 0, NULL, "x");
+    CHECK_EQ(mkfifo(files_path("a pipe"), 0600), 0);
+    CHECK_EQ(symlink("a pipe", files_path("to a pipe")), 0);
+    CHECK_EQ(mkdir(files_path("a directory"), 0700), 0);
+    CHECK_EQ(symlink("a directory", files_path("to a directory")), 0);
+    CHECK_EQ(symlink("nothing", files_path("to nothing")), 0);
+    CHECK_EQ(dtrain_safetensors_save(files_path("a pipe"), &x, 1, NULL), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "a device or a pipe, which a file would replace");
+    CHECK_EQ(dtrain_safetensors_save(files_path("to a pipe"), &x, 1, NULL), DTRAIN_ERR_INVALID);
+    CHECK(lstat(files_path("a pipe"), &kind) == 0 && S_ISFIFO(kind.st_mode));
+    CHECK(lstat(files_path("to a pipe"), &kind) == 0 && S_ISLNK(kind.st_mode));
+    CHECK_EQ(dtrain_safetensors_save(files_path("a directory"), &x, 1, NULL), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "is a directory");
+    /* links to anything else are replaced themselves */
+    CHECK_EQ(dtrain_safetensors_save(files_path("to a directory"), &x, 1, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_safetensors_save(files_path("to nothing"), &x, 1, NULL), DTRAIN_OK);
+    CHECK(lstat(files_path("to nothing"), &kind) == 0 && S_ISREG(kind.st_mode));
+    CHECK(lstat(files_path("a directory"), &kind) == 0 && S_ISDIR(kind.st_mode));
 }
 
 TEST(a_file_that_is_cut_after_it_was_opened_is_an_error)

@@ -122,8 +122,9 @@ TEST(whichever_call_fails_the_old_file_stays)
             }
             CHECK_EQ(files_in(directory), 1);
         }
-        /* open the directory, open, write header and data, sync, close, rename, sync the directory, close it */
-        CHECK_EQ(calls, 9);
+        /* open the directory, look at the place, open, write header and data, sync, close, rename, sync the directory,
+         * close it */
+        CHECK_EQ(calls, 10);
         CHECK_EQ(in_place, 1);
         CHECK_EQ(descriptors(), open_before);
     }

@@ -162,6 +162,12 @@ ends "too many arguments" 2 "$tool" ls a.safetensors b.safetensors
 ends "help" 0 "$tool" --help
 if [ "$(grep -c '^ *safetensors\|^usage: safetensors' out)" -eq 8 ]; then good; else bad "help names all commands"; fi
 ends "an option that is none" 2 "$tool" ls a.safetensors --sise 8B
+ends "an option of another command" 2 "$tool" merge a.safetensors same.safetensors --dtype bf16
+ends "options of two commands" 2 "$tool" convert a.safetensors same.safetensors --dtype bf16 --size 5GB
+if [ ! -e same.safetensors ]; then good; else bad "a file was written with an option passed over"; fi
+mkfifo pipe
+ends "a pipe in the way" 2 "$tool" merge a.safetensors pipe
+if [ -p pipe ]; then good; else bad "a file took the place of a pipe"; fi
 ends "convert without a dtype" 2 "$tool" convert a.safetensors b2.safetensors
 cp a.safetensors ./--size
 ends "a path like an option" 0 "$tool" ls -- --size

@@ -51,6 +51,8 @@ typedef struct options {
     uint64_t size;
     dtrain_dtype dtype; /* 0: not given */
     int optimizer;
+    const char *command; /* that alone takes the option given; NULL: none was given */
+    int mixed;           /* of more than one command */
 } options;
 
 /* Prints the library's error; gives the exit code. */
@@ -547,6 +549,13 @@ static int dtype_of(const char *text, dtrain_dtype *dtype)
            is_float(*dtype);
 }
 
+/* Remembers whose option was given: one that a command would pass over is a mistake. */
+static void take(options *given, const char *command)
+{
+    given->mixed |= given->command != NULL && strcmp(given->command, command) != 0;
+    given->command = command;
+}
+
 /* Takes the options out of the arguments; NULL, or what is wrong with them. */
 static const char *take_options(options *given, int *argc, char **argv)
 {
@@ -559,13 +568,16 @@ static const char *take_options(options *given, int *argc, char **argv)
             plain = 1;
         } else if (strcmp(argv[i], "--optimizer") == 0) {
             given->optimizer = 1;
+            take(given, "export");
         } else if (strcmp(argv[i], "--size") == 0) {
             if (!size_of(value, &given->size))
                 return "--size is followed by a size as 5GB or 512MiB";
+            take(given, "split");
             i++;
         } else if (strcmp(argv[i], "--dtype") == 0) {
             if (!dtype_of(value, &given->dtype))
                 return "--dtype is followed by one of f64, f32, f16, bf16, f8_e4m3 and f8_e5m2";
+            take(given, "convert");
             i++;
         } else {
             return "there is no such option";
@@ -613,7 +625,7 @@ static int open_and_run(const char *command, const options *given, int argc, cha
 int main(int argc, char **argv)
 {
     static const char *const commands[] = {"ls", "cat", "diff", "merge", "split", "convert", "verify", "export"};
-    options given = {5000000000u, (dtrain_dtype)0, 0};
+    options given = {5000000000u, (dtrain_dtype)0, 0, NULL, 0};
     int known = 0, result;
     if (argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
         return fputs(usage_text, stdout) < 0 || fflush(stdout) != 0 ? FAILED : GOOD;
@@ -626,6 +638,8 @@ int main(int argc, char **argv)
         known |= strcmp(argv[0], commands[i]) == 0;
     if (!known || argc < 2)
         return misused(argc == 0 ? "no command" : !known ? "there is no such command" : "no path");
+    if (given.command != NULL && (given.mixed || strcmp(argv[0], given.command) != 0))
+        return misused("--size is for split, --dtype for convert, --optimizer for export");
     if (strcmp(argv[0], "verify") == 0)
         result = verify(argc - 1, argv + 1);
     else if (strcmp(argv[0], "export") == 0)

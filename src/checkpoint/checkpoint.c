@@ -150,6 +150,21 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
     return status;
 }
 
+/* Says whose settings, which were compared as one number, are not those of rank 0. */
+static dtrain_status dtrain__checkpoint_differ(dtrain_checkpoint *ckpt)
+{
+    int rank = 0;
+    while (rank + 1 < ckpt->ranks && ckpt->notes[rank].number == ckpt->notes[0].number)
+        rank++;
+    uint64_t theirs = ckpt->notes[rank].number, first = ckpt->notes[0].number;
+    return dtrain__fail(
+        &ckpt->error, DTRAIN_ERR_MISMATCH,
+        "dtrain_checkpoint_create: rank %d gives keep_last %d, local %d, no_sync %d, rank 0 %d, %d, %d: "
+        "give every rank the same",
+        rank, (int)(theirs >> 32), (int)(theirs >> 1 & 1), (int)(theirs & 1), (int)(first >> 32), (int)(first >> 1 & 1),
+        (int)(first & 1));
+}
+
 static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtrain_checkpoint_desc *desc)
 {
     uint64_t settings =
@@ -161,11 +176,14 @@ static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtra
             "dtrain_checkpoint_create: directory is %s, keep_last %d, timeout_ms %lld: expected a path, "
             "and numbers of at least 0",
             desc->directory != NULL ? desc->directory : "NULL", desc->keep_last, (long long)desc->timeout_ms);
+    snprintf(ckpt->path, sizeof ckpt->path, "%s", desc->directory != NULL ? desc->directory : "");
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_open(ckpt, desc->directory);
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_open_own(ckpt);
-    status = dtrain__save_agree(ckpt, status, settings, "a desc of value");
+    status = dtrain__save_agree(ckpt, status, settings, "settings");
+    if (status == DTRAIN_ERR_MISMATCH)
+        return dtrain__checkpoint_differ(ckpt);
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_number(ckpt);
     return status == DTRAIN_OK ? dtrain__checkpoint_compare(ckpt) : status;
@@ -192,6 +210,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
     made->no_verify = desc->no_verify;
     made->no_sync = desc->no_sync;
     made->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 300000;
+    if (made->timeout_ms > INT64_MAX / 4) /* it is doubled */
+        made->timeout_ms = INT64_MAX / 4;
     made->base = made->directory = -1;
     made->portion.allocator = made->allocator;
     made->portion.rank = made->rank;
@@ -349,6 +369,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
+    if (status != DTRAIN_OK && !ckpt->running && ckpt->result.status == DTRAIN_OK)
+        ckpt->result = ckpt->error; /* told, and told again by a wait */
     return status;
 }
 
@@ -437,6 +459,10 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     dtrain__index_begin(&load.index, ckpt->allocator);
     dtrain__shelf_begin(&load.shelf, &load.index, !ckpt->no_verify && !load.desc.no_verify, ckpt->allocator);
     dtrain_status status = dtrain__checkpoint_load(&load, state);
+    int chose = load.step_name[0] != '\0' && (!ckpt->local || load.wants != NULL);
+    if ((status == DTRAIN_ERR_IO || status == DTRAIN_ERR_CORRUPT) && chose &&
+        strstr(dtrain__thread_error.text, load.step_name) == NULL) /* files' names do not tell of which step they are */
+        dtrain__fail(&ckpt->error, status, "%.560s (in %s)", dtrain__thread_error.text, load.step_name);
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
              (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));

@@ -100,12 +100,13 @@ typedef struct dtrain_checkpoint_state {
     dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
     const dtrain_param *table; /* data that every rank has in full, as under DDP */
     size_t table_count;
-    dtrain_optimizer *optimizer; /* of that table; NULL: none */
+    dtrain_optimizer *optimizer; /* of that table; NULL: none. With fsdp too, both have taken as many steps */
     const dtrain_piece *pieces;  /* anything else */
     size_t piece_count;
     uint64_t seed, random_index;           /* of the program's random stream; load sets them */
     const dtrain_sampler *sampler;         /* whose desc is saved, and compared by load; NULL: none */
-    const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's; load: see dtrain_checkpoint_value */
+    const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's, each key once; load: see
+                                              dtrain_checkpoint_value */
     size_t value_count;
 } dtrain_checkpoint_state;
 
@@ -154,13 +155,13 @@ DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
 /* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
  *
  *   errors   the same on every rank; what was there before is untouched, and the next call may succeed:
- *            DTRAIN_ERR_INVALID   a bad or doubled piece; pieces do not tile their tensor; an asynchronous save is
- *                                 under way
+ *            DTRAIN_ERR_INVALID   a bad or doubled piece or value; pieces do not tile their tensor; an asynchronous
+ *                                 save is under way
  *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
- *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or the last
- *                                 asynchronous save has failed, and no wait has told: its status; this one was not
- * begun DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come DTRAIN_ERR_MEMORY; those of
- * dtrain_all_gather
+ *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file
+ *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
+ *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
+ *            that of the last asynchronous save, where it has failed and no wait has told; this one was not begun
  *
  * Under DTRAIN_PROGRESS_POLL, files that take longer than heartbeat_ms to write need dtrain_checkpoint_save_async.
  *
@@ -183,8 +184,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
  * one thread per object; never blocks */
 DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt);
 
-/* Waits until the last asynchronous save is visible, and returns how it went; again when called again, until the next
- * save. DTRAIN_OK where there was none. With local, this rank's part alone.
+/* Waits until the last asynchronous save is visible, and returns how it went, also where it could not begin; again when
+ * called again, until the next save. DTRAIN_OK where there was none. With local, this rank's part alone.
  *
  * one thread per object; blocks up to timeout_ms beyond the writing */
 DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt);

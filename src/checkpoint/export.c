@@ -52,7 +52,7 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
     if (status == DTRAIN_OK && fd < 0) {
         base = all->directory;
         all->directory = -1;
-        status = dtrain__load_newest(&finder, base, name);
+        status = dtrain__load_newest(&finder, base, path, name);
         if (status == DTRAIN_OK)
             status = dtrain__file_open_directory(&all->directory, base, name, "checkpoint");
         dtrain__file_close(base);

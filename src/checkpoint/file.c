@@ -63,6 +63,13 @@ static int dtrain__file_sys_stat(int fd, struct stat *status)
     return fstat(fd, status);
 }
 
+/* follow = 0: of a link itself. */
+static int dtrain__file_sys_stat_at(int directory, const char *name, struct stat *status, int follow)
+{
+    DTRAIN__FILE_TRY("stat");
+    return fstatat(directory, name, status, follow ? 0 : AT_SYMLINK_NOFOLLOW);
+}
+
 static ssize_t dtrain__file_sys_pread(int fd, void *out, size_t bytes, uint64_t offset)
 {
     DTRAIN__FILE_TRY("read");
@@ -194,8 +201,9 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
                                 (unsigned long long)offset, strerror(errno));
         if (n == 0)
             return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                                "%s: \"%s\" ends at byte %llu, %llu bytes short: it was cut after it was opened", what,
-                                name, (unsigned long long)offset, (unsigned long long)bytes);
+                                "%s: \"%s\" ends at byte %llu or before, at least %llu bytes short: it was cut after "
+                                "it was opened",
+                                what, name, (unsigned long long)offset, (unsigned long long)bytes);
         to += n;
         offset += (uint64_t)n;
         bytes -= (uint64_t)n;
@@ -354,6 +362,26 @@ static dtrain_status dtrain__file_draft_fail(dtrain__file_draft *draft, const ch
                         "%s: %s \"%s\": %s; what was there "
                         "before is untouched",
                         draft->what, step, draft->name, strerror(error));
+}
+
+/* Refuses a place where something stands that is no file, before gigabytes are written: the rename would fail, or put a
+ * file where a device or a pipe was. */
+static dtrain_status dtrain__file_place(int directory, const char *name, const char *what)
+{
+    struct stat status;
+    if (dtrain__file_sys_stat_at(directory, name, &status, 0) != 0)
+        return errno == ENOENT ? DTRAIN_OK
+                               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+    if (S_ISREG(status.st_mode))
+        return DTRAIN_OK;
+    if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
+                                    S_ISREG(status.st_mode) || S_ISDIR(status.st_mode)))
+        return DTRAIN_OK; /* the link alone is replaced */
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" is %s", what, name,
+                        S_ISDIR(status.st_mode)
+                            ? "a directory: give the name of a file"
+                            : "a device or a pipe, which a file would replace: write to its descriptor, or give "
+                              "the name of a file");
 }
 
 /* Makes an empty file beside `name` in a directory; both must last until commit or abandon. */

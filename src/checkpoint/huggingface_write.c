@@ -57,8 +57,17 @@ static int dtrain__huggingface_compare_sources(const void *left, const void *rig
     return order != 0 ? order : dtrain__huggingface_compare_names(left, right);
 }
 
+/* Whether the metadata have another use for a name, so that it cannot be mapped there. */
+static int dtrain__huggingface_taken(const dtrain__names *keys, const dtrain_safetensors_source *source)
+{
+    size_t length = dtrain__huggingface_length(source), index;
+    return (length == 10 && memcmp(source->name, "total_size", 10) == 0) ||
+           dtrain__names_find(keys, source->name, length, &index);
+}
+
 /* Copies the sources that are stored, and maps the names of others to them: metadata[dropped] = kept. */
-static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources)
+static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources,
+                                               const dtrain__names *keys)
 {
     size_t bytes = plan->count * sizeof(dtrain_safetensors_source *);
     const dtrain_safetensors_source **sorted =
@@ -71,11 +80,11 @@ static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, c
         if (plan->count > 1)
             qsort(sorted, plan->count, sizeof *sorted, dtrain__huggingface_compare_sources);
         for (size_t i = 1; i < plan->count; i++) {
-            if (sorted[i]->data == NULL || dtrain__huggingface_bytes(sorted[i]) == 0 ||
-                dtrain__huggingface_compare_data(sorted[first], sorted[i]) != 0) {
-                first = i;
+            int tied = sorted[i]->data != NULL && dtrain__huggingface_bytes(sorted[i]) > 0 &&
+                       dtrain__huggingface_compare_data(sorted[first], sorted[i]) == 0;
+            first = tied ? first : i;
+            if (!tied || dtrain__huggingface_taken(keys, sorted[i]))
                 continue;
-            }
             dropped[sorted[i] - sources] = 1;
             dtrain_safetensors_pair *pair = &plan->pairs[plan->pair_count++];
             pair->key = sorted[i]->name;
@@ -93,6 +102,18 @@ static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, c
     return !out ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to sort %zu tensors",
                                plan->count);
+}
+
+static dtrain_status dtrain__huggingface_map(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources)
+{
+    dtrain__names keys;
+    size_t twice;
+    if (!dtrain__names_build(&keys, plan->allocator, plan->pairs, sizeof *plan->pairs, plan->pair_count, &twice))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory for %zu pairs of metadata",
+                            plan->pair_count);
+    dtrain_status status = dtrain__huggingface_untie(plan, sources, &keys);
+    dtrain__names_free(&keys, plan->allocator);
+    return status;
 }
 
 /* Deals the tensors to files in their order, a new one whenever the next would not fit. */
@@ -119,14 +140,23 @@ static void dtrain__huggingface_plan_end(dtrain__huggingface_plan *plan)
     dtrain__free(plan->allocator, plan->sources, plan->room * sizeof *plan->sources);
 }
 
-/* The caller's metadata, and format where it says none. */
+/* Whether a pair with its lengths filled in has that key, which need not end with a zero byte. */
+static int dtrain__huggingface_is(const dtrain_safetensors_pair *pair, const char *key)
+{
+    return pair->key_length == strlen(key) && memcmp(pair->key, key, pair->key_length) == 0;
+}
+
+/* The caller's metadata, and format where it says none. All were checked before; lengths are filled in. */
 static void dtrain__huggingface_metadata(dtrain__huggingface_plan *plan, const dtrain_safetensors_write_desc *desc)
 {
     static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
     int given = 0;
     for (size_t i = 0; desc != NULL && i < desc->metadata_count; i++) {
-        plan->pairs[plan->pair_count++] = desc->metadata[i];
-        given |= desc->metadata[i].key != NULL && strcmp(desc->metadata[i].key, "format") == 0;
+        dtrain_safetensors_pair *pair = &plan->pairs[plan->pair_count++];
+        *pair = desc->metadata[i];
+        pair->key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
+        pair->value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
+        given |= dtrain__huggingface_is(pair, "format");
     }
     if (!given)
         plan->pairs[plan->pair_count++] = format;
@@ -152,7 +182,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to plan %zu tensors", count);
     if (status == DTRAIN_OK) {
         dtrain__huggingface_metadata(plan, desc);
-        status = dtrain__huggingface_untie(plan, sources);
+        status = dtrain__huggingface_map(plan, sources);
     }
     if (status == DTRAIN_OK)
         dtrain__huggingface_deal(plan, most > 0 ? most : DTRAIN__HUGGINGFACE_MOST);
@@ -182,11 +212,10 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->pair_count; i++) {
         const dtrain_safetensors_pair *pair = &plan->pairs[i];
-        if (strcmp(pair->key, "total_size") == 0) /* which is ours to say */
+        if (dtrain__huggingface_is(pair, "total_size")) /* which is ours to say */
             continue;
-        dtrain__json_write_key(&json, pair->key, pair->key_length > 0 ? pair->key_length : strlen(pair->key));
-        dtrain__json_write_string(&json, pair->value,
-                                  pair->value_length > 0 ? pair->value_length : strlen(pair->value));
+        dtrain__json_write_key(&json, pair->key, pair->key_length);
+        dtrain__json_write_string(&json, pair->value, pair->value_length);
     }
     dtrain__json_write_key(&json, "total_size", 10);
     dtrain__json_write_u64(&json, plan->total);
@@ -265,13 +294,14 @@ static int dtrain__huggingface_not_empty(void *user, const char *name)
 /* Refuses a place that is taken, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
-    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY), taken = 0, error = fd < 0 ? errno : 0;
+    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), taken = 0;
+    int error = fd < 0 ? errno : 0;
     if (fd < 0 && error == ENOENT)
         return DTRAIN_OK;
     if (fd >= 0)
         error = dtrain__file_list(fd, dtrain__huggingface_not_empty, &taken);
     dtrain__file_close(fd);
-    if (error == ENOTDIR || taken)
+    if (error == ENOTDIR || error == ELOOP || taken) /* a link would not be followed by the rename */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "safetensors_model_save: \"%s\" is there and %s: choose another name, or move it away",
                             name, taken ? "not empty" : "no directory");

@@ -690,6 +690,18 @@ static dtrain_status dtrain__index_format(dtrain__index_parser *parser)
     return status;
 }
 
+static dtrain_status dtrain__index_version(dtrain__index_parser *parser)
+{
+    uint64_t version = 0;
+    dtrain_status status = dtrain__index_u64(parser, UINT64_MAX, &version);
+    if (status != DTRAIN_OK || version == DTRAIN__INDEX_VERSION)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it with that which "
+                        "wrote it",
+                        parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
+}
+
 enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 13 };
 
 static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
@@ -709,12 +721,11 @@ static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, cons
                            &facts->random_index,
                            NULL,
                            &facts->good_steps};
-    uint64_t version;
     uint32_t seen;
     *which = dtrain__index_which(parser, key, names, 16);
     switch (*which) {
     case 0: return dtrain__index_format(parser);
-    case 1: return dtrain__index_u64(parser, DTRAIN__INDEX_VERSION, &version);
+    case 1: return dtrain__index_version(parser);
     case 8: facts->has_scale = 1; return dtrain__index_double(parser, &facts->loss_scale);
     case 10:
         facts->has_optimizer = 1;

@@ -55,8 +55,9 @@ static void dtrain__load_end(dtrain__load *load)
 
 /* ---- which checkpoint ---- */
 
-/* Reads what latest says; an empty name where that cannot be one. */
-static void dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
+/* Reads what latest says; an empty name where that cannot be one. Returns 0 where there is no memory: then another
+ * step would be taken for the newest. */
+static int dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
 {
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
@@ -68,7 +69,9 @@ static void dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char nam
     if (status == DTRAIN_OK && length > 0 && length < 32)
         memcpy(name, text, length);
     dtrain__free(ckpt->allocator, text, bytes);
-    dtrain__thread_error = before;
+    if (status != DTRAIN_ERR_MEMORY)
+        dtrain__thread_error = before;
+    return status != DTRAIN_ERR_MEMORY;
 }
 
 /* Finds the highest step that has an index; an empty name where none has. Returns 0 or an errno. */
@@ -84,27 +87,34 @@ static int dtrain__load_highest(dtrain_checkpoint *ckpt, int directory, char nam
 
 /* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
  * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
-static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, char name[32])
+static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
 {
     char before[32];
     uint64_t step;
     memset(name, 0, 32);
     for (int attempt = 0; attempt < DTRAIN__LOAD_ATTEMPTS; attempt++) {
         memcpy(before, name, sizeof before);
-        dtrain__load_latest(ckpt, directory, name);
+        if (!dtrain__load_latest(ckpt, directory, name))
+            return DTRAIN_ERR_MEMORY;
         if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
             return DTRAIN_OK;
         if (strcmp(name, before) == 0)
             break;
     }
     int error = dtrain__load_highest(ckpt, directory, name);
+    if (error == ENOMEM)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     if (name[0] != '\0') {
         dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the highest that is whole", name);
         return DTRAIN_OK;
     }
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: the directory holds no checkpoint that is whole");
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.400s\": %s", path,
+                            strerror(error));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give that in which "
+                        "step-N are",
+                        path);
 }
 
 /* Rank 0 chooses, the others are told. */
@@ -115,7 +125,7 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     if (ckpt->rank == 0 && load->desc.exact)
         dtrain__portion_step_name(load->step_name, load->desc.step);
     else if (ckpt->rank == 0)
-        status = dtrain__load_newest(ckpt, ckpt->directory, load->step_name);
+        status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK && !dtrain__save_alone(ckpt)) {
         status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);

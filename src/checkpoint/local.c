@@ -76,7 +76,8 @@ static int dtrain__local_look(void *user, const char *name)
     list->rank = (int)rank;
     if (dtrain__file_open_directory(&fd, list->ckpt->base, name, "checkpoint") != DTRAIN_OK)
         return 0;
-    dtrain__save_list_steps(list->ckpt, fd);
+    if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step is not to be taken for the newest */
+        list->status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
         list->status = dtrain__local_add(list, fd, list->ckpt->steps[i]);
     dtrain__file_close(fd);
@@ -148,6 +149,8 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status = DTRAIN_OK, sent;
+    dtrain__error full; /* no memory here: not the same as a part that is not there */
+    memset(&full, 0, sizeof full);
     dtrain__index_clear(&load->index);
     *whole = 1;
     for (size_t i = 0; i < count && *whole; i++) {
@@ -157,10 +160,13 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
             continue;
         if (parts[i].holder == (uint64_t)ckpt->rank)
             status = dtrain__local_read(load, &parts[i], &text, &bytes);
+        if (status == DTRAIN_ERR_MEMORY)
+            full = dtrain__thread_error;
+        size_t before = load->index.file_count;
         sent = dtrain__local_gather(ckpt, text, status == DTRAIN_OK ? bytes : 0, &all, &all_bytes);
         if (sent == DTRAIN_OK) {
             status = dtrain__index_read(&load->index, DTRAIN__SAVE_INDEX, (const char *)all, all_bytes);
-            *whole = status == DTRAIN_OK;
+            *whole = status == DTRAIN_OK && load->index.file_count == before + 1;
         }
         dtrain__free(ckpt->allocator, text, bytes);
         dtrain__free(ckpt->allocator, all, all_bytes);
@@ -175,7 +181,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
                 load->index.files[i].holder = -1;
     status = *whole ? dtrain__index_settle(&load->index, 1) : status;
     *whole = *whole && status == DTRAIN_OK;
-    return status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
+    return full.status != DTRAIN_OK ? dtrain__report(&full) : status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
 /* Goes through the saves that anybody sees, the newest first, until one is whole. */

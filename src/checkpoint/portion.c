@@ -236,6 +236,31 @@ static dtrain_status dtrain__portion_take(dtrain__portion *part, const dtrain_pi
     return DTRAIN_OK;
 }
 
+/* Whether no key comes twice among the values that were entered. */
+static dtrain_status dtrain__portion_values_once(dtrain__portion *part)
+{
+    dtrain__index *index = &part->index;
+    size_t bytes = index->value_count * sizeof(dtrain__name), twice = index->value_count;
+    dtrain__name *keys = (dtrain__name *)dtrain__alloc(part->allocator, bytes);
+    dtrain__names names;
+    int built = 0;
+    for (size_t i = 0; i < index->value_count && keys != NULL; i++) {
+        keys[i].text = index->texts + index->values[i].key;
+        keys[i].length = index->values[i].key_length;
+    }
+    if (keys != NULL) {
+        built = dtrain__names_build(&names, part->allocator, keys, sizeof *keys, index->value_count, &twice);
+        dtrain__names_free(&names, part->allocator);
+    }
+    dtrain__free(part->allocator, keys, bytes);
+    if (!built)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu values", index->value_count);
+    return twice == index->value_count
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the key \"%.200s\" of value %zu comes twice",
+                              index->texts + index->values[twice].key, twice);
+}
+
 static dtrain_status dtrain__portion_values(dtrain__portion *part, const dtrain_checkpoint_state *state)
 {
     dtrain__index *index = &part->index;
@@ -259,7 +284,7 @@ static dtrain_status dtrain__portion_values(dtrain__portion *part, const dtrain_
             return DTRAIN_ERR_MEMORY;
         index->values[index->value_count++] = value;
     }
-    return DTRAIN_OK;
+    return index->value_count > 1 ? dtrain__portion_values_once(part) : DTRAIN_OK;
 }
 
 static void dtrain__portion_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
@@ -293,6 +318,14 @@ static dtrain_status dtrain__portion_prepare(dtrain__portion *part, const dtrain
     dtrain__portion_facts(&part->index.facts, state);
     part->index.facts.id = *id;
     part->index.facts.world_size = (uint64_t)ranks;
+    if (state->fsdp != NULL && state->optimizer != NULL &&
+        dtrain_optimizer_get_step(state->optimizer) != part->index.facts.optimizer_step)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
+            "of both: save them with a checkpointer each",
+            (unsigned long long)part->index.facts.optimizer_step,
+            (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
     dtrain_status status = dtrain__pieces_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
                                                   part->rank, part->allocator);
     for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)

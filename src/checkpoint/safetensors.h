@@ -214,13 +214,14 @@ typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, s
 
 /* Writes a file beside path, brings it to the disk, and puts it in the place of what was there, all at once: whoever
  * opens path meanwhile, or after the machine has stopped, finds the old file or the new one whole. A symbolic link is
- * replaced, not followed. The same tensors give the same bytes, in whatever order they come.
+ * replaced, not followed; a device or a pipe, or a link to one, is refused, as it would be lost: write to its
+ * descriptor. The same tensors give the same bytes, in whatever order they come.
  *
  *   sources  count tensors, in any order
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID  a name that comes twice, is "__metadata__" or no UTF-8; a bad dtype or shape; sizes
  *                                that overflow or end inside a byte; neither data nor fill; a header of more than
- *                                100,000,000 bytes. Nothing was written
+ *                                100,000,000 bytes; path is a directory, a device or a pipe. Nothing was written
  *            DTRAIN_ERR_IO       the system refused; what stood at path is untouched, and nothing is left beside it
  *            DTRAIN_ERR_MEMORY
  *            those of fill
@@ -325,7 +326,8 @@ DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_model_metadata(cons
  *
  *   directory       is not there yet, or empty
  *   sources         tensors with the same dtype, shape and data are stored once, under the name that sorts first; the
- *                   metadata then maps the others to it
+ *                   metadata then maps the others to it, but for a name that is a key of the metadata already: that
+ *                   tensor is stored as well
  *   max_file_bytes  of tensors; 0: 5,000,000,000. No tensor is cut: a larger one has a file to itself
  *   desc            metadata stands in the index, or in the only file; format is "pt" unless it says otherwise, as
  *                   loaders demand one of "pt" and "mlx"

@@ -258,6 +258,19 @@ static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *pl
     return status;
 }
 
+/* Says which callback has ended the writing, unless it has said why itself. */
+static dtrain_status dtrain__safetensors_ended(const dtrain__safetensors_item *item, const char *callback,
+                                               dtrain_status status)
+{
+    char quoted[64];
+    if (dtrain__thread_error.text[0] != '\0')
+        return status;
+    return dtrain__fail(NULL, status, "safetensors_write: %s returned %s%s%s%s", callback, dtrain_status_name(status),
+                        item != NULL ? " at tensor \"" : "",
+                        item != NULL ? dtrain__safetensors_quote(quoted, item->name.text, item->name.length) : "",
+                        item != NULL ? "\"" : "");
+}
+
 /* Hands over one tensor's bytes; stage has DTRAIN__SAFETENSORS_FILL of them where fill or the byte order needs it. */
 static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_item *item, unsigned char *stage,
                                                      dtrain_safetensors_sink sink, void *user)
@@ -275,13 +288,14 @@ static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_i
             memcpy(stage, (const unsigned char *)source->data + at, some);
         else
             status = source->fill(source->user, at, stage, some);
-        if (status == DTRAIN_OK && !direct)
+        if (status != DTRAIN_OK)
+            return dtrain__safetensors_ended(item, "fill", status);
+        if (!direct)
             dtrain__safetensors_swap(stage, some, source->dtype);
-        if (status == DTRAIN_OK)
-            status = sink(user, data, some);
+        status = sink(user, data, some);
         at += some;
     }
-    return status;
+    return status == DTRAIN_OK ? status : dtrain__safetensors_ended(item, "sink", status);
 }
 
 /* Hands all bytes of a planned file to a sink. */
@@ -295,13 +309,19 @@ static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dt
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory for %zu bytes of data",
                             DTRAIN__SAFETENSORS_FILL);
     dtrain_status status = DTRAIN_OK;
+    dtrain__error before = dtrain__thread_error;
+    dtrain__thread_error.text[0] = '\0'; /* what is there after an error is of a callback */
     for (size_t at = 0; at < plan->header_bytes && status == DTRAIN_OK; at += DTRAIN__SAFETENSORS_CHUNK) {
         size_t left = plan->header_bytes - at;
         status = sink(user, plan->header + at, left < DTRAIN__SAFETENSORS_CHUNK ? left : DTRAIN__SAFETENSORS_CHUNK);
+        if (status != DTRAIN_OK)
+            status = dtrain__safetensors_ended(NULL, "sink", status);
     }
     for (size_t i = 0; i < plan->count && status == DTRAIN_OK; i++)
         status = dtrain__safetensors_emit_tensor(&plan->items[i], stage, sink, user);
     dtrain__free(plan->allocator, stage, DTRAIN__SAFETENSORS_FILL);
+    if (status == DTRAIN_OK)
+        dtrain__thread_error = before;
     return status;
 }
 
@@ -350,7 +370,9 @@ static dtrain_status dtrain__safetensors_save_at(int directory, const char *name
     dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__file_draft_begin(&draft, directory, name, "safetensors_save");
+    status = dtrain__file_place(directory, name, "safetensors_save");
+    if (status == DTRAIN_OK)
+        status = dtrain__file_draft_begin(&draft, directory, name, "safetensors_save");
     if (status == DTRAIN_OK) {
         status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_draft, &draft);
         if (status == DTRAIN_OK)

@@ -36,7 +36,8 @@ struct dtrain_checkpoint {
     int rank, ranks;
     int keep_last, local, no_verify, no_sync;
     int64_t timeout_ms;
-    int base;           /* the directory of the desc */
+    char path[400];     /* the directory of the desc, for texts */
+    int base;           /* the same, open */
     int directory;      /* where steps are: the same, or with local this rank's in it */
     int refused;        /* the errno with which it refuses to be written; 0: none */
     dtrain__save_id id; /* of the last call; that of the save under way is among the facts of the portion */
@@ -50,6 +51,7 @@ struct dtrain_checkpoint {
     unsigned char *seen;      /* ranks whose mark is there */
     uint64_t *steps;          /* found in the directory */
     size_t step_room, step_count;
+    int steps_cut; /* there was no memory for all of them */
     dtrain__os_thread thread;
     int running;      /* the thread is to be joined */
     uint32_t done;    /* set by the thread at its end */
@@ -124,13 +126,15 @@ static dtrain_status dtrain__save_open_step(dtrain_checkpoint *ckpt, int *fd)
     return dtrain__save_open(fd, ckpt->directory, name, ckpt->no_sync);
 }
 
-/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say. */
+/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say, or a time that
+ * they do not count to. */
 static int64_t dtrain__save_changed(int directory, const char *name)
 {
     struct stat status;
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
-    int64_t when =
-        fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 ? (int64_t)status.st_mtime * 1000000000 : INT64_MAX;
+    int64_t when = INT64_MAX;
+    if (fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 && (int64_t)status.st_mtime < INT64_MAX / 1000000000)
+        when = status.st_mtime > 0 ? (int64_t)status.st_mtime * 1000000000 : 0;
     dtrain__file_close(fd);
     return when;
 }
@@ -459,6 +463,7 @@ static int dtrain__save_find_step(void *user, const char *name)
         return 0;
     void *larger =
         dtrain__index_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1, &ckpt->step_room);
+    ckpt->steps_cut = larger == NULL;
     if (larger == NULL)
         return 1;
     ckpt->steps = (uint64_t *)larger;
@@ -476,10 +481,11 @@ static int dtrain__save_by_step(const void *left, const void *right)
 static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
 {
     ckpt->step_count = 0;
+    ckpt->steps_cut = 0;
     int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
     if (ckpt->step_count > 0)
         qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
-    return error;
+    return ckpt->steps_cut ? ENOMEM : error;
 }
 
 static int dtrain__save_has_index(int directory, uint64_t step)
