@@ -35900,13 +35900,14 @@ static void dtrain__load_end(dtrain__load *load)
 
 /* ---- which checkpoint ---- */
 
-/* Reads what latest says; an empty name where that cannot be one. Returns 0 where there is no memory: then another
- * step would be taken for the newest. */
-static int dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
+/* Reads what latest says; an empty name where it is not there, or cannot be one. Where it is there and cannot be read,
+ * another step must not be taken for the newest: that is an error. */
+static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
 {
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
     size_t bytes = 0, length;
+    struct stat there;
     dtrain_status status =
         dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
     memset(name, 0, 32);
@@ -35914,9 +35915,11 @@ static int dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name
     if (status == DTRAIN_OK && length > 0 && length < 32)
         memcpy(name, text, length);
     dtrain__free(ckpt->allocator, text, bytes);
-    if (status != DTRAIN_ERR_MEMORY)
-        dtrain__thread_error = before;
-    return status != DTRAIN_ERR_MEMORY;
+    if (status != DTRAIN_OK && status != DTRAIN_ERR_CORRUPT && /* that is too long */
+        (status == DTRAIN_ERR_MEMORY || dtrain__file_sys_stat_at(directory, DTRAIN__SAVE_LATEST, &there, 0) == 0))
+        return status;
+    dtrain__thread_error = before;
+    return DTRAIN_OK;
 }
 
 /* Finds the highest step that has an index; an empty name where none has. Returns 0 or an errno. */
@@ -35939,8 +35942,9 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     memset(name, 0, 32);
     for (int attempt = 0; attempt < DTRAIN__LOAD_ATTEMPTS; attempt++) {
         memcpy(before, name, sizeof before);
-        if (!dtrain__load_latest(ckpt, directory, name))
-            return DTRAIN_ERR_MEMORY;
+        dtrain_status status = dtrain__load_latest(ckpt, directory, name);
+        if (status != DTRAIN_OK)
+            return status;
         if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
             return DTRAIN_OK;
         if (strcmp(name, before) == 0)

@@ -25,6 +25,7 @@
 #include "gpt.h"
 #include "gpt_aggregate.h"
 #include "gpt_flags.h"
+#include "gpt_save.h"
 
 #define GPT_VALIDATION 32 /* held-out sequences */
 #define GPT_SAMPLE 200
@@ -514,57 +515,6 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
     return DTRAIN_OK;
 }
 
-/* ---- checkpoints ---- */
-
-/* What is saved beside the model: the losses so far, which rank 0 has. */
-typedef struct gpt_saver {
-    dtrain_checkpoint *ckpt; /* NULL: nothing is saved */
-    dtrain_checkpoint_state state;
-    dtrain_piece losses;
-} gpt_saver;
-
-/* Collective. Makes the checkpointer, and with --resume goes on from the newest checkpoint; *step: where. */
-static dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_job *job, gpt *m, dtrain_comm *world, long *step)
-{
-    dtrain_checkpoint_desc desc;
-    memset(saver, 0, sizeof *saver);
-    memset(&desc, 0, sizeof desc);
-    if (job->flags.save == NULL)
-        return DTRAIN_OK;
-    desc.directory = job->flags.save;
-    desc.keep_last = 2;
-    saver->losses.name = "losses";
-    saver->losses.dtype = DTRAIN_F64;
-    saver->losses.ndim = 1;
-    saver->losses.shape[0] = (size_t)job->flags.steps;
-    saver->losses.count = dtrain_comm_rank(world) == 0 ? (size_t)job->flags.steps : 0;
-    saver->losses.data = job->losses;
-    saver->state.fsdp = m->fsdp;
-    saver->state.pieces = &saver->losses;
-    saver->state.piece_count = 1;
-    dtrain_status status = dtrain_checkpoint_create(&saver->ckpt, world, &desc);
-    if (status == DTRAIN_OK && job->flags.resume)
-        status = dtrain_checkpoint_load(saver->ckpt, &saver->state, NULL, NULL);
-    *step = (long)saver->state.step;
-    if (status == DTRAIN_OK && job->flags.resume && saver->state.seed != (uint64_t)job->flags.seed)
-        fprintf(stderr, "train_gpt: the checkpoint is of --seed %llu: other examples follow\n",
-                (unsigned long long)saver->state.seed);
-    return status;
-}
-
-/* After `done` steps: writes every so many, while training goes on, and at the end. */
-static dtrain_status gpt_saver_step(gpt_saver *saver, const gpt_job *job, long done, long end)
-{
-    if (saver->ckpt == NULL || (done % job->flags.every != 0 && done != end))
-        return DTRAIN_OK;
-    saver->state.step = (uint64_t)done;
-    saver->state.seed = (uint64_t)job->flags.seed;
-    dtrain_status status = dtrain_checkpoint_wait(saver->ckpt); /* the one before */
-    if (status == DTRAIN_OK)
-        status = dtrain_checkpoint_save_async(saver->ckpt, &saver->state);
-    return status == DTRAIN_OK && done == end ? dtrain_checkpoint_wait(saver->ckpt) : status;
-}
-
 static dtrain_schedule gpt_schedule(const gpt_flags *flags)
 {
     dtrain_schedule schedule;
@@ -606,7 +556,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
             gpt_show(job, &progress, m, world, step, loss, (double)lr, norm);
         }
         if (status == DTRAIN_OK)
-            status = gpt_saver_step(saver, job, step + 1, end);
+            status = gpt_saver_step(saver, &job->flags, world, step + 1, end);
     }
     return status == DTRAIN_OK ? gpt_finish(job, m, world, &progress, loss) : status;
 }
@@ -639,7 +589,7 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&losses, DTRAIN_F64, 1, &micro, allocator);
     if (status == DTRAIN_OK)
-        status = gpt_saver_open(&saver, job, &model, world, &first);
+        status = gpt_saver_open(&saver, &job->flags, job->losses, &model, world, &first);
     if (status == DTRAIN_OK)
         status =
             gpt_loop(job, &model, world, planned, &saver, first, (unsigned char *)tokens.data, (double *)losses.data);

@@ -373,6 +373,10 @@ TEST(the_newest_keep_last_stay_and_latest_is_found_or_found_out)
     CHECK_EQ(alone_load(&p, 40), DTRAIN_OK);
     shell("rm %s/latest", p.desc.directory);
     CHECK_EQ(alone_load(&p, 40), DTRAIN_OK);
+    shell("mkdir %s/latest", p.desc.directory); /* there, and cannot be read: no other step is taken for the newest */
+    CHECK(dtrain_checkpoint_load(p.ckpt, &p.state, NULL, NULL) != DTRAIN_OK);
+    CHECK_CONTAINS(dtrain_last_error(), "latest");
+    shell("rmdir %s/latest", p.desc.directory);
     dtrain_set_log(NULL, NULL);
     CHECK_EQ(alone_save(&p, 40), DTRAIN_OK); /* replaced: its old files are gone */
     CHECK_EQ(count_files(p.desc.directory, "*.safetensors"), 4);

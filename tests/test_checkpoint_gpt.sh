@@ -49,6 +49,12 @@ build/train_gpt $small --ranks 2 --strategy full --save "$dir/run" --resume >"$d
 same_weights "$dir/straight" "$dir/out"
 check $? killed_and_resumed_with_the_same_bits
 
+build/train_gpt $small --ranks 2 --resume --save "$dir/run" --steps 26 >"$dir/out" 2>"$dir/log" &&
+    [ "$(awk 'END { print NR }' "$dir/csv")" -eq 3 ]
+check $? a_run_is_lengthened
+build/train_gpt $small --ranks 2 --resume --save "$dir/run" --steps 25 >"$dir/out" 2>"$dir/log"
+[ $? -ne 0 ] && grep -q "the checkpoint is of step 26: --steps 25 is fewer" "$dir/log"
+check $? a_run_is_not_shortened
 build/train_gpt $small --resume >"$dir/out" 2>"$dir/log"
 [ $? -ne 0 ] && grep -q "needs --save" "$dir/log"
 check $? resuming_from_nowhere_is_refused
