@@ -275,7 +275,7 @@ static dtrain_status measure(dtrain_comm *world, void *user)
     CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, &m->desc), DTRAIN_OK);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     for (int turn = 0; turn < 2; turn++) {
-        peak = m->allocator.peak_bytes;
+        peak = __atomic_load_n(&m->allocator.peak_bytes, __ATOMIC_SEQ_CST); /* the threads still count */
         CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
         for (int step = 0; step < 20; step++) {
             toy_step(&t, 1, rank, 0.1f);
@@ -283,7 +283,7 @@ static dtrain_status measure(dtrain_comm *world, void *user)
         }
         CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
         if (ranks == 1) /* and nothing later; groups may take another handle */
-            CHECK_EQ(m->allocator.peak_bytes, peak);
+            CHECK_EQ(__atomic_load_n(&m->allocator.peak_bytes, __ATOMIC_SEQ_CST), peak);
     }
     /* as dtrain_local_sgd_destroy: first what is the groups', which the plan leaves out, then the object's own */
     __atomic_store_n(&local->stopping, 1, __ATOMIC_SEQ_CST);
