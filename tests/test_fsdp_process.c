@@ -277,6 +277,7 @@ static int mourns(dtrain_comm *world, scene *s)
     int maps = lines_of("/proc/self/maps");
     long before = bytes_held();
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, count, &d->desc), DTRAIN_OK);
+    dtrain_barrier(world); /* who is out of it, whatever it returns, knows that all have theirs: now one may die */
     size_t own = dtrain_fsdp_get_stats(fsdp).bytes;
     dtrain_status status = steps_until_death(fsdp, d, dtrain_comm_rank(world));
     CHECK_EQ(status, DTRAIN_ERR_PEER_LOST);
