@@ -3968,6 +3968,28 @@ static void dtrain__os_host_id(unsigned char id[128])
     close(fd);
 }
 
+/* Replaces a file by what write puts into another beside it, when that is whole. Returns 0 or an errno: then the old
+ * one is as it was. */
+static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
+{
+    char beside[1100];
+    if (strlen(path) > 1024)
+        return ENAMETOOLONG;
+    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
+    FILE *file = fopen(beside, "w");
+    int bad = file == NULL;
+    if (!bad) {
+        write(file, user);
+        bad = ferror(file) != 0;
+        bad |= fclose(file) != 0;
+        bad = bad || rename(beside, path) != 0;
+    }
+    int error = bad ? errno : 0;
+    if (bad)
+        unlink(beside);
+    return error;
+}
+
 #endif
 
 /* ---- >>status ----
@@ -24001,8 +24023,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
+static void dtrain__fsdp_write_events(FILE *file, const void *user)
 {
+    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)user;
     static const char *const lanes[DTRAIN__LANES] = {"compute", "gather", "reduce", "wait"};
     size_t most = fsdp->desc.trace_events;
     size_t first = fsdp->event_count > most ? fsdp->event_count - most : 0;
@@ -24030,25 +24053,12 @@ static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
 
 DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path)
 {
-    char beside[1100];
-    if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0 || strlen(path) > 1024)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path of at most 1024 "
-            "bytes");
-    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
-    FILE *file = fopen(beside, "w");
-    int bad = file == NULL;
-    if (!bad) {
-        dtrain__fsdp_write_events(fsdp, file);
-        bad = ferror(file) != 0;
-        bad |= fclose(file) != 0;
-        bad = bad || rename(beside, path) != 0;
-    }
-    if (!bad)
+    if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path");
+    int error = dtrain__os_replace_file(path, dtrain__fsdp_write_events, fsdp);
+    if (error == 0)
         return DTRAIN_OK;
-    int error = errno;
-    unlink(beside);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
                         path, strerror(error));
 }
@@ -25994,8 +26004,9 @@ static void dtrain__pipeline_draw_task(const dtrain_pipeline_plan *plan, FILE *f
     fprintf(file, "</g>\n");
 }
 
-static void dtrain__pipeline_draw_all(const dtrain_pipeline_plan *plan, FILE *file)
+static void dtrain__pipeline_draw_all(FILE *file, const void *user)
 {
+    const dtrain_pipeline_plan *plan = (const dtrain_pipeline_plan *)user;
     static const char *const names[] = {"GPipe", "1F1B", "interleaved 1F1B", "ZB-H1"};
     int bottom = DTRAIN__DRAW_TOP + plan->desc.ranks * DTRAIN__DRAW_ROW;
     fprintf(file,
@@ -26017,24 +26028,12 @@ static void dtrain__pipeline_draw_all(const dtrain_pipeline_plan *plan, FILE *fi
 
 DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *plan, const char *path)
 {
-    char beside[1100];
-    if (plan == NULL || path == NULL || strlen(path) > 1024)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "pipeline_plan_draw: a plan is needed, and a path of at most 1024 bytes");
-    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
-    FILE *file = fopen(beside, "w");
-    int bad = file == NULL;
-    if (!bad) {
-        dtrain__pipeline_draw_all(plan, file);
-        bad = ferror(file) != 0;
-        bad |= fclose(file) != 0;
-        bad = bad || rename(beside, path) != 0;
-    }
-    if (!bad)
-        return DTRAIN_OK;
-    int error = errno;
-    unlink(beside);
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "pipeline_plan_draw: cannot write %s: %s", path, strerror(error));
+    if (plan == NULL || path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan_draw: a plan and a path are needed");
+    int error = dtrain__os_replace_file(path, dtrain__pipeline_draw_all, plan);
+    return error == 0
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_IO, "pipeline_plan_draw: cannot write %s: %s", path, strerror(error));
 }
 
 #endif
@@ -33660,9 +33659,8 @@ static dtrain_status dtrain__index_string(dtrain__index_parser *parser, int is_n
 /* What an object's end says: whether the text itself is at fault. */
 static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_status status)
 {
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    int bad = status == DTRAIN_OK && parser->json.error != NULL;
+    return bad ? dtrain__index_bad(parser, parser->json.offset, parser->json.error) : status;
 }
 
 /* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so

@@ -268,4 +268,26 @@ static void dtrain__os_host_id(unsigned char id[128])
     close(fd);
 }
 
+/* Replaces a file by what write puts into another beside it, when that is whole. Returns 0 or an errno: then the old
+ * one is as it was. */
+static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
+{
+    char beside[1100];
+    if (strlen(path) > 1024)
+        return ENAMETOOLONG;
+    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
+    FILE *file = fopen(beside, "w");
+    int bad = file == NULL;
+    if (!bad) {
+        write(file, user);
+        bad = ferror(file) != 0;
+        bad |= fclose(file) != 0;
+        bad = bad || rename(beside, path) != 0;
+    }
+    int error = bad ? errno : 0;
+    if (bad)
+        unlink(beside);
+    return error;
+}
+
 #endif

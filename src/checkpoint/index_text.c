@@ -313,9 +313,8 @@ static dtrain_status dtrain__index_string(dtrain__index_parser *parser, int is_n
 /* What an object's end says: whether the text itself is at fault. */
 static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_status status)
 {
-    if (status == DTRAIN_OK && parser->json.error != NULL)
-        return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-    return status;
+    int bad = status == DTRAIN_OK && parser->json.error != NULL;
+    return bad ? dtrain__index_bad(parser, parser->json.offset, parser->json.error) : status;
 }
 
 /* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so

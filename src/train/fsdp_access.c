@@ -213,8 +213,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
+static void dtrain__fsdp_write_events(FILE *file, const void *user)
 {
+    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)user;
     static const char *const lanes[DTRAIN__LANES] = {"compute", "gather", "reduce", "wait"};
     size_t most = fsdp->desc.trace_events;
     size_t first = fsdp->event_count > most ? fsdp->event_count - most : 0;
@@ -242,25 +243,12 @@ static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, FILE *file)
 
 DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path)
 {
-    char beside[1100];
-    if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0 || strlen(path) > 1024)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path of at most 1024 "
-            "bytes");
-    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
-    FILE *file = fopen(beside, "w");
-    int bad = file == NULL;
-    if (!bad) {
-        dtrain__fsdp_write_events(fsdp, file);
-        bad = ferror(file) != 0;
-        bad |= fclose(file) != 0;
-        bad = bad || rename(beside, path) != 0;
-    }
-    if (!bad)
+    if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path");
+    int error = dtrain__os_replace_file(path, dtrain__fsdp_write_events, fsdp);
+    if (error == 0)
         return DTRAIN_OK;
-    int error = errno;
-    unlink(beside);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
                         path, strerror(error));
 }

@@ -3,6 +3,7 @@
 #ifndef DTRAIN__PIPELINE_DRAW
 #define DTRAIN__PIPELINE_DRAW
 #include "pipeline_plan.c"
+#include "../base/os.c"
 
 /* Adds to a text that is counted further than it is kept. */
 __attribute__((format(printf, 4, 5))) static void dtrain__pipeline_put(char *out, size_t capacity, size_t *used,
@@ -56,8 +57,9 @@ static void dtrain__pipeline_draw_task(const dtrain_pipeline_plan *plan, FILE *f
     fprintf(file, "</g>\n");
 }
 
-static void dtrain__pipeline_draw_all(const dtrain_pipeline_plan *plan, FILE *file)
+static void dtrain__pipeline_draw_all(FILE *file, const void *user)
 {
+    const dtrain_pipeline_plan *plan = (const dtrain_pipeline_plan *)user;
     static const char *const names[] = {"GPipe", "1F1B", "interleaved 1F1B", "ZB-H1"};
     int bottom = DTRAIN__DRAW_TOP + plan->desc.ranks * DTRAIN__DRAW_ROW;
     fprintf(file,
@@ -79,24 +81,12 @@ static void dtrain__pipeline_draw_all(const dtrain_pipeline_plan *plan, FILE *fi
 
 DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *plan, const char *path)
 {
-    char beside[1100];
-    if (plan == NULL || path == NULL || strlen(path) > 1024)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "pipeline_plan_draw: a plan is needed, and a path of at most 1024 bytes");
-    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
-    FILE *file = fopen(beside, "w");
-    int bad = file == NULL;
-    if (!bad) {
-        dtrain__pipeline_draw_all(plan, file);
-        bad = ferror(file) != 0;
-        bad |= fclose(file) != 0;
-        bad = bad || rename(beside, path) != 0;
-    }
-    if (!bad)
-        return DTRAIN_OK;
-    int error = errno;
-    unlink(beside);
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "pipeline_plan_draw: cannot write %s: %s", path, strerror(error));
+    if (plan == NULL || path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan_draw: a plan and a path are needed");
+    int error = dtrain__os_replace_file(path, dtrain__pipeline_draw_all, plan);
+    return error == 0
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_IO, "pipeline_plan_draw: cannot write %s: %s", path, strerror(error));
 }
 
 #endif
