@@ -271,8 +271,8 @@ static dtrain_status measure(dtrain_comm *world, void *user)
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     CHECK_EQ(m->allocator.bytes, before);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
-    m->desc.max_bytes = plan;
-    CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, &m->desc), DTRAIN_OK);
+    less.max_bytes = plan;
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, &less), DTRAIN_OK);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     for (int turn = 0; turn < 2; turn++) {
         peak = __atomic_load_n(&m->allocator.peak_bytes, __ATOMIC_SEQ_CST); /* the threads still count */
@@ -371,13 +371,14 @@ typedef struct saved {
 
 static void make_or_load(dtrain_local_sgd **local, dtrain_comm *world, toy *t, unsigned char *file, int save)
 {
-    static dtrain_compress_desc compress;
+    dtrain_compress_desc compress;
     dtrain_local_sgd_desc desc;
     const char *name;
     void *data;
     dtrain_dtype dtype;
     size_t count, at = 0;
     memset(&desc, 0, sizeof desc);
+    memset(&compress, 0, sizeof compress);
     compress.kind = DTRAIN_COMPRESS_INT8;
     compress.least_count = 1;
     desc.steps = 6;
