@@ -1584,6 +1584,18 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed);
 extern "C" {
 #endif
 
+/* Where a parameter lies in a tensor of the whole model that several ranks hold: layers of a stage, rows or columns of
+ * a tensor-parallel rank. What is saved and loaded is in terms of the whole tensor, of the parameter's name. */
+typedef struct dtrain_param_part {
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the whole tensor, which has as many sizes as the parameter */
+    size_t first_layer;            /* stacked: of the tensor's layers, the parameter's first */
+    int dim;                       /* that is cut; of a stacked one above 0. Not cut: both have the same size there */
+    size_t blocks; /* the cut dimension is so many equal blocks, each cut alike: 3 for query, key, value; 0: 1 */
+    size_t begin;  /* of the parameter's elements in each block of the tensor */
+    int copies;    /* ranks of the model that hold the very same, as norms under tensor parallelism; 0: 1 */
+    int copy;      /* which of them this is: the norm of gradients counts copy 0 */
+} dtrain_param_part;
+
 /* One tensor of a model. A table of these names every parameter once; zero what does not apply.
  *
  * A unit is what is computed, and so reduced, together: usually one layer. Units are numbered from 0 without
@@ -1601,7 +1613,8 @@ typedef struct dtrain_param {
     int tied;     /* 1: also used outside its unit, as an embedding that is the output layer too: FSDP keeps its unit
                      besides the two that rotate */
     void *data;
-    void *grad; /* as data; not touched when frozen; NULL: as frozen */
+    void *grad;                    /* as data; not touched when frozen; NULL: as frozen */
+    const dtrain_param_part *part; /* of which tensor of the whole model this is a part; NULL: it is whole */
 } dtrain_param;
 
 /* Checks a table as every function here that takes one does.
