@@ -1619,8 +1619,11 @@ typedef struct dtrain_param {
 
 /* Checks a table as every function here that takes one does.
  *
+ * A size may be 0 where ndim is given: a part of nothing, as of a dimension cut over more ranks than it has elements.
+ *
  *   errors   DTRAIN_ERR_INVALID  a name missing or used twice; a bad dtype or shape; sizes that overflow; units with
- *                                a gap; memory missing or shared by two tensors. The text names the parameter
+ *                                a gap; memory missing or shared by two tensors; a part that does not lie inside its
+ *                                whole tensor. The text names the parameter
  *            DTRAIN_ERR_MEMORY
  *
  * any thread */
@@ -1635,6 +1638,51 @@ DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count);
  *
  * any thread */
 DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param);
+
+/* Makes of a parameter the part of it that one rank of several holds: rows or columns, for tensor parallelism.
+ *
+ * Sizes of param become the part's, part is filled in and param->part points to it; memory is not touched. This and the
+ * next two may follow one another on one parameter, with the same part.
+ *
+ *   part      must outlive param; objects that copy a table copy the parts as well
+ *   dim       to be cut, 0 to ndim - 1; of a stacked one above 0. One dimension can be cut, once
+ *   blocks    the dimension is so many equal blocks, each cut alike: 3 for query, key and value in one; 0: 1
+ *   granule   cuts are at its multiples, as at those of a head's size; 0: 1. The granules of a block are dealt by
+ *             dtrain_split; a block's last may be short
+ *   parts     of which this one is `index`, 0 to parts - 1; it has no elements where parts are more than granules
+ *   errors    DTRAIN_ERR_INVALID  a bad number, or cut before; param is as it was
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part *part, int dim, size_t blocks,
+                                          size_t granule, int parts, int index);
+
+/* Makes of a stacked parameter the layers of it that one rank holds, for a stage of a pipeline. Units are the caller's
+ * to number.
+ *
+ *   first, count   of the layers that param has now; count at least 1
+ *   others         as dtrain_param_cut
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_param_layers(dtrain_param *param, dtrain_param_part *part, size_t first, size_t count);
+
+/* Says that several ranks hold the very same parameter, or part, and which of them this one is; dtrain_params_check
+ * checks the numbers. Not for the copies that an FSDP or DDP makes: those multiply with these.
+ *
+ *   copies, copy   as in dtrain_param_part
+ *   others         as dtrain_param_cut
+ *
+ * any thread */
+DTRAIN_API void dtrain_param_copies(dtrain_param *param, dtrain_param_part *part, int copies, int copy);
+
+/* Returns which element of the tensor of the whole model an element of a parameter is, both counted row by row.
+ *
+ * A model that is initialised with dtrain_random_normal(seed, that number) is the same under every layout.
+ *
+ *   element   below dtrain_param_elements
+ *   returns   element where param is whole
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_param_whole_index(const dtrain_param *param, size_t element);
 
 /* What to draw from, and how a step is cut. */
 typedef struct dtrain_sampler_desc {
@@ -3485,6 +3533,8 @@ typedef struct dtrain_piece {
     int copies;          /* ranks that hold the very same piece; 0: 1 */
     int copy;            /* which of them this is: 0 to copies - 1 */
     void *data;          /* count elements, packed */
+    int unsaved;         /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
+                            loaded: for what several ranks have alike, but cut otherwise */
 } dtrain_piece;
 
 /* Elements that go from a piece that exists to one that is wanted. */
@@ -3497,7 +3547,8 @@ typedef struct dtrain_reshard_copy {
 /* Says which elements of the pieces that exist make up those that are wanted, without touching either: what a load
  * does, for data that is kept in no file.
  *
- *   have     pieces of any number of ranks; of copies of one piece the first in the list is used. Data is not read
+ *   have     pieces of any number of ranks; of copies of one piece the first in the list is used, and none that is
+ *            marked unsaved. Data is not read
  *   want     pieces, likewise
  *   copies   out: room for capacity of them, by wanted piece, in the order of its elements; may be NULL with 0
  *   count    out: how many there are, also when there is no room for them
@@ -3512,13 +3563,18 @@ DTRAIN_API dtrain_status dtrain_reshard_plan(const dtrain_piece *have, size_t ha
 
 /* Lists this rank's pieces of an FSDP: weights, then optimizer state. Data points into it, as of dtrain_fsdp_local.
  *
+ * A parameter that is a part (see dtrain_param_part) gives pieces of the whole tensor: of a part of several blocks one
+ * for each run of elements inside a block. Its copies multiply with those of the FSDP. Where slices are sharded, those
+ * of its copies are cut otherwise on each rank: of these, copy 0's are saved.
+ *
  *   pieces   out: room for capacity of them; may be NULL with 0
  *   count    out: how many there are
  *
  * one thread per object; never blocks */
 DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity, size_t *count);
 
-/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`.
+/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`, times those
+ * of the parameter's part.
  *
  *   optimizer   made from the same table; NULL: none
  *   others      as dtrain_fsdp_pieces
@@ -3529,14 +3585,15 @@ DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t 
                                               const dtrain_optimizer *optimizer, int copies, int copy,
                                               dtrain_piece *pieces, size_t capacity, size_t *count);
 
-/* What is saved, and where it goes when it is loaded: any of fsdp, table and pieces, together too. Names are unique
- * over all of them. */
+/* What is saved, and where it goes when it is loaded: any of fsdp, fsdps, table and pieces, together too. A name stands
+ * for one tensor over all of them and all ranks, of which each may have parts or nothing. A checkpoint has one
+ * optimizer desc, number of its steps and loss scale: where there are several, they agree. */
 typedef struct dtrain_checkpoint_state {
     uint64_t step;             /* the program's count; load sets it */
     dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
-    const dtrain_param *table; /* data that every rank has in full, as under DDP */
+    const dtrain_param *table; /* data that every rank of table_copies has alike, as under DDP */
     size_t table_count;
-    dtrain_optimizer *optimizer; /* of that table; NULL: none. With fsdp too, both have taken as many steps */
+    dtrain_optimizer *optimizer; /* of that table; NULL: none */
     const dtrain_piece *pieces;  /* anything else */
     size_t piece_count;
     uint64_t seed, random_index;           /* of the program's random stream; load sets them */
@@ -3544,6 +3601,11 @@ typedef struct dtrain_checkpoint_state {
     const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's, each key once; load: see
                                               dtrain_checkpoint_value */
     size_t value_count;
+    dtrain_fsdp *const *fsdps; /* beside fsdp: of a pipeline's rank one for each of its chunks. Each over any ranks of
+                                  the checkpointer's comm, listed in the same order on all that share one */
+    size_t fsdp_count;
+    int table_copies; /* ranks that hold the very same table, as along the data dimension of a mesh; 0: all of comm */
+    int table_copy;   /* which of them this is: 0 to table_copies - 1 */
 } dtrain_checkpoint_state;
 
 typedef struct dtrain_checkpoint_desc {
@@ -3660,7 +3722,8 @@ typedef struct dtrain_checkpoint_report {
  *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH and DTRAIN_ERR_INVALID what was to be loaded is
  *            undefined:
  *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read
- *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape; or the sampler's desc
+ *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
+ *                                 has any: ranks may ask for different tensors); or the sampler's desc
  *                                 differs, so that other examples would follow
  *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where
  *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather and dtrain_fsdp_publish
@@ -19863,6 +19926,64 @@ DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count)
     return units <= INT_MAX ? (int)units : 0;
 }
 
+/* The dimension that a part is cut along; -1: of a stacked one none. */
+static int dtrain__params_cut_dim(const dtrain_param *param)
+{
+    return param->stacked && param->part->dim == 0 ? -1 : param->part->dim;
+}
+
+static size_t dtrain__params_blocks(const dtrain_param *param)
+{
+    return param->part->blocks > 0 ? param->part->blocks : 1;
+}
+
+/* Says whether a parameter, which is checked, is all of its tensor. */
+static int dtrain__params_is_whole(const dtrain_param *param)
+{
+    int whole = 1;
+    for (int d = 0; param->part != NULL && d < dtrain__params_ndim(param); d++)
+        whole = whole && param->part->shape[d] == param->shape[d];
+    return whole;
+}
+
+/* Says what is wrong with the place of a part's blocks, or NULL. */
+static const char *dtrain__params_bad_blocks(const dtrain_param *param)
+{
+    size_t blocks = dtrain__params_blocks(param), begin = param->part->begin;
+    int cut = dtrain__params_cut_dim(param);
+    if (cut < 0)
+        return begin > 0 || blocks > 1 ? "dim is 0, which counts layers, but begin or blocks is given" : NULL;
+    size_t whole = param->part->shape[cut], mine = param->shape[cut];
+    if (whole % blocks != 0 || mine % blocks != 0)
+        return "a cut dimension does not divide by blocks";
+    if (begin > whole / blocks || mine / blocks > whole / blocks - begin)
+        return "begin and its size reach beyond a block of the whole tensor";
+    return NULL;
+}
+
+/* Says what is wrong with where a parameter lies in the tensor of the whole model, or NULL. */
+static const char *dtrain__params_bad_part(const dtrain_param *param)
+{
+    const dtrain_param_part *part = param->part;
+    int ndim = dtrain__params_ndim(param);
+    size_t bytes = dtrain_dtype_bits(param->dtype) / 8;
+    if (part->copies < 0 || part->copy < 0 || part->copy >= (part->copies > 0 ? part->copies : 1))
+        return "copy is not from 0 to copies - 1";
+    if (part->dim < 0 || part->dim >= ndim)
+        return "dim is none of its dimensions";
+    for (int d = 0; d < ndim; d++)
+        if (!dtrain__mul_size(bytes, part->shape[d], &bytes))
+            return "the whole tensor's sizes multiply to more than memory";
+    if (!param->stacked && part->first_layer > 0)
+        return "first_layer is given, but it is not stacked";
+    if (param->stacked && (part->first_layer > part->shape[0] || param->shape[0] > part->shape[0] - part->first_layer))
+        return "its layers reach beyond those of the whole tensor";
+    for (int d = param->stacked != 0; d < ndim; d++)
+        if (d != dtrain__params_cut_dim(param) && part->shape[d] != param->shape[d])
+            return "its size differs from the whole tensor's in a dimension that is not cut";
+    return dtrain__params_bad_blocks(param);
+}
+
 static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t index, int reserves)
 {
     size_t count, bytes;
@@ -19884,6 +20005,9 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
     if (param->unit < 0 || dtrain__params_layers(param) > (size_t)(INT_MAX - param->unit))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: unit %d and %zu layers, expected 0 to %d", name,
                             param->unit, dtrain__params_layers(param), INT_MAX);
+    const char *bad = param->part != NULL ? dtrain__params_bad_part(param) : NULL;
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: its part: %s: see dtrain_param_cut", name, bad);
     if (param->data == NULL && bytes > 0 && !reserves)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: data is NULL, expected %zu bytes", name, bytes);
     return DTRAIN_OK;
@@ -19991,7 +20115,21 @@ DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t c
 typedef struct dtrain__params_print {
     unsigned char before[32], name[32];
     uint64_t fields[8 + DTRAIN_MAX_DIMS];
+    uint64_t part[6 + DTRAIN_MAX_DIMS]; /* zeros: it is whole */
 } dtrain__params_print;
+
+static void dtrain__params_print_part(const dtrain_param *param, uint64_t *fields)
+{
+    const dtrain_param_part *part = param->part;
+    fields[0] = (uint64_t)part->first_layer;
+    fields[1] = (uint64_t)part->dim;
+    fields[2] = (uint64_t)dtrain__params_blocks(param);
+    fields[3] = (uint64_t)part->begin;
+    fields[4] = part->copies > 0 ? (uint64_t)part->copies : 1;
+    fields[5] = (uint64_t)part->copy;
+    for (int d = 0; d < dtrain__params_ndim(param); d++)
+        fields[6 + d] = (uint64_t)part->shape[d];
+}
 
 /* Adds a good table, but for its addresses, to the hash that digest holds. */
 static void dtrain__params_digest(const dtrain_param *table, size_t count, unsigned char digest[32])
@@ -20011,6 +20149,8 @@ static void dtrain__params_digest(const dtrain_param *table, size_t count, unsig
         print.fields[7] = table[i].no_decay != 0;
         for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
             print.fields[8 + d] = table[i].shape[d];
+        if (table[i].part != NULL)
+            dtrain__params_print_part(&table[i], print.part);
         dtrain_sha256(&print, sizeof print, digest);
     }
 }
@@ -20082,6 +20222,135 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
         params->unit_begin[unit] += params->unit_begin[unit - 1];
     dtrain__params_fill(params, table, count);
     return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>parts ----
+ * Making parameters of ranks from those of the whole model: layers of a stage, rows and columns of a tensor-parallel
+ * rank, copies; and where their elements lie in the whole. What a part says is checked with its table, in >>params. */
+#ifndef DTRAIN__PARTS
+#define DTRAIN__PARTS
+
+static const char *dtrain__parts_name(const dtrain_param *param)
+{
+    return param->name != NULL ? param->name : "without name";
+}
+
+/* Makes param a part, of all of itself where it was none. */
+static void dtrain__parts_begin(dtrain_param *param, dtrain_param_part *part)
+{
+    if (param->part == NULL) {
+        memset(part, 0, sizeof *part);
+        memcpy(part->shape, param->shape, sizeof part->shape);
+    } else if (param->part != part) {
+        *part = *param->part;
+    }
+    param->ndim = dtrain__params_ndim(param); /* a size may become 0 */
+    param->part = part;
+}
+
+/* Says whether a dimension is cut already. */
+static int dtrain__parts_is_cut(const dtrain_param *param)
+{
+    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
+    return cut >= 0 && cut < DTRAIN_MAX_DIMS && param->shape[cut] != param->part->shape[cut];
+}
+
+static dtrain_status dtrain__parts_check_cut(const dtrain_param *param, int dim, size_t blocks, int parts, int index)
+{
+    const char *name = dtrain__parts_name(param);
+    int ndim = dtrain__params_ndim(param), first = param->stacked != 0;
+    if (ndim > DTRAIN_MAX_DIMS || dim < first || dim >= ndim)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_param_cut: parameter %s of %d dimensions has no dim %d to cut: expected %d to %d",
+                            name, ndim, dim, first, ndim - 1);
+    if (param->shape[dim] % blocks != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_param_cut: parameter %s has %zu in dim %d, which is not %zu equal blocks", name,
+                            param->shape[dim], dim, blocks);
+    if (parts < 1 || index < 0 || index >= parts)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_param_cut: parameter %s, part %d of %d: expected 0 to parts - 1, and a part", name,
+                            index, parts);
+    if (dtrain__parts_is_cut(param))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_param_cut: parameter %s is cut along dim %d already: a parameter is cut once", name,
+                            param->part->dim);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part *part, int dim, size_t blocks,
+                                          size_t granule, int parts, int index)
+{
+    size_t first;
+    blocks = blocks > 0 ? blocks : 1;
+    granule = granule > 0 ? granule : 1;
+    if (param == NULL || part == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_param_cut: param and part are needed, got NULL");
+    dtrain_status status = dtrain__parts_check_cut(param, dim, blocks, parts, index);
+    if (status != DTRAIN_OK)
+        return status;
+    size_t block = param->shape[dim] / blocks, granules = block / granule + (block % granule != 0);
+    size_t end = dtrain_split(granules, parts, index, &first) + first;
+    dtrain__parts_begin(param, part);
+    part->dim = dim;
+    part->blocks = blocks;
+    part->begin = first < granules ? first * granule : block; /* a short last granule ends the block */
+    end = end < granules ? end * granule : block;
+    param->shape[dim] = blocks * (end - part->begin);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_param_layers(dtrain_param *param, dtrain_param_part *part, size_t first, size_t count)
+{
+    if (param == NULL || part == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_param_layers: param and part are needed, got NULL");
+    if (!param->stacked)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_param_layers: parameter %s is not stacked: list it on the stage that has it",
+                            dtrain__parts_name(param));
+    if (count < 1 || first > param->shape[0] || count > param->shape[0] - first)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_param_layers: parameter %s has %zu layers, of which %zu from %zu on are asked for: "
+                            "expected 1 or more of them",
+                            dtrain__parts_name(param), param->shape[0], count, first);
+    dtrain__parts_begin(param, part);
+    part->first_layer += first;
+    param->shape[0] = count;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_param_copies(dtrain_param *param, dtrain_param_part *part, int copies, int copy)
+{
+    if (param == NULL || part == NULL)
+        return;
+    dtrain__parts_begin(param, part);
+    part->copies = copies;
+    part->copy = copy;
+}
+
+/* The index in the whole tensor of an index of one dimension. */
+static size_t dtrain__parts_index(const dtrain_param *param, int d, size_t index)
+{
+    const dtrain_param_part *part = param->part;
+    if (d != dtrain__params_cut_dim(param))
+        return param->stacked && d == 0 ? part->first_layer + index : index;
+    size_t blocks = dtrain__params_blocks(param), mine = param->shape[d] / blocks;
+    return index / mine * (part->shape[d] / blocks) + part->begin + index % mine;
+}
+
+DTRAIN_API size_t dtrain_param_whole_index(const dtrain_param *param, size_t element)
+{
+    size_t place = 0, stride = 1;
+    if (param == NULL || param->part == NULL || dtrain_param_elements(param) == 0)
+        return element;
+    for (int d = dtrain__params_ndim(param) - 1; d >= 0; d--) {
+        place += dtrain__parts_index(param, d, element % param->shape[d]) * stride;
+        stride *= param->part->shape[d];
+        element /= param->shape[d];
+    }
+    return place;
 }
 
 #endif
@@ -21154,9 +21423,10 @@ typedef struct dtrain__cut_unit {
 } dtrain__cut_unit;
 
 typedef struct dtrain__layout {
-    dtrain_param *table; /* a copy, with names of its own */
-    size_t table_count, names_bytes;
+    dtrain_param *table; /* a copy, with names and parts of its own */
+    size_t table_count, names_bytes, part_count;
     char *names;
+    dtrain_param_part *parts;
     dtrain__cut *cuts;
     size_t cut_count;
     dtrain__cut_unit *units;
@@ -21278,6 +21548,7 @@ static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *all
 {
     dtrain__free(allocator, layout->table, layout->table_count * sizeof(dtrain_param));
     dtrain__free(allocator, layout->names, layout->names_bytes);
+    dtrain__free(allocator, layout->parts, layout->part_count * sizeof(dtrain_param_part));
     dtrain__free(allocator, layout->cuts, layout->cut_count * sizeof(dtrain__cut));
     dtrain__free(allocator, layout->units, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
     dtrain__free(allocator, layout->offsets, layout->table_count * sizeof(size_t));
@@ -21287,20 +21558,22 @@ static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *all
 static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                          dtrain_allocator *allocator)
 {
-    size_t used = 0;
+    size_t used = 0, parts = 0;
     layout->table_count = count;
     layout->unit_count = dtrain_params_units(table, count);
     for (size_t i = 0; i < count; i++) {
         layout->names_bytes += strlen(table[i].name) + 1;
+        layout->part_count += table[i].part != NULL;
         layout->cut_count += dtrain__params_layers(&table[i]);
     }
     layout->table = (dtrain_param *)dtrain__alloc(allocator, count * sizeof(dtrain_param));
     layout->names = (char *)dtrain__alloc(allocator, layout->names_bytes);
+    layout->parts = (dtrain_param_part *)dtrain__alloc(allocator, layout->part_count * sizeof(dtrain_param_part));
     layout->offsets = (size_t *)dtrain__alloc(allocator, count * sizeof(size_t));
     layout->cuts = (dtrain__cut *)dtrain__alloc(allocator, layout->cut_count * sizeof(dtrain__cut));
     layout->units = (dtrain__cut_unit *)dtrain__alloc(allocator, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
     if (layout->table == NULL || layout->names == NULL || layout->offsets == NULL || layout->cuts == NULL ||
-        layout->units == NULL)
+        layout->units == NULL || layout->parts == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
     memcpy(layout->table, table, count * sizeof(dtrain_param));
     for (size_t i = 0; i < count; i++) {
@@ -21308,6 +21581,10 @@ static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_pa
         memcpy(layout->names + used, table[i].name, bytes);
         layout->table[i].name = layout->names + used;
         used += bytes;
+        if (table[i].part != NULL) {
+            layout->parts[parts] = *table[i].part;
+            layout->table[i].part = &layout->parts[parts++];
+        }
         layout->offsets[i] = layout->reserved;
         if (table[i].dtype == DTRAIN_F32)
             layout->reserved += (dtrain_param_elements(&table[i]) * sizeof(float) + 63) / 64 * 64;
@@ -24180,8 +24457,8 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
     size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
                     2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
-           layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
-           (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
+           layout->part_count * sizeof(dtrain_param_part) + layout->cut_count * a_cut +
+           (size_t)layout->unit_count * a_unit + (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
            desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) +
            (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);
@@ -25029,6 +25306,7 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++) {
         made->table[i] = table[i];
         made->table[i].name = dtrain__module_keep(made, table[i].name);
+        made->table[i].part = NULL; /* the caller's, and not needed */
     }
     if (status == DTRAIN_OK)
         status = dtrain__module_link(made, layers);
@@ -26441,6 +26719,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
         return dtrain__server_no_memory(count * (sizeof *table + 2 * sizeof(size_t)));
     memcpy(s->table, table, count * sizeof *table);
     for (size_t i = 0; i < count; i++) {
+        s->table[i].part = NULL; /* the caller's, and not needed */
         s->elements[i] = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
         s->begins[i] = s->total;
         s->total += s->elements[i]; /* they are in memory, so they add up */
@@ -32312,6 +32591,12 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
     dtrain_status status = dtrain_params_check(table, count);
     if (status != DTRAIN_OK)
         return status;
+    for (size_t i = 0; i < count; i++)
+        if (!dtrain__params_is_whole(&table[i]))
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "params_save: parameter %s is a part of a tensor that other ranks hold too: save a "
+                                "checkpoint, and export that",
+                                table[i].name);
     memset(&heap, 0, sizeof heap);
     dtrain_safetensors_source *sources = (dtrain_safetensors_source *)dtrain__alloc(&heap, count * sizeof *sources);
     if (sources == NULL)
@@ -32870,14 +33155,17 @@ typedef struct dtrain__reshard {
 static dtrain_status dtrain__reshard_sort(dtrain__reshard *plan, size_t have_count)
 {
     dtrain__region region, before;
+    size_t used = 0;
     for (size_t i = 0; i < have_count; i++) {
         dtrain_status status = dtrain__piece_check(&region, &plan->have[i], i, "dtrain_reshard_plan, of what exists");
         if (status != DTRAIN_OK)
             return status;
-        plan->sorted[i] = &plan->have[i];
+        if (!plan->have[i].unsaved)
+            plan->sorted[used++] = &plan->have[i];
     }
-    qsort(plan->sorted, have_count, sizeof *plan->sorted, dtrain__reshard_by_region);
-    for (size_t i = 0; i < have_count; i++) {
+    if (used > 0)
+        qsort(plan->sorted, used, sizeof *plan->sorted, dtrain__reshard_by_region);
+    for (size_t i = 0; i < used; i++) {
         const dtrain_piece *piece = plan->sorted[i],
                            *last = plan->sorted_count > 0 ? plan->sorted[plan->sorted_count - 1] : NULL;
         dtrain__region_of(&region, piece);
@@ -33048,6 +33336,24 @@ typedef struct dtrain__index_facts {
     dtrain_sampler_desc sampler;
 } dtrain__index_facts;
 
+/* Names what differs in what two parts say of their optimizers, which are stepped alike; NULL: nothing. */
+static const char *dtrain__index_differ(const dtrain__index_facts *a, const dtrain__index_facts *b)
+{
+    const dtrain_optimizer_desc *x = &a->optimizer, *y = &b->optimizer;
+    if (a->optimizer_step != b->optimizer_step)
+        return "number of optimizer steps";
+    if (x->kind != y->kind || memcmp(&x->beta1, &y->beta1, sizeof(float)) != 0 ||
+        memcmp(&x->beta2, &y->beta2, sizeof(float)) != 0 || memcmp(&x->eps, &y->eps, sizeof(float)) != 0 ||
+        memcmp(&x->weight_decay, &y->weight_decay, sizeof(float)) != 0 ||
+        memcmp(&x->momentum, &y->momentum, sizeof(float)) != 0 || x->nesterov != y->nesterov ||
+        x->decoupled_decay != y->decoupled_decay)
+        return "optimizer desc";
+    if (a->has_scale != b->has_scale || (a->has_scale && (memcmp(&a->loss_scale, &b->loss_scale, sizeof(double)) != 0 ||
+                                                          a->good_steps != b->good_steps)))
+        return "loss scale";
+    return NULL;
+}
+
 typedef struct dtrain__index {
     dtrain_allocator *allocator;
     const char *where; /* of the text being read, for error texts */
@@ -33143,6 +33449,32 @@ static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
         return DTRAIN__INDEX_NONE;
     index->numbers[index->number_count] = value;
     return index->number_count++;
+}
+
+/* Takes what a part says beside its tensors: of the first all, of others what an optimizer is, if none before had
+ * one. */
+static dtrain_status dtrain__index_take_facts(dtrain__index *index, const dtrain__index_facts *facts)
+{
+    dtrain__index_facts *all = &index->facts;
+    if (index->parts++ == 0) {
+        *all = *facts;
+        return DTRAIN_OK;
+    }
+    const char *differs = all->has_optimizer && facts->has_optimizer ? dtrain__index_differ(all, facts) : NULL;
+    if (differs != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                            "checkpoint: part \"%s\" has another %s than the parts before it, and a checkpoint keeps "
+                            "one: step every rank alike",
+                            index->where, differs);
+    if (facts->has_optimizer && !all->has_optimizer) {
+        all->has_optimizer = 1;
+        all->optimizer = facts->optimizer;
+        all->optimizer_step = facts->optimizer_step;
+        all->has_scale = facts->has_scale;
+        all->loss_scale = facts->loss_scale;
+        all->good_steps = facts->good_steps;
+    }
+    return DTRAIN_OK;
 }
 
 static void dtrain__index_region(const dtrain__index *index, const dtrain__index_tensor *tensor,
@@ -34151,9 +34483,7 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
                          "save the same step on every rank",
                          where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
                          (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
-    if (status == DTRAIN_OK && index->parts++ == 0)
-        index->facts = facts;
-    return status;
+    return status == DTRAIN_OK ? dtrain__index_take_facts(index, &facts) : status;
 }
 
 #endif
@@ -34185,23 +34515,83 @@ static const char *dtrain__piece_suffix(const dtrain_optimizer_desc *optimizer, 
     return dtrain__piece_suffixes[optimizer->kind == DTRAIN_ADAMW ? which : 2];
 }
 
-/* Layer `layer` of a tensor, or with -1 all of it. */
-static dtrain_piece dtrain__piece_of(const char *name, dtrain_dtype dtype, const size_t *shape, int ndim, int layer)
+/* Layer `layer` of a parameter, or with -1 all of it, as a box of the tensor of the whole model: of a part of several
+ * blocks the box of all of them, which the caller cuts. */
+static dtrain_piece dtrain__piece_of(const dtrain_param *param, dtrain_dtype dtype, int layer)
 {
+    const dtrain_param_part *part = param->part;
     dtrain_piece piece;
     memset(&piece, 0, sizeof piece);
-    piece.name = name;
+    piece.name = param->name;
     piece.dtype = dtype;
-    piece.ndim = ndim;
-    memcpy(piece.shape, shape, (size_t)ndim * sizeof *shape);
+    piece.ndim = dtrain__params_ndim(param);
+    piece.boxed = layer >= 0;
+    memcpy(piece.shape, part != NULL ? part->shape : param->shape, (size_t)piece.ndim * sizeof *piece.shape);
+    memcpy(piece.box_size, param->shape, (size_t)piece.ndim * sizeof *piece.box_size);
     if (layer >= 0) {
-        piece.boxed = 1;
-        memcpy(piece.box_size, shape, (size_t)ndim * sizeof *shape);
         piece.box_begin[0] = (size_t)layer;
         piece.box_size[0] = 1;
     }
-    piece.count = dtrain__region_product(layer >= 0 ? piece.box_size : piece.shape, 0, ndim);
+    piece.count = dtrain__region_product(piece.box_size, 0, piece.ndim);
+    if (part == NULL)
+        return piece;
+    int cut = dtrain__params_cut_dim(param);
+    piece.box_begin[0] += part->first_layer;
+    if (cut >= 0)
+        piece.box_begin[cut] = part->begin;
+    for (int d = 0; d < piece.ndim; d++)
+        piece.boxed |= piece.box_size[d] != piece.shape[d];
     return piece;
+}
+
+/* Copies that are made of a piece, times those of the parameter's part. */
+static void dtrain__piece_copies(dtrain_piece *piece, const dtrain_param *param, int copies, int copy)
+{
+    int parts = param->part != NULL && param->part->copies > 0 ? param->part->copies : 1;
+    piece->copies = (copies > 0 ? copies : 1) * parts;
+    piece->copy = copy * parts + (param->part != NULL ? param->part->copy : 0);
+}
+
+/* Cuts a piece whose box holds several blocks: in the order of elements a row of the dimensions before the cut one has
+ * its share of each block, one after the other. */
+static void dtrain__piece_put_blocks(dtrain__piece_list *list, const dtrain_param *param, const dtrain_piece *all)
+{
+    int cut = dtrain__params_cut_dim(param);
+    size_t blocks = dtrain__params_blocks(param), mine = all->box_size[cut] / blocks, whole = all->shape[cut] / blocks;
+    size_t run = mine * dtrain__region_product(all->box_size, cut + 1, all->ndim);
+    for (size_t at = all->begin, end = all->begin + all->count; at < end;) {
+        dtrain_piece piece = *all;
+        size_t row = at / run / blocks, left = run - at % run;
+        for (int d = cut - 1; d >= 0; d--) {
+            piece.box_begin[d] += row % all->box_size[d];
+            piece.box_size[d] = 1;
+            row /= all->box_size[d];
+        }
+        piece.box_begin[cut] += at / run % blocks * whole;
+        piece.box_size[cut] = mine;
+        piece.begin = at % run;
+        piece.count = left < end - at ? left : end - at;
+        if (all->data != NULL)
+            piece.data = (unsigned char *)all->data + (at - all->begin) * (dtrain_dtype_bits(all->dtype) / 8);
+        dtrain__piece_put(list, &piece);
+        at += piece.count;
+    }
+}
+
+/* Puts a range of a parameter's box into the list. One of no elements says that the rank knows the tensor. */
+static void dtrain__piece_put_range(dtrain__piece_list *list, const dtrain_param *param, dtrain_piece *piece)
+{
+    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
+    int blocks = cut >= 0 && param->shape[cut] != param->part->shape[cut] && dtrain__params_blocks(param) > 1;
+    if (blocks && piece->count > 0) {
+        dtrain__piece_put_blocks(list, param, piece);
+        return;
+    }
+    if (blocks) { /* the box of all blocks may reach beyond the tensor */
+        piece->box_size[cut] = 0;
+        piece->begin = 0;
+    }
+    dtrain__piece_put(list, piece);
 }
 
 /* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
@@ -34210,26 +34600,31 @@ static void dtrain__piece_fsdp(const dtrain_fsdp *fsdp, int which, dtrain__piece
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain_slice *slice = &fsdp->slices[i];
+        const dtrain_param *param = &layout->table[layout->cuts[i].param];
         if (slice->dtype != DTRAIN_F32 || (which >= 0 && !layout->cuts[i].trained))
             continue;
-        dtrain_piece piece = dtrain__piece_of(slice->name, DTRAIN_F32, slice->shape, slice->ndim, slice->layer);
+        dtrain_piece piece = dtrain__piece_of(param, DTRAIN_F32, slice->layer);
         piece.suffix = which >= 0 ? dtrain__piece_suffix(&fsdp->optimizer, which) : NULL;
         piece.begin = slice->begin;
         piece.count = slice->count;
-        piece.copies = layout->copies;
-        piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
+        dtrain__piece_copies(&piece, param, layout->copies, dtrain__fsdp_rank(fsdp) / layout->shards);
+        if (layout->shards > 1 && piece.copies > layout->copies) {
+            /* Slices of a unit depend on the sizes of all its ranges, which differ between these copies. */
+            piece.copies = layout->copies;
+            piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
+            piece.unsaved = param->part->copy > 0;
+        }
         piece.data = which >= 0 ? slice->state[which] : slice->weights;
-        dtrain__piece_put(list, &piece);
+        dtrain__piece_put_range(list, param, &piece);
     }
     for (size_t i = 0; i < layout->table_count && which < 0; i++) {
         const dtrain_param *param = &layout->table[i];
         if (param->dtype == DTRAIN_F32) /* others are frozen, and in full on every rank */
             continue;
-        dtrain_piece piece = dtrain__piece_of(param->name, param->dtype, param->shape, dtrain__params_ndim(param), -1);
-        piece.copies = dtrain_comm_size(fsdp->comm);
-        piece.copy = dtrain__fsdp_rank(fsdp);
+        dtrain_piece piece = dtrain__piece_of(param, param->dtype, -1);
+        dtrain__piece_copies(&piece, param, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp));
         piece.data = param->data;
-        dtrain__piece_put(list, &piece);
+        dtrain__piece_put_range(list, param, &piece);
     }
 }
 
@@ -34252,20 +34647,18 @@ DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pie
 }
 
 /* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter. */
-static int dtrain__piece_state(const dtrain_param *param, const dtrain_optimizer *optimizer, dtrain_piece *whole,
+static int dtrain__piece_state(const dtrain_param *param, const dtrain_optimizer *optimizer, int copies, int copy,
                                int which, dtrain__piece_list *list)
 {
-    size_t layers = dtrain__params_layers(param), each = layers > 0 ? whole->count / layers : 0;
+    size_t layers = dtrain__params_layers(param), each = layers > 0 ? dtrain_param_elements(param) / layers : 0;
     for (size_t layer = 0; layer < layers && each > 0; layer++) {
-        dtrain_piece piece =
-            dtrain__piece_of(param->name, DTRAIN_F32, whole->shape, whole->ndim, param->stacked ? (int)layer : -1);
+        dtrain_piece piece = dtrain__piece_of(param, DTRAIN_F32, param->stacked ? (int)layer : -1);
         piece.suffix = dtrain__piece_suffix(&optimizer->desc, which);
-        piece.copies = whole->copies;
-        piece.copy = whole->copy;
+        dtrain__piece_copies(&piece, param, copies, copy);
         piece.data = dtrain_optimizer_state(optimizer, (const float *)param->data + layer * each, which);
         if (piece.data == NULL)
             return 0;
-        dtrain__piece_put(list, &piece);
+        dtrain__piece_put_range(list, param, &piece);
     }
     return 1;
 }
@@ -34288,15 +34681,13 @@ DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t 
         states = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
     for (int which = -1; which < states; which++)
         for (size_t i = 0; i < table_count; i++) {
-            dtrain_piece piece =
-                dtrain__piece_of(table[i].name, table[i].dtype, table[i].shape, dtrain__params_ndim(&table[i]), -1);
-            piece.copies = copies;
-            piece.copy = copy;
+            dtrain_piece piece = dtrain__piece_of(&table[i], table[i].dtype, -1);
+            dtrain__piece_copies(&piece, &table[i], copies, copy);
             piece.data = table[i].data;
             if (which < 0)
-                dtrain__piece_put(&list, &piece);
+                dtrain__piece_put_range(&list, &table[i], &piece);
             else if (dtrain__params_trained(&table[i]) &&
-                     !dtrain__piece_state(&table[i], optimizer, &piece, which, &list))
+                     !dtrain__piece_state(&table[i], optimizer, copies, copy, which, &list))
                 return dtrain__fail(
                     NULL, DTRAIN_ERR_INVALID,
                     "checkpoint: the optimizer knows no parameter at \"%s\"'s data: give the table that "
@@ -34306,21 +34697,48 @@ DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t 
     return dtrain__piece_list_done(&list, count);
 }
 
+/* A state's FSDPs: fsdp, where there is one, and fsdps. */
+static size_t dtrain__piece_fsdp_count(const dtrain_checkpoint_state *state)
+{
+    return (state->fsdp != NULL) + state->fsdp_count;
+}
+
+static dtrain_fsdp *dtrain__piece_fsdp_at(const dtrain_checkpoint_state *state, size_t i)
+{
+    if (state->fsdp != NULL && i == 0)
+        return state->fsdp;
+    return state->fsdps != NULL ? state->fsdps[i - (state->fsdp != NULL)] : NULL;
+}
+
+/* What is left of a list's memory, for calls that list more. */
+static dtrain_piece *dtrain__piece_room(const dtrain__piece_list *list, size_t *room)
+{
+    *room = list->capacity > list->count ? list->capacity - list->count : 0;
+    return *room > 0 ? list->pieces + list->count : NULL;
+}
+
 /* Lists all pieces of a state. */
 static dtrain_status dtrain__piece_list_state(dtrain__piece_list *list, const dtrain_checkpoint_state *state, int ranks,
                                               int rank)
 {
     dtrain_status status = DTRAIN_OK;
     size_t count = 0, room;
-    if (state->fsdp != NULL) {
-        room = list->capacity > list->count ? list->capacity - list->count : 0;
-        status = dtrain_fsdp_pieces(state->fsdp, room > 0 ? list->pieces + list->count : NULL, room, &count);
+    int copies = state->table_copies > 0 ? state->table_copies : ranks;
+    int copy = state->table_copies > 0 ? state->table_copy : rank;
+    for (size_t i = 0; i < dtrain__piece_fsdp_count(state) && status == DTRAIN_OK; i++) {
+        dtrain_fsdp *fsdp = dtrain__piece_fsdp_at(state, i);
+        if (fsdp == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: %zu fsdps are promised, but number %zu is NULL: give each, or count fewer",
+                                dtrain__piece_fsdp_count(state), i);
+        dtrain_piece *pieces = dtrain__piece_room(list, &room);
+        status = dtrain_fsdp_pieces(fsdp, pieces, room, &count);
         list->count += status == DTRAIN_OK ? count : 0;
     }
     if (status == DTRAIN_OK && state->table_count > 0) {
-        room = list->capacity > list->count ? list->capacity - list->count : 0;
-        status = dtrain_params_pieces(state->table, state->table_count, state->optimizer, ranks, rank,
-                                      room > 0 ? list->pieces + list->count : NULL, room, &count);
+        dtrain_piece *pieces = dtrain__piece_room(list, &room);
+        status = dtrain_params_pieces(state->table, state->table_count, state->optimizer, copies, copy, pieces, room,
+                                      &count);
         list->count += status == DTRAIN_OK ? count : 0;
     }
     if (status == DTRAIN_OK && state->piece_count > 0 && state->pieces == NULL)
@@ -34501,6 +34919,8 @@ static size_t dtrain__portion_share(const dtrain__portion *part, const dtrain_pi
 {
     int copies = piece->copies > 0 ? piece->copies : 1;
     *begin = 0;
+    if (piece->unsaved)
+        return 0;
     if (part->local || copies == 1)
         return piece->count;
     dtrain__xxh64 hash;
@@ -34667,26 +35087,48 @@ static dtrain_status dtrain__portion_values(dtrain__portion *part, const dtrain_
     return index->value_count > 1 ? dtrain__portion_values_once(part) : DTRAIN_OK;
 }
 
-static void dtrain__portion_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
+/* What an FSDP says of itself. */
+static void dtrain__portion_fsdp_facts(dtrain__index_facts *facts, const dtrain_fsdp *fsdp)
 {
+    facts->has_optimizer = 1;
+    facts->optimizer = fsdp->optimizer;
+    facts->optimizer_step = dtrain_fsdp_get_step(fsdp);
+    facts->has_scale = fsdp->desc.loss_scale > 0.0f;
+    facts->loss_scale = (double)dtrain_fsdp_loss_scale(fsdp);
+    facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(fsdp);
+}
+
+static dtrain_status dtrain__portion_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
+{
+    size_t fsdps = dtrain__piece_fsdp_count(state);
     facts->step = state->step;
     facts->seed = state->seed;
     facts->random_index = state->random_index;
-    if (state->fsdp != NULL) {
-        facts->has_optimizer = 1;
-        facts->optimizer = state->fsdp->optimizer;
-        facts->optimizer_step = dtrain_fsdp_get_step(state->fsdp);
-        facts->has_scale = state->fsdp->desc.loss_scale > 0.0f;
-        facts->loss_scale = (double)dtrain_fsdp_loss_scale(state->fsdp);
-        facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(state->fsdp);
-    } else if (state->optimizer != NULL) {
+    for (size_t i = 0; i < fsdps; i++) {
+        dtrain__index_facts other = *facts;
+        dtrain__portion_fsdp_facts(i == 0 ? facts : &other, dtrain__piece_fsdp_at(state, i));
+        const char *differs = i > 0 ? dtrain__index_differ(facts, &other) : NULL;
+        if (differs != NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: fsdp %zu has another %s than the first, and a checkpoint keeps one: make "
+                                "and step them alike, or save them with a checkpointer each",
+                                i, differs);
+    }
+    if (fsdps == 0 && state->optimizer != NULL) {
         facts->has_optimizer = 1;
         facts->optimizer = state->optimizer->desc;
         facts->optimizer_step = dtrain_optimizer_get_step(state->optimizer);
+    } else if (state->optimizer != NULL && dtrain_optimizer_get_step(state->optimizer) != facts->optimizer_step) {
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
+            "of both: save them with a checkpointer each",
+            (unsigned long long)facts->optimizer_step, (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
     }
     facts->has_sampler = state->sampler != NULL;
     if (state->sampler != NULL)
         facts->sampler = state->sampler->desc;
+    return DTRAIN_OK;
 }
 
 /* Says what this rank writes of a state; data stays where it is. */
@@ -34695,19 +35137,13 @@ static dtrain_status dtrain__portion_prepare(dtrain__portion *part, const dtrain
 {
     dtrain__index_clear(&part->index);
     part->item_count = 0;
-    dtrain__portion_facts(&part->index.facts, state);
     part->index.facts.id = *id;
+    part->index.facts.step = state->step;
     part->index.facts.world_size = (uint64_t)ranks;
-    if (state->fsdp != NULL && state->optimizer != NULL &&
-        dtrain_optimizer_get_step(state->optimizer) != part->index.facts.optimizer_step)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
-            "of both: save them with a checkpointer each",
-            (unsigned long long)part->index.facts.optimizer_step,
-            (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
     dtrain_status status = dtrain__pieces_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
                                                   part->rank, part->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__portion_facts(&part->index.facts, state);
     for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
         status = dtrain__portion_take(part, &part->pieces[i]);
     return status == DTRAIN_OK ? dtrain__portion_values(part, state) : status;
@@ -36051,7 +36487,7 @@ static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char 
     return DTRAIN_OK;
 }
 
-/* Lists a model's tensors; other names of tied weights are found when they are asked for. */
+/* Lists a model's tensors, the same on every rank; other names of tied weights are found when they are asked for. */
 static dtrain_status dtrain__load_open_model(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -36062,15 +36498,6 @@ static dtrain_status dtrain__load_open_model(dtrain__load *load)
     for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_count(load->model); i++) {
         const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(load->model, i, NULL);
         status = dtrain__load_model_tensor(&load->index, tensor->name, tensor->name_length, tensor);
-    }
-    for (size_t i = 0; status == DTRAIN_OK && i < load->piece_count; i++) {
-        const char *name = load->pieces[i].name;
-        const dtrain_safetensors_tensor *tensor =
-            load->pieces[i].suffix == NULL ? dtrain_safetensors_model_find(load->model, name, strlen(name), NULL)
-                                           : NULL;
-        int seen = i > 0 && dtrain__piece_compare_names(&load->pieces[i], &load->pieces[i - 1]) == 0;
-        if (tensor != NULL && strcmp(tensor->name, name) != 0 && !seen)
-            status = dtrain__load_model_tensor(&load->index, name, strlen(name), tensor);
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&load->index, 0);
@@ -36120,6 +36547,17 @@ static int dtrain__load_asks(const dtrain__load *load, const dtrain_piece *piece
     return load->model == NULL || piece->suffix == NULL;
 }
 
+/* The tensor that a piece is of, or NULL: in a model it may have another name as well. */
+static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, const dtrain_piece *piece)
+{
+    const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
+    if (tensor != NULL || load->model == NULL || piece->suffix != NULL)
+        return tensor;
+    const dtrain_safetensors_tensor *tied =
+        dtrain_safetensors_model_find(load->model, piece->name, strlen(piece->name), NULL);
+    return tied != NULL ? dtrain__index_find(&load->index, tied->name, NULL) : NULL;
+}
+
 /* Finds each wanted piece's tensor, counts those that are missing or of another shape, and lists them. */
 static void dtrain__load_match(dtrain__load *load)
 {
@@ -36127,7 +36565,7 @@ static void dtrain__load_match(dtrain__load *load)
     for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
         for (size_t i = 0, listed = 0; i < load->piece_count; i++) {
             const dtrain_piece *piece = &load->pieces[i];
-            const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
+            const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
             int again = i > 0 && dtrain__piece_compare_names(piece, &load->pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
             load->wants[i].piece = i;
@@ -36387,26 +36825,42 @@ static dtrain_status dtrain__load_read_model(dtrain__load *load)
     return status;
 }
 
-/* Sets counters, and publishes new weights. */
+/* Publishes new weights of every FSDP, also where one cannot: the ranks that share another wait for this one. */
+static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_status first = DTRAIN_OK;
+    dtrain__error cause;
+    for (size_t i = 0; i < dtrain__piece_fsdp_count(state); i++) {
+        dtrain_status status = dtrain_fsdp_publish(dtrain__piece_fsdp_at(state, i));
+        if (first == DTRAIN_OK && status != DTRAIN_OK)
+            cause = dtrain__thread_error;
+        first = first == DTRAIN_OK ? status : first;
+    }
+    if (first != DTRAIN_OK)
+        dtrain__thread_error = cause;
+    return dtrain__save_agree(load->ckpt, first, 0, NULL);
+}
+
+/* Publishes new weights, and sets counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = DTRAIN_OK;
-    if (load->model == NULL) {
-        state->step = facts->step;
-        state->seed = facts->seed;
-        state->random_index = facts->random_index;
-        if (facts->has_optimizer && state->optimizer != NULL)
-            dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
+    dtrain_status status = dtrain__load_publish(load, state);
+    if (status != DTRAIN_OK || load->model != NULL)
+        return status;
+    state->step = facts->step;
+    state->seed = facts->seed;
+    state->random_index = facts->random_index;
+    if (facts->has_optimizer && state->optimizer != NULL)
+        dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
+    for (size_t i = 0; i < dtrain__piece_fsdp_count(state) && status == DTRAIN_OK; i++) {
+        dtrain_fsdp *fsdp = dtrain__piece_fsdp_at(state, i);
+        if (facts->has_optimizer)
+            status = dtrain_fsdp_set_step(fsdp, facts->optimizer_step);
+        if (status == DTRAIN_OK && facts->has_scale && fsdp->desc.loss_scale > 0.0f)
+            status = dtrain_fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
     }
-    if (state->fsdp == NULL)
-        return DTRAIN_OK;
-    status = dtrain_fsdp_publish(state->fsdp);
-    if (status == DTRAIN_OK && facts->has_optimizer)
-        status = dtrain_fsdp_set_step(state->fsdp, facts->optimizer_step);
-    if (status == DTRAIN_OK && facts->has_scale && state->fsdp->desc.loss_scale > 0.0f)
-        status = dtrain_fsdp_set_loss_scale(state->fsdp, (float)facts->loss_scale, (int)facts->good_steps);
     return status == DTRAIN_OK ? status
                                : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
 }

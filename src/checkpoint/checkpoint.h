@@ -49,6 +49,8 @@ typedef struct dtrain_piece {
     int copies;          /* ranks that hold the very same piece; 0: 1 */
     int copy;            /* which of them this is: 0 to copies - 1 */
     void *data;          /* count elements, packed */
+    int unsaved;         /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
+                            loaded: for what several ranks have alike, but cut otherwise */
 } dtrain_piece;
 
 /* Elements that go from a piece that exists to one that is wanted. */
@@ -61,7 +63,8 @@ typedef struct dtrain_reshard_copy {
 /* Says which elements of the pieces that exist make up those that are wanted, without touching either: what a load
  * does, for data that is kept in no file.
  *
- *   have     pieces of any number of ranks; of copies of one piece the first in the list is used. Data is not read
+ *   have     pieces of any number of ranks; of copies of one piece the first in the list is used, and none that is
+ *            marked unsaved. Data is not read
  *   want     pieces, likewise
  *   copies   out: room for capacity of them, by wanted piece, in the order of its elements; may be NULL with 0
  *   count    out: how many there are, also when there is no room for them
@@ -76,13 +79,18 @@ DTRAIN_API dtrain_status dtrain_reshard_plan(const dtrain_piece *have, size_t ha
 
 /* Lists this rank's pieces of an FSDP: weights, then optimizer state. Data points into it, as of dtrain_fsdp_local.
  *
+ * A parameter that is a part (see dtrain_param_part) gives pieces of the whole tensor: of a part of several blocks one
+ * for each run of elements inside a block. Its copies multiply with those of the FSDP. Where slices are sharded, those
+ * of its copies are cut otherwise on each rank: of these, copy 0's are saved.
+ *
  *   pieces   out: room for capacity of them; may be NULL with 0
  *   count    out: how many there are
  *
  * one thread per object; never blocks */
 DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity, size_t *count);
 
-/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`.
+/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`, times those
+ * of the parameter's part.
  *
  *   optimizer   made from the same table; NULL: none
  *   others      as dtrain_fsdp_pieces
@@ -93,14 +101,15 @@ DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t 
                                               const dtrain_optimizer *optimizer, int copies, int copy,
                                               dtrain_piece *pieces, size_t capacity, size_t *count);
 
-/* What is saved, and where it goes when it is loaded: any of fsdp, table and pieces, together too. Names are unique
- * over all of them. */
+/* What is saved, and where it goes when it is loaded: any of fsdp, fsdps, table and pieces, together too. A name stands
+ * for one tensor over all of them and all ranks, of which each may have parts or nothing. A checkpoint has one
+ * optimizer desc, number of its steps and loss scale: where there are several, they agree. */
 typedef struct dtrain_checkpoint_state {
     uint64_t step;             /* the program's count; load sets it */
     dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
-    const dtrain_param *table; /* data that every rank has in full, as under DDP */
+    const dtrain_param *table; /* data that every rank of table_copies has alike, as under DDP */
     size_t table_count;
-    dtrain_optimizer *optimizer; /* of that table; NULL: none. With fsdp too, both have taken as many steps */
+    dtrain_optimizer *optimizer; /* of that table; NULL: none */
     const dtrain_piece *pieces;  /* anything else */
     size_t piece_count;
     uint64_t seed, random_index;           /* of the program's random stream; load sets them */
@@ -108,6 +117,11 @@ typedef struct dtrain_checkpoint_state {
     const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's, each key once; load: see
                                               dtrain_checkpoint_value */
     size_t value_count;
+    dtrain_fsdp *const *fsdps; /* beside fsdp: of a pipeline's rank one for each of its chunks. Each over any ranks of
+                                  the checkpointer's comm, listed in the same order on all that share one */
+    size_t fsdp_count;
+    int table_copies; /* ranks that hold the very same table, as along the data dimension of a mesh; 0: all of comm */
+    int table_copy;   /* which of them this is: 0 to table_copies - 1 */
 } dtrain_checkpoint_state;
 
 typedef struct dtrain_checkpoint_desc {
@@ -224,7 +238,8 @@ typedef struct dtrain_checkpoint_report {
  *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH and DTRAIN_ERR_INVALID what was to be loaded is
  *            undefined:
  *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read
- *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape; or the sampler's desc
+ *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
+ *                                 has any: ranks may ask for different tensors); or the sampler's desc
  *                                 differs, so that other examples would follow
  *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where
  *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather and dtrain_fsdp_publish

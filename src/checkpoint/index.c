@@ -71,6 +71,24 @@ typedef struct dtrain__index_facts {
     dtrain_sampler_desc sampler;
 } dtrain__index_facts;
 
+/* Names what differs in what two parts say of their optimizers, which are stepped alike; NULL: nothing. */
+static const char *dtrain__index_differ(const dtrain__index_facts *a, const dtrain__index_facts *b)
+{
+    const dtrain_optimizer_desc *x = &a->optimizer, *y = &b->optimizer;
+    if (a->optimizer_step != b->optimizer_step)
+        return "number of optimizer steps";
+    if (x->kind != y->kind || memcmp(&x->beta1, &y->beta1, sizeof(float)) != 0 ||
+        memcmp(&x->beta2, &y->beta2, sizeof(float)) != 0 || memcmp(&x->eps, &y->eps, sizeof(float)) != 0 ||
+        memcmp(&x->weight_decay, &y->weight_decay, sizeof(float)) != 0 ||
+        memcmp(&x->momentum, &y->momentum, sizeof(float)) != 0 || x->nesterov != y->nesterov ||
+        x->decoupled_decay != y->decoupled_decay)
+        return "optimizer desc";
+    if (a->has_scale != b->has_scale || (a->has_scale && (memcmp(&a->loss_scale, &b->loss_scale, sizeof(double)) != 0 ||
+                                                          a->good_steps != b->good_steps)))
+        return "loss scale";
+    return NULL;
+}
+
 typedef struct dtrain__index {
     dtrain_allocator *allocator;
     const char *where; /* of the text being read, for error texts */
@@ -166,6 +184,32 @@ static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
         return DTRAIN__INDEX_NONE;
     index->numbers[index->number_count] = value;
     return index->number_count++;
+}
+
+/* Takes what a part says beside its tensors: of the first all, of others what an optimizer is, if none before had
+ * one. */
+static dtrain_status dtrain__index_take_facts(dtrain__index *index, const dtrain__index_facts *facts)
+{
+    dtrain__index_facts *all = &index->facts;
+    if (index->parts++ == 0) {
+        *all = *facts;
+        return DTRAIN_OK;
+    }
+    const char *differs = all->has_optimizer && facts->has_optimizer ? dtrain__index_differ(all, facts) : NULL;
+    if (differs != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                            "checkpoint: part \"%s\" has another %s than the parts before it, and a checkpoint keeps "
+                            "one: step every rank alike",
+                            index->where, differs);
+    if (facts->has_optimizer && !all->has_optimizer) {
+        all->has_optimizer = 1;
+        all->optimizer = facts->optimizer;
+        all->optimizer_step = facts->optimizer_step;
+        all->has_scale = facts->has_scale;
+        all->loss_scale = facts->loss_scale;
+        all->good_steps = facts->good_steps;
+    }
+    return DTRAIN_OK;
 }
 
 static void dtrain__index_region(const dtrain__index *index, const dtrain__index_tensor *tensor,

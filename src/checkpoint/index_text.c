@@ -792,9 +792,7 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
                          "save the same step on every rank",
                          where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
                          (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
-    if (status == DTRAIN_OK && index->parts++ == 0)
-        index->facts = facts;
-    return status;
+    return status == DTRAIN_OK ? dtrain__index_take_facts(index, &facts) : status;
 }
 
 #endif

@@ -195,7 +195,7 @@ static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char 
     return DTRAIN_OK;
 }
 
-/* Lists a model's tensors; other names of tied weights are found when they are asked for. */
+/* Lists a model's tensors, the same on every rank; other names of tied weights are found when they are asked for. */
 static dtrain_status dtrain__load_open_model(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -206,15 +206,6 @@ static dtrain_status dtrain__load_open_model(dtrain__load *load)
     for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_count(load->model); i++) {
         const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(load->model, i, NULL);
         status = dtrain__load_model_tensor(&load->index, tensor->name, tensor->name_length, tensor);
-    }
-    for (size_t i = 0; status == DTRAIN_OK && i < load->piece_count; i++) {
-        const char *name = load->pieces[i].name;
-        const dtrain_safetensors_tensor *tensor =
-            load->pieces[i].suffix == NULL ? dtrain_safetensors_model_find(load->model, name, strlen(name), NULL)
-                                           : NULL;
-        int seen = i > 0 && dtrain__piece_compare_names(&load->pieces[i], &load->pieces[i - 1]) == 0;
-        if (tensor != NULL && strcmp(tensor->name, name) != 0 && !seen)
-            status = dtrain__load_model_tensor(&load->index, name, strlen(name), tensor);
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&load->index, 0);
@@ -264,6 +255,17 @@ static int dtrain__load_asks(const dtrain__load *load, const dtrain_piece *piece
     return load->model == NULL || piece->suffix == NULL;
 }
 
+/* The tensor that a piece is of, or NULL: in a model it may have another name as well. */
+static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, const dtrain_piece *piece)
+{
+    const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
+    if (tensor != NULL || load->model == NULL || piece->suffix != NULL)
+        return tensor;
+    const dtrain_safetensors_tensor *tied =
+        dtrain_safetensors_model_find(load->model, piece->name, strlen(piece->name), NULL);
+    return tied != NULL ? dtrain__index_find(&load->index, tied->name, NULL) : NULL;
+}
+
 /* Finds each wanted piece's tensor, counts those that are missing or of another shape, and lists them. */
 static void dtrain__load_match(dtrain__load *load)
 {
@@ -271,7 +273,7 @@ static void dtrain__load_match(dtrain__load *load)
     for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
         for (size_t i = 0, listed = 0; i < load->piece_count; i++) {
             const dtrain_piece *piece = &load->pieces[i];
-            const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
+            const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
             int again = i > 0 && dtrain__piece_compare_names(piece, &load->pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
             load->wants[i].piece = i;
@@ -531,26 +533,42 @@ static dtrain_status dtrain__load_read_model(dtrain__load *load)
     return status;
 }
 
-/* Sets counters, and publishes new weights. */
+/* Publishes new weights of every FSDP, also where one cannot: the ranks that share another wait for this one. */
+static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_status first = DTRAIN_OK;
+    dtrain__error cause;
+    for (size_t i = 0; i < dtrain__piece_fsdp_count(state); i++) {
+        dtrain_status status = dtrain_fsdp_publish(dtrain__piece_fsdp_at(state, i));
+        if (first == DTRAIN_OK && status != DTRAIN_OK)
+            cause = dtrain__thread_error;
+        first = first == DTRAIN_OK ? status : first;
+    }
+    if (first != DTRAIN_OK)
+        dtrain__thread_error = cause;
+    return dtrain__save_agree(load->ckpt, first, 0, NULL);
+}
+
+/* Publishes new weights, and sets counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = DTRAIN_OK;
-    if (load->model == NULL) {
-        state->step = facts->step;
-        state->seed = facts->seed;
-        state->random_index = facts->random_index;
-        if (facts->has_optimizer && state->optimizer != NULL)
-            dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
+    dtrain_status status = dtrain__load_publish(load, state);
+    if (status != DTRAIN_OK || load->model != NULL)
+        return status;
+    state->step = facts->step;
+    state->seed = facts->seed;
+    state->random_index = facts->random_index;
+    if (facts->has_optimizer && state->optimizer != NULL)
+        dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
+    for (size_t i = 0; i < dtrain__piece_fsdp_count(state) && status == DTRAIN_OK; i++) {
+        dtrain_fsdp *fsdp = dtrain__piece_fsdp_at(state, i);
+        if (facts->has_optimizer)
+            status = dtrain_fsdp_set_step(fsdp, facts->optimizer_step);
+        if (status == DTRAIN_OK && facts->has_scale && fsdp->desc.loss_scale > 0.0f)
+            status = dtrain_fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
     }
-    if (state->fsdp == NULL)
-        return DTRAIN_OK;
-    status = dtrain_fsdp_publish(state->fsdp);
-    if (status == DTRAIN_OK && facts->has_optimizer)
-        status = dtrain_fsdp_set_step(state->fsdp, facts->optimizer_step);
-    if (status == DTRAIN_OK && facts->has_scale && state->fsdp->desc.loss_scale > 0.0f)
-        status = dtrain_fsdp_set_loss_scale(state->fsdp, (float)facts->loss_scale, (int)facts->good_steps);
     return status == DTRAIN_OK ? status
                                : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
 }

@@ -100,6 +100,12 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
     dtrain_status status = dtrain_params_check(table, count);
     if (status != DTRAIN_OK)
         return status;
+    for (size_t i = 0; i < count; i++)
+        if (!dtrain__params_is_whole(&table[i]))
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "params_save: parameter %s is a part of a tensor that other ranks hold too: save a "
+                                "checkpoint, and export that",
+                                table[i].name);
     memset(&heap, 0, sizeof heap);
     dtrain_safetensors_source *sources = (dtrain_safetensors_source *)dtrain__alloc(&heap, count * sizeof *sources);
     if (sources == NULL)

@@ -121,6 +121,8 @@ static size_t dtrain__portion_share(const dtrain__portion *part, const dtrain_pi
 {
     int copies = piece->copies > 0 ? piece->copies : 1;
     *begin = 0;
+    if (piece->unsaved)
+        return 0;
     if (part->local || copies == 1)
         return piece->count;
     dtrain__xxh64 hash;
@@ -287,26 +289,48 @@ static dtrain_status dtrain__portion_values(dtrain__portion *part, const dtrain_
     return index->value_count > 1 ? dtrain__portion_values_once(part) : DTRAIN_OK;
 }
 
-static void dtrain__portion_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
+/* What an FSDP says of itself. */
+static void dtrain__portion_fsdp_facts(dtrain__index_facts *facts, const dtrain_fsdp *fsdp)
 {
+    facts->has_optimizer = 1;
+    facts->optimizer = fsdp->optimizer;
+    facts->optimizer_step = dtrain_fsdp_get_step(fsdp);
+    facts->has_scale = fsdp->desc.loss_scale > 0.0f;
+    facts->loss_scale = (double)dtrain_fsdp_loss_scale(fsdp);
+    facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(fsdp);
+}
+
+static dtrain_status dtrain__portion_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
+{
+    size_t fsdps = dtrain__piece_fsdp_count(state);
     facts->step = state->step;
     facts->seed = state->seed;
     facts->random_index = state->random_index;
-    if (state->fsdp != NULL) {
-        facts->has_optimizer = 1;
-        facts->optimizer = state->fsdp->optimizer;
-        facts->optimizer_step = dtrain_fsdp_get_step(state->fsdp);
-        facts->has_scale = state->fsdp->desc.loss_scale > 0.0f;
-        facts->loss_scale = (double)dtrain_fsdp_loss_scale(state->fsdp);
-        facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(state->fsdp);
-    } else if (state->optimizer != NULL) {
+    for (size_t i = 0; i < fsdps; i++) {
+        dtrain__index_facts other = *facts;
+        dtrain__portion_fsdp_facts(i == 0 ? facts : &other, dtrain__piece_fsdp_at(state, i));
+        const char *differs = i > 0 ? dtrain__index_differ(facts, &other) : NULL;
+        if (differs != NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: fsdp %zu has another %s than the first, and a checkpoint keeps one: make "
+                                "and step them alike, or save them with a checkpointer each",
+                                i, differs);
+    }
+    if (fsdps == 0 && state->optimizer != NULL) {
         facts->has_optimizer = 1;
         facts->optimizer = state->optimizer->desc;
         facts->optimizer_step = dtrain_optimizer_get_step(state->optimizer);
+    } else if (state->optimizer != NULL && dtrain_optimizer_get_step(state->optimizer) != facts->optimizer_step) {
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
+            "of both: save them with a checkpointer each",
+            (unsigned long long)facts->optimizer_step, (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
     }
     facts->has_sampler = state->sampler != NULL;
     if (state->sampler != NULL)
         facts->sampler = state->sampler->desc;
+    return DTRAIN_OK;
 }
 
 /* Says what this rank writes of a state; data stays where it is. */
@@ -315,19 +339,13 @@ static dtrain_status dtrain__portion_prepare(dtrain__portion *part, const dtrain
 {
     dtrain__index_clear(&part->index);
     part->item_count = 0;
-    dtrain__portion_facts(&part->index.facts, state);
     part->index.facts.id = *id;
+    part->index.facts.step = state->step;
     part->index.facts.world_size = (uint64_t)ranks;
-    if (state->fsdp != NULL && state->optimizer != NULL &&
-        dtrain_optimizer_get_step(state->optimizer) != part->index.facts.optimizer_step)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
-            "of both: save them with a checkpointer each",
-            (unsigned long long)part->index.facts.optimizer_step,
-            (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
     dtrain_status status = dtrain__pieces_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
                                                   part->rank, part->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__portion_facts(&part->index.facts, state);
     for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
         status = dtrain__portion_take(part, &part->pieces[i]);
     return status == DTRAIN_OK ? dtrain__portion_values(part, state) : status;

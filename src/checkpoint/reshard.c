@@ -369,14 +369,17 @@ typedef struct dtrain__reshard {
 static dtrain_status dtrain__reshard_sort(dtrain__reshard *plan, size_t have_count)
 {
     dtrain__region region, before;
+    size_t used = 0;
     for (size_t i = 0; i < have_count; i++) {
         dtrain_status status = dtrain__piece_check(&region, &plan->have[i], i, "dtrain_reshard_plan, of what exists");
         if (status != DTRAIN_OK)
             return status;
-        plan->sorted[i] = &plan->have[i];
+        if (!plan->have[i].unsaved)
+            plan->sorted[used++] = &plan->have[i];
     }
-    qsort(plan->sorted, have_count, sizeof *plan->sorted, dtrain__reshard_by_region);
-    for (size_t i = 0; i < have_count; i++) {
+    if (used > 0)
+        qsort(plan->sorted, used, sizeof *plan->sorted, dtrain__reshard_by_region);
+    for (size_t i = 0; i < used; i++) {
         const dtrain_piece *piece = plan->sorted[i],
                            *last = plan->sorted_count > 0 ? plan->sorted[plan->sorted_count - 1] : NULL;
         dtrain__region_of(&region, piece);

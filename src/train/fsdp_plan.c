@@ -102,8 +102,8 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
     size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
                     2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
-           layout->cut_count * a_cut + (size_t)layout->unit_count * a_unit +
-           (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
+           layout->part_count * sizeof(dtrain_param_part) + layout->cut_count * a_cut +
+           (size_t)layout->unit_count * a_unit + (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
            desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) +
            (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);

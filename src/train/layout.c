@@ -47,9 +47,10 @@ typedef struct dtrain__cut_unit {
 } dtrain__cut_unit;
 
 typedef struct dtrain__layout {
-    dtrain_param *table; /* a copy, with names of its own */
-    size_t table_count, names_bytes;
+    dtrain_param *table; /* a copy, with names and parts of its own */
+    size_t table_count, names_bytes, part_count;
     char *names;
+    dtrain_param_part *parts;
     dtrain__cut *cuts;
     size_t cut_count;
     dtrain__cut_unit *units;
@@ -171,6 +172,7 @@ static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *all
 {
     dtrain__free(allocator, layout->table, layout->table_count * sizeof(dtrain_param));
     dtrain__free(allocator, layout->names, layout->names_bytes);
+    dtrain__free(allocator, layout->parts, layout->part_count * sizeof(dtrain_param_part));
     dtrain__free(allocator, layout->cuts, layout->cut_count * sizeof(dtrain__cut));
     dtrain__free(allocator, layout->units, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
     dtrain__free(allocator, layout->offsets, layout->table_count * sizeof(size_t));
@@ -180,20 +182,22 @@ static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *all
 static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                          dtrain_allocator *allocator)
 {
-    size_t used = 0;
+    size_t used = 0, parts = 0;
     layout->table_count = count;
     layout->unit_count = dtrain_params_units(table, count);
     for (size_t i = 0; i < count; i++) {
         layout->names_bytes += strlen(table[i].name) + 1;
+        layout->part_count += table[i].part != NULL;
         layout->cut_count += dtrain__params_layers(&table[i]);
     }
     layout->table = (dtrain_param *)dtrain__alloc(allocator, count * sizeof(dtrain_param));
     layout->names = (char *)dtrain__alloc(allocator, layout->names_bytes);
+    layout->parts = (dtrain_param_part *)dtrain__alloc(allocator, layout->part_count * sizeof(dtrain_param_part));
     layout->offsets = (size_t *)dtrain__alloc(allocator, count * sizeof(size_t));
     layout->cuts = (dtrain__cut *)dtrain__alloc(allocator, layout->cut_count * sizeof(dtrain__cut));
     layout->units = (dtrain__cut_unit *)dtrain__alloc(allocator, (size_t)layout->unit_count * sizeof(dtrain__cut_unit));
     if (layout->table == NULL || layout->names == NULL || layout->offsets == NULL || layout->cuts == NULL ||
-        layout->units == NULL)
+        layout->units == NULL || layout->parts == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
     memcpy(layout->table, table, count * sizeof(dtrain_param));
     for (size_t i = 0; i < count; i++) {
@@ -201,6 +205,10 @@ static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_pa
         memcpy(layout->names + used, table[i].name, bytes);
         layout->table[i].name = layout->names + used;
         used += bytes;
+        if (table[i].part != NULL) {
+            layout->parts[parts] = *table[i].part;
+            layout->table[i].part = &layout->parts[parts++];
+        }
         layout->offsets[i] = layout->reserved;
         if (table[i].dtype == DTRAIN_F32)
             layout->reserved += (dtrain_param_elements(&table[i]) * sizeof(float) + 63) / 64 * 64;

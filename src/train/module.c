@@ -225,6 +225,7 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++) {
         made->table[i] = table[i];
         made->table[i].name = dtrain__module_keep(made, table[i].name);
+        made->table[i].part = NULL; /* the caller's, and not needed */
     }
     if (status == DTRAIN_OK)
         status = dtrain__module_link(made, layers);

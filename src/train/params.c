@@ -73,6 +73,64 @@ DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count)
     return units <= INT_MAX ? (int)units : 0;
 }
 
+/* The dimension that a part is cut along; -1: of a stacked one none. */
+static int dtrain__params_cut_dim(const dtrain_param *param)
+{
+    return param->stacked && param->part->dim == 0 ? -1 : param->part->dim;
+}
+
+static size_t dtrain__params_blocks(const dtrain_param *param)
+{
+    return param->part->blocks > 0 ? param->part->blocks : 1;
+}
+
+/* Says whether a parameter, which is checked, is all of its tensor. */
+static int dtrain__params_is_whole(const dtrain_param *param)
+{
+    int whole = 1;
+    for (int d = 0; param->part != NULL && d < dtrain__params_ndim(param); d++)
+        whole = whole && param->part->shape[d] == param->shape[d];
+    return whole;
+}
+
+/* Says what is wrong with the place of a part's blocks, or NULL. */
+static const char *dtrain__params_bad_blocks(const dtrain_param *param)
+{
+    size_t blocks = dtrain__params_blocks(param), begin = param->part->begin;
+    int cut = dtrain__params_cut_dim(param);
+    if (cut < 0)
+        return begin > 0 || blocks > 1 ? "dim is 0, which counts layers, but begin or blocks is given" : NULL;
+    size_t whole = param->part->shape[cut], mine = param->shape[cut];
+    if (whole % blocks != 0 || mine % blocks != 0)
+        return "a cut dimension does not divide by blocks";
+    if (begin > whole / blocks || mine / blocks > whole / blocks - begin)
+        return "begin and its size reach beyond a block of the whole tensor";
+    return NULL;
+}
+
+/* Says what is wrong with where a parameter lies in the tensor of the whole model, or NULL. */
+static const char *dtrain__params_bad_part(const dtrain_param *param)
+{
+    const dtrain_param_part *part = param->part;
+    int ndim = dtrain__params_ndim(param);
+    size_t bytes = dtrain_dtype_bits(param->dtype) / 8;
+    if (part->copies < 0 || part->copy < 0 || part->copy >= (part->copies > 0 ? part->copies : 1))
+        return "copy is not from 0 to copies - 1";
+    if (part->dim < 0 || part->dim >= ndim)
+        return "dim is none of its dimensions";
+    for (int d = 0; d < ndim; d++)
+        if (!dtrain__mul_size(bytes, part->shape[d], &bytes))
+            return "the whole tensor's sizes multiply to more than memory";
+    if (!param->stacked && part->first_layer > 0)
+        return "first_layer is given, but it is not stacked";
+    if (param->stacked && (part->first_layer > part->shape[0] || param->shape[0] > part->shape[0] - part->first_layer))
+        return "its layers reach beyond those of the whole tensor";
+    for (int d = param->stacked != 0; d < ndim; d++)
+        if (d != dtrain__params_cut_dim(param) && part->shape[d] != param->shape[d])
+            return "its size differs from the whole tensor's in a dimension that is not cut";
+    return dtrain__params_bad_blocks(param);
+}
+
 static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t index, int reserves)
 {
     size_t count, bytes;
@@ -94,6 +152,9 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
     if (param->unit < 0 || dtrain__params_layers(param) > (size_t)(INT_MAX - param->unit))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: unit %d and %zu layers, expected 0 to %d", name,
                             param->unit, dtrain__params_layers(param), INT_MAX);
+    const char *bad = param->part != NULL ? dtrain__params_bad_part(param) : NULL;
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: its part: %s: see dtrain_param_cut", name, bad);
     if (param->data == NULL && bytes > 0 && !reserves)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: data is NULL, expected %zu bytes", name, bytes);
     return DTRAIN_OK;
@@ -201,7 +262,21 @@ DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t c
 typedef struct dtrain__params_print {
     unsigned char before[32], name[32];
     uint64_t fields[8 + DTRAIN_MAX_DIMS];
+    uint64_t part[6 + DTRAIN_MAX_DIMS]; /* zeros: it is whole */
 } dtrain__params_print;
+
+static void dtrain__params_print_part(const dtrain_param *param, uint64_t *fields)
+{
+    const dtrain_param_part *part = param->part;
+    fields[0] = (uint64_t)part->first_layer;
+    fields[1] = (uint64_t)part->dim;
+    fields[2] = (uint64_t)dtrain__params_blocks(param);
+    fields[3] = (uint64_t)part->begin;
+    fields[4] = part->copies > 0 ? (uint64_t)part->copies : 1;
+    fields[5] = (uint64_t)part->copy;
+    for (int d = 0; d < dtrain__params_ndim(param); d++)
+        fields[6 + d] = (uint64_t)part->shape[d];
+}
 
 /* Adds a good table, but for its addresses, to the hash that digest holds. */
 static void dtrain__params_digest(const dtrain_param *table, size_t count, unsigned char digest[32])
@@ -221,6 +296,8 @@ static void dtrain__params_digest(const dtrain_param *table, size_t count, unsig
         print.fields[7] = table[i].no_decay != 0;
         for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
             print.fields[8 + d] = table[i].shape[d];
+        if (table[i].part != NULL)
+            dtrain__params_print_part(&table[i], print.part);
         dtrain_sha256(&print, sizeof print, digest);
     }
 }

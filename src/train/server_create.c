@@ -50,6 +50,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
         return dtrain__server_no_memory(count * (sizeof *table + 2 * sizeof(size_t)));
     memcpy(s->table, table, count * sizeof *table);
     for (size_t i = 0; i < count; i++) {
+        s->table[i].part = NULL; /* the caller's, and not needed */
         s->elements[i] = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
         s->begins[i] = s->total;
         s->total += s->elements[i]; /* they are in memory, so they add up */

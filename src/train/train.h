@@ -50,8 +50,11 @@ typedef struct dtrain_param {
 
 /* Checks a table as every function here that takes one does.
  *
+ * A size may be 0 where ndim is given: a part of nothing, as of a dimension cut over more ranks than it has elements.
+ *
  *   errors   DTRAIN_ERR_INVALID  a name missing or used twice; a bad dtype or shape; sizes that overflow; units with
- *                                a gap; memory missing or shared by two tensors. The text names the parameter
+ *                                a gap; memory missing or shared by two tensors; a part that does not lie inside its
+ *                                whole tensor. The text names the parameter
  *            DTRAIN_ERR_MEMORY
  *
  * any thread */
@@ -66,6 +69,51 @@ DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count);
  *
  * any thread */
 DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param);
+
+/* Makes of a parameter the part of it that one rank of several holds: rows or columns, for tensor parallelism.
+ *
+ * Sizes of param become the part's, part is filled in and param->part points to it; memory is not touched. This and the
+ * next two may follow one another on one parameter, with the same part.
+ *
+ *   part      must outlive param; objects that copy a table copy the parts as well
+ *   dim       to be cut, 0 to ndim - 1; of a stacked one above 0. One dimension can be cut, once
+ *   blocks    the dimension is so many equal blocks, each cut alike: 3 for query, key and value in one; 0: 1
+ *   granule   cuts are at its multiples, as at those of a head's size; 0: 1. The granules of a block are dealt by
+ *             dtrain_split; a block's last may be short
+ *   parts     of which this one is `index`, 0 to parts - 1; it has no elements where parts are more than granules
+ *   errors    DTRAIN_ERR_INVALID  a bad number, or cut before; param is as it was
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part *part, int dim, size_t blocks,
+                                          size_t granule, int parts, int index);
+
+/* Makes of a stacked parameter the layers of it that one rank holds, for a stage of a pipeline. Units are the caller's
+ * to number.
+ *
+ *   first, count   of the layers that param has now; count at least 1
+ *   others         as dtrain_param_cut
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_param_layers(dtrain_param *param, dtrain_param_part *part, size_t first, size_t count);
+
+/* Says that several ranks hold the very same parameter, or part, and which of them this one is; dtrain_params_check
+ * checks the numbers. Not for the copies that an FSDP or DDP makes: those multiply with these.
+ *
+ *   copies, copy   as in dtrain_param_part
+ *   others         as dtrain_param_cut
+ *
+ * any thread */
+DTRAIN_API void dtrain_param_copies(dtrain_param *param, dtrain_param_part *part, int copies, int copy);
+
+/* Returns which element of the tensor of the whole model an element of a parameter is, both counted row by row.
+ *
+ * A model that is initialised with dtrain_random_normal(seed, that number) is the same under every layout.
+ *
+ *   element   below dtrain_param_elements
+ *   returns   element where param is whole
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_param_whole_index(const dtrain_param *param, size_t element);
 
 /* What to draw from, and how a step is cut. */
 typedef struct dtrain_sampler_desc {
