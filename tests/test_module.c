@@ -126,7 +126,7 @@ static dtrain_status twenty(dtrain_comm *world, void *user)
     const char *names[] = {"weight"};
     float ten[] = {1, 2, 3, 4}, two = 2;
     size_t one = 1;
-    dtrain_param table[] = {{"weight", DTRAIN_F32, {4}, 0, 0, 0, 0, 0, 0, NULL, NULL}};
+    dtrain_param table[] = {{"weight", DTRAIN_F32, {4}, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL}};
     dtrain_layer layer = {"sum", names, 1, 0, sum_shape, sum_forward, no_backward, NULL, NULL};
     dtrain_tensor input, output;
     dtrain_fsdp *fsdp;
@@ -415,7 +415,7 @@ static dtrain_status big(dtrain_comm *world, void *user)
 {
     static const char *const names[] = {"w"};
     int rank = dtrain_comm_rank(world);
-    dtrain_param table[] = {{"w", DTRAIN_F32, {BIG_UNITS, BIG}, 0, 1, 0, 0, 0, 0, NULL, NULL}};
+    dtrain_param table[] = {{"w", DTRAIN_F32, {BIG_UNITS, BIG}, 0, 1, 0, 0, 0, 0, NULL, NULL, NULL}};
     dtrain_layer layers[BIG_UNITS];
     dtrain_fsdp_desc desc;
     dtrain_fsdp_plan_result plan;
