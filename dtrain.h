@@ -2567,10 +2567,9 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  * optimizer state.
  *
  *   comm     must outlive it; three or four groups of its ranks are made from it
- *   table    copied, names included; the same on every rank but for addresses. F32; a frozen parameter of another
- *            dtype must have data, and stays there in full on every rank
- *   desc     NULL: all defaults; the same on every rank
- *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
+ *   table    copied, names and parts included; the same on every rank but for addresses. F32; a frozen parameter of
+ * another dtype must have data, and stays there in full on every rank desc     NULL: all defaults; the same on every
+ * rank errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
  *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
@@ -2725,7 +2724,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp);
 typedef struct dtrain_slice {
     const char *name; /* of the parameter */
     dtrain_dtype dtype;
-    size_t shape[DTRAIN_MAX_DIMS]; /* of the parameter in full */
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the parameter in full; of one that is a part the part's */
     int ndim;
     int layer; /* of a stacked parameter: the box [layer, ...]; -1: the box is all of it */
     int unit;
@@ -23768,6 +23767,15 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
     return status;
 }
 
+/* Says whether what there is to train has no elements, as a rank's part may be: its steps are made and counted. */
+static int dtrain__fsdp_trains_nothing(const dtrain_fsdp *fsdp)
+{
+    int trains = 0;
+    for (size_t i = 0; i < fsdp->layout.table_count; i++)
+        trains |= !fsdp->layout.table[i].frozen;
+    return trains && fsdp->trained_units == 0;
+}
+
 /* Says whether a step can be applied; the same verdict on every rank. */
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
@@ -23779,7 +23787,7 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
                                 "all ranks, the object can be used",
                                 rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
     }
-    if (most > 0 && fsdp->trained_units > 0)
+    if ((most > 0 && fsdp->trained_units > 0) || dtrain__fsdp_trains_nothing(fsdp))
         return DTRAIN_OK;
     return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                         "fsdp, finishing a step: no rank has reduced a gradient: call dtrain_fsdp_reduce for each unit "
@@ -23792,7 +23800,7 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
     const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    float *sum = NULL;
+    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* of nothing */
     for (int level = 0; fsdp->round >> level != 0; level++) {
         if (!(fsdp->round >> level & 1))
             continue;

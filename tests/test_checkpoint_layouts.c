@@ -290,7 +290,7 @@ static void check_published(holder *h, uint64_t salt)
 typedef struct trip {
     char directory[160], model[160]; /* model: weights alone are loaded from there */
     const layout *how;
-    int momentum, async;
+    int momentum, async, local;
 } trip;
 
 static dtrain_checkpoint *open_checkpoint(const trip *t, dtrain_comm *world)
@@ -300,6 +300,7 @@ static dtrain_checkpoint *open_checkpoint(const trip *t, dtrain_comm *world)
     memset(&desc, 0, sizeof desc);
     desc.directory = t->directory;
     desc.no_sync = 1;
+    desc.local = t->local;
     desc.timeout_ms = 60000;
     if (dtrain_checkpoint_create(&ckpt, world, &desc) != DTRAIN_OK)
         TEST_FAIL("%s", dtrain_last_error());
@@ -428,6 +429,21 @@ TEST(a_plain_file_of_whole_tensors_loads_under_every_layout)
     CHECK_EQ(dtrain_checkpoint_export(t.directory, t.model, 0), DTRAIN_OK);
     for (int to = 0; to < LAYOUTS; to++) {
         t.how = &layouts[to];
+        CHECK_EQ(dtrain_run_threads(ranks_of(t.how), load_body, &t, NULL), DTRAIN_OK);
+    }
+}
+
+TEST(ranks_with_disks_of_their_own_hand_each_other_what_another_layout_saved)
+{
+    const int from[4] = {5, 2, 7, 9}, to[4] = {2, 5, 9, 3}; /* of layouts */
+    for (int i = 0; i < 4; i++) {
+        trip t;
+        memset(&t, 0, sizeof t);
+        t.local = 1;
+        t.how = saved_by = &layouts[from[i]];
+        set_directory(&t, 50 + i);
+        CHECK_EQ(dtrain_run_threads(ranks_of(t.how), save_body, &t, NULL), DTRAIN_OK);
+        t.how = &layouts[to[i]];
         CHECK_EQ(dtrain_run_threads(ranks_of(t.how), load_body, &t, NULL), DTRAIN_OK);
     }
 }

@@ -455,6 +455,39 @@ TEST(fsdp_shards_parts_also_those_of_nothing_and_knows_where_they_lie)
         CHECK_EQ(dtrain_run_threads(2, fsdp_body, &sharded, NULL), DTRAIN_OK);
 }
 
+/* Whatever is to be trained has no elements on this rank; others of the model count their steps, and so does it. */
+static dtrain_status nothing_body(dtrain_comm *world, void *user)
+{
+    const int *strategy = (const int *)user;
+    dtrain_param_part part;
+    dtrain_param param = whole("none", 0, 2, 3, 4, 0);
+    dtrain_fsdp_desc desc;
+    dtrain_fsdp *fsdp = NULL;
+    double norm = -1.0;
+    memset(&desc, 0, sizeof desc);
+    desc.strategy = (dtrain_strategy)*strategy;
+    desc.loss_scale = 8.0f;
+    CHECK_EQ(dtrain_param_cut(&param, &part, 0, 0, 0, 4, 3), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, world, &param, 1, &desc), DTRAIN_OK);
+    for (uint64_t step = 1; step <= 2; step++) {
+        CHECK_EQ(dtrain_fsdp_gather(fsdp, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_reduce(fsdp, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm), DTRAIN_OK);
+        CHECK(norm == 0.0);
+        CHECK_EQ(dtrain_fsdp_step(fsdp, 0.1f), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_get_step(fsdp), step);
+        CHECK_EQ(dtrain_fsdp_good_steps(fsdp), step);
+    }
+    dtrain_fsdp_destroy(fsdp);
+    return DTRAIN_OK;
+}
+
+TEST(an_fsdp_of_nothing_steps_with_the_others)
+{
+    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_NO_SHARD; strategy++)
+        CHECK_EQ(dtrain_run_threads(2, nothing_body, &strategy, NULL), DTRAIN_OK);
+}
+
 /* Two ranks of one FSDP hold the same part; where they do not, tables differ. */
 static dtrain_status strangers_body(dtrain_comm *world, void *user)
 {

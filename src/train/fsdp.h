@@ -122,10 +122,9 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  * optimizer state.
  *
  *   comm     must outlive it; three or four groups of its ranks are made from it
- *   table    copied, names included; the same on every rank but for addresses. F32; a frozen parameter of another
- *            dtype must have data, and stays there in full on every rank
- *   desc     NULL: all defaults; the same on every rank
- *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
+ *   table    copied, names and parts included; the same on every rank but for addresses. F32; a frozen parameter of
+ * another dtype must have data, and stays there in full on every rank desc     NULL: all defaults; the same on every
+ * rank errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
  *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
@@ -280,7 +279,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp);
 typedef struct dtrain_slice {
     const char *name; /* of the parameter */
     dtrain_dtype dtype;
-    size_t shape[DTRAIN_MAX_DIMS]; /* of the parameter in full */
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the parameter in full; of one that is a part the part's */
     int ndim;
     int layer; /* of a stacked parameter: the box [layer, ...]; -1: the box is all of it */
     int unit;

@@ -109,6 +109,15 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
     return status;
 }
 
+/* Says whether what there is to train has no elements, as a rank's part may be: its steps are made and counted. */
+static int dtrain__fsdp_trains_nothing(const dtrain_fsdp *fsdp)
+{
+    int trains = 0;
+    for (size_t i = 0; i < fsdp->layout.table_count; i++)
+        trains |= !fsdp->layout.table[i].frozen;
+    return trains && fsdp->trained_units == 0;
+}
+
 /* Says whether a step can be applied; the same verdict on every rank. */
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
@@ -120,7 +129,7 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
                                 "all ranks, the object can be used",
                                 rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
     }
-    if (most > 0 && fsdp->trained_units > 0)
+    if ((most > 0 && fsdp->trained_units > 0) || dtrain__fsdp_trains_nothing(fsdp))
         return DTRAIN_OK;
     return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
                         "fsdp, finishing a step: no rank has reduced a gradient: call dtrain_fsdp_reduce for each unit "
@@ -133,7 +142,7 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
     const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    float *sum = NULL;
+    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* of nothing */
     for (int level = 0; fsdp->round >> level != 0; level++) {
         if (!(fsdp->round >> level & 1))
             continue;
