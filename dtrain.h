@@ -2567,9 +2567,10 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  * optimizer state.
  *
  *   comm     must outlive it; three or four groups of its ranks are made from it
- *   table    copied, names and parts included; the same on every rank but for addresses. F32; a frozen parameter of
- * another dtype must have data, and stays there in full on every rank desc     NULL: all defaults; the same on every
- * rank errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
+ *   table    copied, names and parts included; the same on every rank but for addresses. F32; a frozen
+ *            parameter of another dtype must have data, and stays there in full on every rank
+ *   desc     NULL: all defaults; the same on every rank
+ *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
  *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
@@ -36837,7 +36838,7 @@ static dtrain_status dtrain__load_read_model(dtrain__load *load)
 static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_status first = DTRAIN_OK;
-    dtrain__error cause;
+    dtrain__error cause = dtrain__thread_error;
     for (size_t i = 0; i < dtrain__piece_fsdp_count(state); i++) {
         dtrain_status status = dtrain_fsdp_publish(dtrain__piece_fsdp_at(state, i));
         if (first == DTRAIN_OK && status != DTRAIN_OK)

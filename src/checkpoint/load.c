@@ -537,7 +537,7 @@ static dtrain_status dtrain__load_read_model(dtrain__load *load)
 static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_status first = DTRAIN_OK;
-    dtrain__error cause;
+    dtrain__error cause = dtrain__thread_error;
     for (size_t i = 0; i < dtrain__piece_fsdp_count(state); i++) {
         dtrain_status status = dtrain_fsdp_publish(dtrain__piece_fsdp_at(state, i));
         if (first == DTRAIN_OK && status != DTRAIN_OK)

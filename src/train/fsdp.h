@@ -122,9 +122,10 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  * optimizer state.
  *
  *   comm     must outlive it; three or four groups of its ranks are made from it
- *   table    copied, names and parts included; the same on every rank but for addresses. F32; a frozen parameter of
- * another dtype must have data, and stays there in full on every rank desc     NULL: all defaults; the same on every
- * rank errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
+ *   table    copied, names and parts included; the same on every rank but for addresses. F32; a frozen
+ *            parameter of another dtype must have data, and stays there in full on every rank
+ *   desc     NULL: all defaults; the same on every rank
+ *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
  *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
