@@ -367,6 +367,32 @@ TEST(pieces_of_one_cut_make_up_those_of_any_other)
     }
 }
 
+TEST(what_is_marked_unsaved_is_wanted_and_never_had)
+{
+    dtrain_piece have[3], want;
+    dtrain_reshard_copy copies[4];
+    size_t count = 0;
+    memset(have, 0, sizeof have);
+    for (int i = 0; i < 3; i++) {
+        have[i].name = "norm";
+        have[i].dtype = DTRAIN_F32;
+        have[i].ndim = 1;
+        have[i].shape[0] = 10;
+    }
+    have[0].begin = 2; /* [2, 9), which the other two have as [0, 6) and [6, 10) */
+    have[0].count = 7;
+    have[0].unsaved = 1;
+    have[1].count = 6;
+    have[2].begin = 6;
+    have[2].count = 4;
+    want = have[0];
+    CHECK_EQ(dtrain_reshard_plan(have, 3, &want, 1, copies, 4, &count), DTRAIN_OK);
+    CHECK_EQ(count, 2);
+    CHECK(copies[0].from == 1 && copies[0].from_begin == 2 && copies[0].to_begin == 0 && copies[0].count == 4);
+    CHECK(copies[1].from == 2 && copies[1].from_begin == 0 && copies[1].to_begin == 4 && copies[1].count == 3);
+    CHECK_EQ(dtrain_reshard_plan(have, 1, &want, 1, copies, 4, &count), DTRAIN_ERR_MISMATCH);
+}
+
 /* ---- FSDP ---- */
 
 enum { EMPTY, QKV, COLUMNS, NORM, PARAMS };
