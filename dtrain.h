@@ -807,6 +807,9 @@ typedef struct dtrain_mesh_dim {
 /* Lays the ranks of world out in `count` dimensions, the last varying fastest, and makes the group along each: the
  * ranks that differ in that coordinate alone, in its order (see dtrain_comm_split).
  *
+ * The ranks of a mesh hold one model together: the loss of one ends every group of it with DTRAIN_ERR_PEER_LOST, and
+ * every group that is made from these, also where the lost rank is no member.
+ *
  *   mesh     out; NULL on an error. Independent of world, which may be destroyed before or after it
  *   dims     the same on every rank; the sizes multiply to the size of world
  *   errors   DTRAIN_ERR_INVALID   a name or size cannot be; the text names the dimension, or the rank that gave it
@@ -831,6 +834,18 @@ DTRAIN_API int dtrain_mesh_index(const dtrain_mesh *mesh, const char *name);
  *
  * any thread */
 DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name);
+
+/* Makes the group over several dimensions: the ranks that differ in these coordinates alone, in the order of world, as
+ * "data" and "shard" for FSDP, or "pipeline" and "tensor" for all that hold one copy of a model.
+ *
+ *   world    that the mesh was made from
+ *   names    count of them, the same on every rank
+ *   group    out, the caller's to destroy; NULL on an error
+ *   errors   DTRAIN_ERR_INVALID  no such dimension, or another world; others as dtrain_comm_split
+ *
+ * collective: every rank of world, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
+                                          int count, dtrain_comm **group);
 
 /* Destroys the mesh and its groups; NULL is legal. Never waits for a peer.
  *
@@ -6838,6 +6853,8 @@ struct dtrain__board {
     dtrain__family *family;
     dtrain__board *next;
     dtrain_allocator *allocator; /* the family's */
+    int *mates; /* ranks of the family whose end with an error breaks it, members or not; NULL: none but members */
+    int mate_count;
     dtrain__slot *slots;
     dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender */
     dtrain__board_end *board_ends;
@@ -7021,6 +7038,7 @@ static void dtrain__board_free(dtrain__board *board)
     for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
         dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
+    dtrain__free(allocator, board->mates, (size_t)board->mate_count * sizeof(int));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));
     dtrain__free(allocator, board, sizeof *board);
@@ -7049,16 +7067,33 @@ static void dtrain__board_mark(dtrain__board *board, int rank, const dtrain__err
     dtrain__bell_ring(&board->bell);
 }
 
+/* The thread behind a rank has given up without which the board's ranks cannot go on. */
+static void dtrain__board_lost_mate(dtrain__board *board, int origin, const dtrain__error *why)
+{
+    dtrain__error lost, kept = dtrain__thread_error;
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world, of another group of this mesh, has left%s%.400s",
+                 origin, why != NULL && why->text[0] != 0 ? ": " : "", why != NULL ? why->text : "");
+    dtrain__thread_error = kept;
+    dtrain__board_break(board, &lost);
+}
+
 /* The rank's thread ends with an error: nobody shall wait for it in any group. */
 static void dtrain__family_give_up(dtrain__board *of, int rank, const dtrain__error *why)
 {
     dtrain__family *family = of->family;
     int origin = of->slots[rank].origin;
     pthread_mutex_lock(&family->mutex);
-    for (dtrain__board *board = family->boards; board != NULL; board = board->next)
+    for (dtrain__board *board = family->boards; board != NULL; board = board->next) {
+        int member = 0;
         for (int other = 0; board != of && other < board->size; other++)
-            if (board->slots[other].origin == origin)
+            if (board->slots[other].origin == origin) {
                 dtrain__board_mark(board, other, why);
+                member = 1;
+            }
+        for (int i = 0; !member && i < board->mate_count; i++)
+            if (board->mates[i] == origin)
+                dtrain__board_lost_mate(board, origin, why);
+    }
     pthread_mutex_unlock(&family->mutex);
 }
 
@@ -7144,6 +7179,22 @@ static dtrain_status dtrain__board_attach(dtrain__board **out, dtrain__family *f
     pthread_mutex_unlock(&family->mutex);
     *out = board;
     return board != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+}
+
+/* Breaks the board whenever one of these ranks of the family ends with an error; 0: no memory. */
+static int dtrain__board_bind(dtrain__board *board, const int *origins, int count)
+{
+    int bound;
+    pthread_mutex_lock(&board->family->mutex);
+    if (board->mates == NULL)
+        board->mates = (int *)dtrain__alloc(board->allocator, (size_t)count * sizeof(int));
+    bound = board->mates != NULL;
+    if (bound && board->mate_count == 0) {
+        memcpy(board->mates, origins, (size_t)count * sizeof(int));
+        board->mate_count = count;
+    }
+    pthread_mutex_unlock(&board->family->mutex);
+    return bound;
 }
 
 /* Makes a board to which `size` ranks have come, the first of its family. The transport of each is had from
@@ -8151,8 +8202,9 @@ typedef struct dtrain__channel {
     uint64_t id; /* the same on all members; 0: the world */
     int rank, size;
     dtrain__peer *peers;
-    dtrain__lane *lanes; /* of all peers */
-    int attend;          /* some lane has work for whoever steps */
+    unsigned char *mates; /* of each rank of the world, 1: its loss ends this channel too; NULL: members alone count */
+    dtrain__lane *lanes;  /* of all peers */
+    int attend;           /* some lane has work for whoever steps */
     uint32_t broken;
     dtrain__error cause;
     int wake[2]; /* a pipe to the caller that waits */
@@ -8504,6 +8556,17 @@ static void dtrain__channel_lost(dtrain__channel *channel, int rank)
     dtrain__channel_break(channel, lost.status, lost.text);
 }
 
+/* The channel ends because a rank is lost without which its members cannot go on. */
+static void dtrain__channel_lost_mate(dtrain__channel *channel, int world)
+{
+    const dtrain__member *member = &channel->hub->members[world];
+    dtrain__error lost, kept = dtrain__thread_error;
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world (%s), of another group of this mesh, is lost: %s",
+                 world, member->name[0] != 0 ? member->name : "unknown process", member->why);
+    dtrain__thread_error = kept;
+    dtrain__channel_break(channel, lost.status, lost.text);
+}
+
 /* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
  * others may be about to leave as well. */
 static void dtrain__hub_elect(dtrain__hub *hub, int gone)
@@ -8544,6 +8607,8 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
             dtrain__channel_lost(channel, at);
         else if (at >= 0)
             dtrain__channel_left(channel, at, why);
+        else if (gone == DTRAIN__LOST && channel->mates != NULL && channel->mates[rank])
+            dtrain__channel_lost_mate(channel, rank);
     }
     if (hub->formed && rank == hub->leader)
         dtrain__hub_elect(hub, gone);
@@ -10155,6 +10220,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
         if (channel->peers[rank].why != NULL)
             dtrain__free(hub->allocator, channel->peers[rank].why, strlen(channel->peers[rank].why) + 1);
     dtrain__free(hub->allocator, channel->peers, (size_t)channel->size * sizeof(dtrain__peer));
+    dtrain__free(hub->allocator, channel->mates, (size_t)hub->size);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
@@ -10198,6 +10264,19 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     dtrain__hub_kick(hub); /* connections may wait for it */
     *out = channel;
     return DTRAIN_OK;
+}
+
+/* Ends the channel whenever one of these ranks of the world is lost; 0: no memory. The caller holds the hub's mutex. */
+static int dtrain__channel_bind(dtrain__channel *channel, const int *worlds, int count)
+{
+    dtrain__hub *hub = channel->hub;
+    channel->mates = (unsigned char *)dtrain__alloc(hub->allocator, (size_t)hub->size);
+    for (int i = 0; channel->mates != NULL && i < count; i++) {
+        channel->mates[worlds[i]] = 1;
+        if (hub->members[worlds[i]].gone == DTRAIN__LOST)
+            dtrain__channel_lost_mate(channel, worlds[i]);
+    }
+    return channel->mates != NULL;
 }
 
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
@@ -16622,6 +16701,7 @@ typedef struct dtrain__draft {
     uint64_t *states;    /* how each of them fared */
     int *members;        /* ranks of the parent, in the new order */
     int *origins;        /* the same in the world */
+    int bound;           /* the loss of any rank of the parent ends the new group; else as the parent is bound */
     int size, rank;      /* of the new group; rank -1: this rank is none of it */
     uint64_t id;         /* its name */
     size_t bytes;        /* of the one block that all this is in, with seats at its start */
@@ -16728,6 +16808,53 @@ static int dtrain__draft_node_ranks(const dtrain__draft *draft, const dtrain_com
     return n;
 }
 
+/* The ranks of the world whose loss is to end the new group, into `mates`, which has room for all; returns how many. */
+static int dtrain__draft_mates(const dtrain__draft *draft, int *mates)
+{
+    const dtrain_comm *parent = draft->parent;
+    const dtrain__board *board = parent->transport.board;
+    const unsigned char *bound = parent->socket != NULL ? parent->socket->mates : NULL;
+    int count = 0;
+    if (board != NULL && board->mates != NULL) {
+        memcpy(mates, board->mates, (size_t)board->mate_count * sizeof *mates);
+        return board->mate_count;
+    }
+    for (int rank = 0; bound != NULL && rank < parent->socket->hub->size; rank++)
+        if (bound[rank])
+            mates[count++] = rank;
+    for (int rank = 0; bound == NULL && draft->bound && rank < parent->size; rank++)
+        mates[count++] = dtrain__comm_origin(parent, rank);
+    return count;
+}
+
+/* How many ranks there are in the world at most. */
+static int dtrain__draft_world(const dtrain__draft *draft)
+{
+    const dtrain_comm *parent = draft->parent;
+    const dtrain__board *board = parent->transport.board;
+    int mates = board != NULL ? board->mate_count : parent->socket != NULL ? parent->socket->hub->size : 0;
+    return mates > parent->size ? mates : parent->size;
+}
+
+/* Binds the new group to ranks beyond it, where its parent is bound so or the call says so. */
+static dtrain_status dtrain__draft_bind(dtrain__draft *draft, dtrain_comm *group)
+{
+    dtrain_allocator *allocator = draft->parent->allocator;
+    size_t bytes = (size_t)dtrain__draft_world(draft) * sizeof(int);
+    int *mates = (int *)dtrain__alloc(allocator, bytes), count = mates != NULL ? dtrain__draft_mates(draft, mates) : 0;
+    int good = mates != NULL;
+    if (count > 0 && group->transport.board != NULL)
+        good = dtrain__board_bind(group->transport.board, mates, count);
+    if (count > 0 && group->socket != NULL) {
+        pthread_mutex_lock(&group->socket->hub->mutex);
+        good = dtrain__channel_bind(group->socket, mates, count);
+        pthread_mutex_unlock(&group->socket->hub->mutex);
+    }
+    dtrain__free(allocator, mates, bytes);
+    return good ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", draft->call);
+}
+
 static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain__hub *hub = draft->parent->socket->hub;
@@ -16779,6 +16906,8 @@ static dtrain_status dtrain__draft_settle(dtrain__draft *draft, dtrain_comm **gr
     if (draft->rank >= 0) {
         draft->id = dtrain__draft_name(draft);
         made = dtrain__draft_make(draft, group);
+        if (made == DTRAIN_OK)
+            made = dtrain__draft_bind(draft, *group);
     }
     cause = dtrain__thread_error;
     mine = (uint64_t)made;
@@ -16810,7 +16939,9 @@ static dtrain_status dtrain__draft_check(dtrain_comm *comm, dtrain_comm **group,
                         comm == NULL ? "comm" : "group");
 }
 
-static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain_comm **group, const char *call)
+/* As dtrain_comm_split; bound: the loss of any rank of comm ends the group. */
+static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, int bound, dtrain_comm **group,
+                                   const char *call)
 {
     dtrain__draft draft;
     dtrain_status status = dtrain__draft_check(comm, group, call);
@@ -16819,6 +16950,7 @@ static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain
         status = dtrain__draft_begin(&draft, comm, call);
     if (status != DTRAIN_OK)
         return status;
+    draft.bound = bound;
     status = dtrain__draft_meet(&draft, mine, key);
     for (int taken = 0; status == DTRAIN_OK && mine != DTRAIN__NO_SEAT; taken++) {
         /* the next in order of key and rank: the lowest key of those that are not in yet */
@@ -16840,12 +16972,12 @@ static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain
 
 DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group)
 {
-    return dtrain__split(comm, color, key, group, "comm_split");
+    return dtrain__split(comm, color, key, 0, group, "comm_split");
 }
 
 DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group)
 {
-    return dtrain__split(comm, 0, 0, group, "comm_duplicate");
+    return dtrain__split(comm, 0, 0, 0, group, "comm_duplicate");
 }
 
 enum { DTRAIN__LIST_GOOD = 0, DTRAIN__LIST_NULL, DTRAIN__LIST_BAD, DTRAIN__LIST_TWICE };
@@ -17043,7 +17175,7 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     status = dtrain__mesh_agree(world, mesh, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
         dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
-        status = dtrain_comm_split(world, world->rank - axis->index * stride, axis->index, &axis->group);
+        status = dtrain__split(world, world->rank - axis->index * stride, axis->index, 1, &axis->group, "mesh_create");
         stride *= axis->size;
     }
     if (status == DTRAIN_OK) {
@@ -17087,6 +17219,39 @@ DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name)
 {
     dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_size");
     return axis != NULL ? axis->size : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
+                                          int count, dtrain_comm **group)
+{
+    int rest, stride = 1;
+    if (group != NULL)
+        *group = NULL;
+    if (mesh == NULL || world == NULL || group == NULL || names == NULL || count < 1)
+        return dtrain__fail(world != NULL ? &world->error : NULL, DTRAIN_ERR_INVALID,
+                            "mesh_join: needs a mesh, its world, at least one name and a place for the group");
+    for (int i = 0; i < count; i++)
+        if (dtrain__mesh_axis(mesh, names[i], "mesh_join") == NULL)
+            return dtrain__report(&dtrain__thread_error);
+    for (int i = 0; i < mesh->count; i++)
+        stride *= mesh->axes[i].size;
+    if (stride != world->size)
+        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
+                            "mesh_join on rank %d: the group has %d ranks and the mesh %d: give the world that the "
+                            "mesh was made from",
+                            world->rank, world->size, stride);
+    rest = world->rank;
+    stride = 1;
+    for (int i = mesh->count; i-- > 0;) { /* takes the coordinates that are joined out of the rank */
+        const dtrain__axis *axis = &mesh->axes[i];
+        for (int k = 0; k < count; k++)
+            if (strcmp(names[k], axis->name) == 0) {
+                rest -= axis->index * stride;
+                break;
+            }
+        stride *= axis->size;
+    }
+    return dtrain__split(world, rest, world->rank, 1, group, "mesh_join");
 }
 
 DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)

@@ -4,52 +4,9 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
-#include "processes.h"
+#include "groups.h"
 
 #include <dirent.h>
-
-/* The same body on threads and on processes. */
-typedef struct play {
-    rank_body body;
-    scene *s;
-} play;
-
-static dtrain_status play_rank(dtrain_comm *world, void *user)
-{
-    play *p = (play *)user;
-    p->body(world, p->s);
-    return DTRAIN_OK;
-}
-
-static void on_threads(int ranks, rank_body body, scene *s)
-{
-    play p = {body, s};
-    dtrain_comm_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.timeout_ms = 20000;
-    CHECK_EQ(dtrain_run_threads(ranks, play_rank, &p, &desc), DTRAIN_OK);
-}
-
-static void on_both(int ranks, rank_body body)
-{
-    scene s;
-    on_threads(ranks, body, NULL);
-    for (int tcp = 0; tcp < 2; tcp++) {
-        scene_begin(&s, ranks, tcp);
-        run_ranks(&s, body);
-    }
-}
-
-/* The sum of what every rank of the group gives. */
-static int sum(dtrain_comm *group, int mine)
-{
-    int32_t x = mine;
-    if (dtrain_all_reduce(group, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM) != DTRAIN_OK) {
-        TEST_FAIL("rank %d of %d: %s", dtrain_comm_rank(group), dtrain_comm_size(group), dtrain_comm_error(group));
-        return -1;
-    }
-    return x;
-}
 
 static int by_color_and_key(dtrain_comm *world, scene *s)
 {
@@ -561,74 +518,4 @@ TEST(a_world_of_one_splits_too)
     CHECK_EQ(sum(group, 5), 5);
     dtrain_comm_destroy(world);
     dtrain_comm_destroy(group);
-}
-
-static int in_a_mesh(dtrain_comm *world, scene *s)
-{
-    const dtrain_mesh_dim dims[] = {{"data", 0}, {"pipe", 3}, {"tensor", 2}};
-    int rank = dtrain_comm_rank(world);
-    dtrain_mesh *mesh;
-    (void)s;
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, dims, 3), DTRAIN_OK); /* rank = 6 data + 2 pipe + tensor */
-    CHECK_EQ(dtrain_mesh_size(mesh, "data"), 2);
-    CHECK_EQ(dtrain_mesh_size(mesh, "pipe"), 3);
-    CHECK_EQ(dtrain_mesh_index(mesh, "data"), rank / 6);
-    CHECK_EQ(dtrain_mesh_index(mesh, "pipe"), rank / 2 % 3);
-    CHECK_EQ(dtrain_mesh_index(mesh, "tensor"), rank % 2);
-    CHECK_EQ(dtrain_comm_rank(dtrain_mesh_group(mesh, "pipe")), rank / 2 % 3);
-    CHECK_EQ(sum(dtrain_mesh_group(mesh, "data"), rank), 2 * (rank % 6) + 6);
-    CHECK_EQ(sum(dtrain_mesh_group(mesh, "pipe"), rank), 3 * (rank / 6 * 6 + rank % 2) + 6);
-    CHECK_EQ(sum(dtrain_mesh_group(mesh, "tensor"), rank), 2 * (rank / 2 * 2) + 1);
-    CHECK(dtrain_mesh_group(mesh, "expert") == NULL);
-    CHECK_CONTAINS(dtrain_last_error(), "the mesh has no dimension \"expert\"; it has data, pipe, tensor");
-    CHECK_EQ(dtrain_mesh_index(mesh, NULL), -1);
-    CHECK_EQ(dtrain_mesh_size(NULL, "data"), 0);
-    dtrain_mesh_destroy(mesh);
-    dtrain_mesh_destroy(NULL);
-    return 0;
-}
-
-TEST(a_mesh_has_the_group_along_each_dimension)
-{
-    scene s;
-    on_threads(12, in_a_mesh, NULL);
-    scene_begin(&s, 12, 0);
-    run_ranks(&s, in_a_mesh);
-}
-
-static int in_no_mesh(dtrain_comm *world, scene *s)
-{
-    const dtrain_mesh_dim same[] = {{"a", 2}, {"a", 2}}, open[] = {{"a", 0}, {"b", 0}}, small[] = {{"a", 3}, {"b", 1}};
-    const dtrain_mesh_dim large[] = {{"a", 2}, {"b", 3}}, odd[] = {{"a", 3}, {"b", 0}}, nameless[] = {{"", 4}};
-    const dtrain_mesh_dim good[] = {{"a", 2}, {"b", 2}}, turned[] = {{"b", 2}, {"a", 2}};
-    int rank = dtrain_comm_rank(world);
-    dtrain_mesh *mesh;
-    (void)s;
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, same, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_comm_error(world), "dimension 1 (a, size 2) has a name that is taken");
-    CHECK(mesh == NULL);
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, open, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_comm_error(world), "one dimension alone may have 0");
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, small, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_comm_error(world), "the sizes multiply to 3, and the world has 4 ranks");
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, large, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_comm_error(world), "dimension 1 (b, size 3) makes the mesh larger than the world");
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, odd, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_comm_error(world), "multiply to 3, and the world has 4 ranks, which that does not divide");
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, nameless, 1), DTRAIN_ERR_INVALID);
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, NULL, 0), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_comm_error(world), "0 dimensions; give at least one");
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, rank == 2 ? turned : good, 2), DTRAIN_ERR_MISMATCH);
-    CHECK_CONTAINS(dtrain_comm_error(world), "rank 2 gave other dimensions than rank 0");
-    CHECK_EQ(dtrain_mesh_create(&mesh, world, rank == 1 ? large : good, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_comm_error(world),
-                   rank == 1 ? "larger than the world" : "rank 1 gave dimensions that cannot");
-    CHECK_EQ(dtrain_mesh_create(NULL, world, good, 2), DTRAIN_ERR_INVALID);
-    CHECK_EQ(sum(world, 1), 4);
-    return 0;
-}
-
-TEST(dimensions_that_cannot_be_are_named)
-{
-    on_both(4, in_no_mesh);
 }

@@ -256,6 +256,9 @@ typedef struct dtrain_mesh_dim {
 /* Lays the ranks of world out in `count` dimensions, the last varying fastest, and makes the group along each: the
  * ranks that differ in that coordinate alone, in its order (see dtrain_comm_split).
  *
+ * The ranks of a mesh hold one model together: the loss of one ends every group of it with DTRAIN_ERR_PEER_LOST, and
+ * every group that is made from these, also where the lost rank is no member.
+ *
  *   mesh     out; NULL on an error. Independent of world, which may be destroyed before or after it
  *   dims     the same on every rank; the sizes multiply to the size of world
  *   errors   DTRAIN_ERR_INVALID   a name or size cannot be; the text names the dimension, or the rank that gave it
@@ -280,6 +283,18 @@ DTRAIN_API int dtrain_mesh_index(const dtrain_mesh *mesh, const char *name);
  *
  * any thread */
 DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name);
+
+/* Makes the group over several dimensions: the ranks that differ in these coordinates alone, in the order of world, as
+ * "data" and "shard" for FSDP, or "pipeline" and "tensor" for all that hold one copy of a model.
+ *
+ *   world    that the mesh was made from
+ *   names    count of them, the same on every rank
+ *   group    out, the caller's to destroy; NULL on an error
+ *   errors   DTRAIN_ERR_INVALID  no such dimension, or another world; others as dtrain_comm_split
+ *
+ * collective: every rank of world, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
+                                          int count, dtrain_comm **group);
 
 /* Destroys the mesh and its groups; NULL is legal. Never waits for a peer.
  *

@@ -124,7 +124,7 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     status = dtrain__mesh_agree(world, mesh, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
         dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
-        status = dtrain_comm_split(world, world->rank - axis->index * stride, axis->index, &axis->group);
+        status = dtrain__split(world, world->rank - axis->index * stride, axis->index, 1, &axis->group, "mesh_create");
         stride *= axis->size;
     }
     if (status == DTRAIN_OK) {
@@ -168,6 +168,39 @@ DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name)
 {
     dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_size");
     return axis != NULL ? axis->size : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
+                                          int count, dtrain_comm **group)
+{
+    int rest, stride = 1;
+    if (group != NULL)
+        *group = NULL;
+    if (mesh == NULL || world == NULL || group == NULL || names == NULL || count < 1)
+        return dtrain__fail(world != NULL ? &world->error : NULL, DTRAIN_ERR_INVALID,
+                            "mesh_join: needs a mesh, its world, at least one name and a place for the group");
+    for (int i = 0; i < count; i++)
+        if (dtrain__mesh_axis(mesh, names[i], "mesh_join") == NULL)
+            return dtrain__report(&dtrain__thread_error);
+    for (int i = 0; i < mesh->count; i++)
+        stride *= mesh->axes[i].size;
+    if (stride != world->size)
+        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
+                            "mesh_join on rank %d: the group has %d ranks and the mesh %d: give the world that the "
+                            "mesh was made from",
+                            world->rank, world->size, stride);
+    rest = world->rank;
+    stride = 1;
+    for (int i = mesh->count; i-- > 0;) { /* takes the coordinates that are joined out of the rank */
+        const dtrain__axis *axis = &mesh->axes[i];
+        for (int k = 0; k < count; k++)
+            if (strcmp(names[k], axis->name) == 0) {
+                rest -= axis->index * stride;
+                break;
+            }
+        stride *= axis->size;
+    }
+    return dtrain__split(world, rest, world->rank, 1, group, "mesh_join");
 }
 
 DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)

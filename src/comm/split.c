@@ -28,6 +28,7 @@ typedef struct dtrain__draft {
     uint64_t *states;    /* how each of them fared */
     int *members;        /* ranks of the parent, in the new order */
     int *origins;        /* the same in the world */
+    int bound;           /* the loss of any rank of the parent ends the new group; else as the parent is bound */
     int size, rank;      /* of the new group; rank -1: this rank is none of it */
     uint64_t id;         /* its name */
     size_t bytes;        /* of the one block that all this is in, with seats at its start */
@@ -134,6 +135,53 @@ static int dtrain__draft_node_ranks(const dtrain__draft *draft, const dtrain_com
     return n;
 }
 
+/* The ranks of the world whose loss is to end the new group, into `mates`, which has room for all; returns how many. */
+static int dtrain__draft_mates(const dtrain__draft *draft, int *mates)
+{
+    const dtrain_comm *parent = draft->parent;
+    const dtrain__board *board = parent->transport.board;
+    const unsigned char *bound = parent->socket != NULL ? parent->socket->mates : NULL;
+    int count = 0;
+    if (board != NULL && board->mates != NULL) {
+        memcpy(mates, board->mates, (size_t)board->mate_count * sizeof *mates);
+        return board->mate_count;
+    }
+    for (int rank = 0; bound != NULL && rank < parent->socket->hub->size; rank++)
+        if (bound[rank])
+            mates[count++] = rank;
+    for (int rank = 0; bound == NULL && draft->bound && rank < parent->size; rank++)
+        mates[count++] = dtrain__comm_origin(parent, rank);
+    return count;
+}
+
+/* How many ranks there are in the world at most. */
+static int dtrain__draft_world(const dtrain__draft *draft)
+{
+    const dtrain_comm *parent = draft->parent;
+    const dtrain__board *board = parent->transport.board;
+    int mates = board != NULL ? board->mate_count : parent->socket != NULL ? parent->socket->hub->size : 0;
+    return mates > parent->size ? mates : parent->size;
+}
+
+/* Binds the new group to ranks beyond it, where its parent is bound so or the call says so. */
+static dtrain_status dtrain__draft_bind(dtrain__draft *draft, dtrain_comm *group)
+{
+    dtrain_allocator *allocator = draft->parent->allocator;
+    size_t bytes = (size_t)dtrain__draft_world(draft) * sizeof(int);
+    int *mates = (int *)dtrain__alloc(allocator, bytes), count = mates != NULL ? dtrain__draft_mates(draft, mates) : 0;
+    int good = mates != NULL;
+    if (count > 0 && group->transport.board != NULL)
+        good = dtrain__board_bind(group->transport.board, mates, count);
+    if (count > 0 && group->socket != NULL) {
+        pthread_mutex_lock(&group->socket->hub->mutex);
+        good = dtrain__channel_bind(group->socket, mates, count);
+        pthread_mutex_unlock(&group->socket->hub->mutex);
+    }
+    dtrain__free(allocator, mates, bytes);
+    return good ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", draft->call);
+}
+
 static dtrain_status dtrain__draft_on_channel(dtrain__draft *draft, dtrain_comm **group)
 {
     dtrain__hub *hub = draft->parent->socket->hub;
@@ -185,6 +233,8 @@ static dtrain_status dtrain__draft_settle(dtrain__draft *draft, dtrain_comm **gr
     if (draft->rank >= 0) {
         draft->id = dtrain__draft_name(draft);
         made = dtrain__draft_make(draft, group);
+        if (made == DTRAIN_OK)
+            made = dtrain__draft_bind(draft, *group);
     }
     cause = dtrain__thread_error;
     mine = (uint64_t)made;
@@ -216,7 +266,9 @@ static dtrain_status dtrain__draft_check(dtrain_comm *comm, dtrain_comm **group,
                         comm == NULL ? "comm" : "group");
 }
 
-static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain_comm **group, const char *call)
+/* As dtrain_comm_split; bound: the loss of any rank of comm ends the group. */
+static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, int bound, dtrain_comm **group,
+                                   const char *call)
 {
     dtrain__draft draft;
     dtrain_status status = dtrain__draft_check(comm, group, call);
@@ -225,6 +277,7 @@ static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain
         status = dtrain__draft_begin(&draft, comm, call);
     if (status != DTRAIN_OK)
         return status;
+    draft.bound = bound;
     status = dtrain__draft_meet(&draft, mine, key);
     for (int taken = 0; status == DTRAIN_OK && mine != DTRAIN__NO_SEAT; taken++) {
         /* the next in order of key and rank: the lowest key of those that are not in yet */
@@ -246,12 +299,12 @@ static dtrain_status dtrain__split(dtrain_comm *comm, int color, int key, dtrain
 
 DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group)
 {
-    return dtrain__split(comm, color, key, group, "comm_split");
+    return dtrain__split(comm, color, key, 0, group, "comm_split");
 }
 
 DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group)
 {
-    return dtrain__split(comm, 0, 0, group, "comm_duplicate");
+    return dtrain__split(comm, 0, 0, 0, group, "comm_duplicate");
 }
 
 enum { DTRAIN__LIST_GOOD = 0, DTRAIN__LIST_NULL, DTRAIN__LIST_BAD, DTRAIN__LIST_TWICE };

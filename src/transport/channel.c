@@ -37,6 +37,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
         if (channel->peers[rank].why != NULL)
             dtrain__free(hub->allocator, channel->peers[rank].why, strlen(channel->peers[rank].why) + 1);
     dtrain__free(hub->allocator, channel->peers, (size_t)channel->size * sizeof(dtrain__peer));
+    dtrain__free(hub->allocator, channel->mates, (size_t)hub->size);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
@@ -80,6 +81,19 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     dtrain__hub_kick(hub); /* connections may wait for it */
     *out = channel;
     return DTRAIN_OK;
+}
+
+/* Ends the channel whenever one of these ranks of the world is lost; 0: no memory. The caller holds the hub's mutex. */
+static int dtrain__channel_bind(dtrain__channel *channel, const int *worlds, int count)
+{
+    dtrain__hub *hub = channel->hub;
+    channel->mates = (unsigned char *)dtrain__alloc(hub->allocator, (size_t)hub->size);
+    for (int i = 0; channel->mates != NULL && i < count; i++) {
+        channel->mates[worlds[i]] = 1;
+        if (hub->members[worlds[i]].gone == DTRAIN__LOST)
+            dtrain__channel_lost_mate(channel, worlds[i]);
+    }
+    return channel->mates != NULL;
 }
 
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)

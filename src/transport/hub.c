@@ -58,8 +58,9 @@ typedef struct dtrain__channel {
     uint64_t id; /* the same on all members; 0: the world */
     int rank, size;
     dtrain__peer *peers;
-    dtrain__lane *lanes; /* of all peers */
-    int attend;          /* some lane has work for whoever steps */
+    unsigned char *mates; /* of each rank of the world, 1: its loss ends this channel too; NULL: members alone count */
+    dtrain__lane *lanes;  /* of all peers */
+    int attend;           /* some lane has work for whoever steps */
     uint32_t broken;
     dtrain__error cause;
     int wake[2]; /* a pipe to the caller that waits */
@@ -411,6 +412,17 @@ static void dtrain__channel_lost(dtrain__channel *channel, int rank)
     dtrain__channel_break(channel, lost.status, lost.text);
 }
 
+/* The channel ends because a rank is lost without which its members cannot go on. */
+static void dtrain__channel_lost_mate(dtrain__channel *channel, int world)
+{
+    const dtrain__member *member = &channel->hub->members[world];
+    dtrain__error lost, kept = dtrain__thread_error;
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world (%s), of another group of this mesh, is lost: %s",
+                 world, member->name[0] != 0 ? member->name : "unknown process", member->why);
+    dtrain__thread_error = kept;
+    dtrain__channel_break(channel, lost.status, lost.text);
+}
+
 /* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
  * others may be about to leave as well. */
 static void dtrain__hub_elect(dtrain__hub *hub, int gone)
@@ -451,6 +463,8 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
             dtrain__channel_lost(channel, at);
         else if (at >= 0)
             dtrain__channel_left(channel, at, why);
+        else if (gone == DTRAIN__LOST && channel->mates != NULL && channel->mates[rank])
+            dtrain__channel_lost_mate(channel, rank);
     }
     if (hub->formed && rank == hub->leader)
         dtrain__hub_elect(hub, gone);

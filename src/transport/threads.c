@@ -85,6 +85,8 @@ struct dtrain__board {
     dtrain__family *family;
     dtrain__board *next;
     dtrain_allocator *allocator; /* the family's */
+    int *mates; /* ranks of the family whose end with an error breaks it, members or not; NULL: none but members */
+    int mate_count;
     dtrain__slot *slots;
     dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender */
     dtrain__board_end *board_ends;
@@ -268,6 +270,7 @@ static void dtrain__board_free(dtrain__board *board)
     for (size_t rank = 0; board->slots != NULL && rank < size; rank++)
         dtrain__free(allocator, board->slots[rank].recorder, board->slots[rank].recorder_bytes);
     dtrain__free(allocator, board->rings, size * size * sizeof(dtrain__ring *));
+    dtrain__free(allocator, board->mates, (size_t)board->mate_count * sizeof(int));
     dtrain__free(allocator, board->slots, size * sizeof(dtrain__slot));
     dtrain__free(allocator, board->board_ends, size * sizeof(dtrain__board_end));
     dtrain__free(allocator, board, sizeof *board);
@@ -296,16 +299,33 @@ static void dtrain__board_mark(dtrain__board *board, int rank, const dtrain__err
     dtrain__bell_ring(&board->bell);
 }
 
+/* The thread behind a rank has given up without which the board's ranks cannot go on. */
+static void dtrain__board_lost_mate(dtrain__board *board, int origin, const dtrain__error *why)
+{
+    dtrain__error lost, kept = dtrain__thread_error;
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world, of another group of this mesh, has left%s%.400s",
+                 origin, why != NULL && why->text[0] != 0 ? ": " : "", why != NULL ? why->text : "");
+    dtrain__thread_error = kept;
+    dtrain__board_break(board, &lost);
+}
+
 /* The rank's thread ends with an error: nobody shall wait for it in any group. */
 static void dtrain__family_give_up(dtrain__board *of, int rank, const dtrain__error *why)
 {
     dtrain__family *family = of->family;
     int origin = of->slots[rank].origin;
     pthread_mutex_lock(&family->mutex);
-    for (dtrain__board *board = family->boards; board != NULL; board = board->next)
+    for (dtrain__board *board = family->boards; board != NULL; board = board->next) {
+        int member = 0;
         for (int other = 0; board != of && other < board->size; other++)
-            if (board->slots[other].origin == origin)
+            if (board->slots[other].origin == origin) {
                 dtrain__board_mark(board, other, why);
+                member = 1;
+            }
+        for (int i = 0; !member && i < board->mate_count; i++)
+            if (board->mates[i] == origin)
+                dtrain__board_lost_mate(board, origin, why);
+    }
     pthread_mutex_unlock(&family->mutex);
 }
 
@@ -391,6 +411,22 @@ static dtrain_status dtrain__board_attach(dtrain__board **out, dtrain__family *f
     pthread_mutex_unlock(&family->mutex);
     *out = board;
     return board != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+}
+
+/* Breaks the board whenever one of these ranks of the family ends with an error; 0: no memory. */
+static int dtrain__board_bind(dtrain__board *board, const int *origins, int count)
+{
+    int bound;
+    pthread_mutex_lock(&board->family->mutex);
+    if (board->mates == NULL)
+        board->mates = (int *)dtrain__alloc(board->allocator, (size_t)count * sizeof(int));
+    bound = board->mates != NULL;
+    if (bound && board->mate_count == 0) {
+        memcpy(board->mates, origins, (size_t)count * sizeof(int));
+        board->mate_count = count;
+    }
+    pthread_mutex_unlock(&board->family->mutex);
+    return bound;
 }
 
 /* Makes a board to which `size` ranks have come, the first of its family. The transport of each is had from
