@@ -2721,6 +2721,22 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm);
 
+/* As dtrain_fsdp_clip_grad_norm over a whole model, of which this rank's objects and those of other ranks hold parts,
+ * as stages of a pipeline and parts of tensors: every element counts once, also of parameters that several ranks have
+ * alike (dtrain_param_part.copies).
+ *
+ * Where a part of the model drops the step, all of it does. With a loss scale, all parts skip a step together.
+ *
+ *   fsdps    count objects of this rank, one a chunk of a pipeline
+ *   model    ranks whose objects together hold the model once, over groups of ranks that hold the same: of a mesh,
+ * those that differ in pipeline and tensor coordinates alone; NULL: this rank's objects are the model norm     out, the
+ * same on every rank; may be NULL errors   as dtrain_fsdp_finish, and dtrain_all_reduce over model; DTRAIN_ERR_ABORTED
+ * another part of the model has dropped the step
+ *
+ * collective: every rank of model and of the objects' groups, same order; blocks up to timeout_ms for each */
+DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model,
+                                                          float max_norm, double *norm);
+
 /* Updates the weights from the gradients, which are gone then, and gathers them where full parameters are kept.
  *
  * With a loss scale, a step in which any rank's gradient is not finite changes no weight and halves the scale; see
@@ -24011,6 +24027,17 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
     return dtrain__fsdp_leave(fsdp, status);
 }
 
+/* Adds the squares of this rank's gradients, but of parameters that another rank of the model counts. */
+static void dtrain__fsdp_add_squares(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
+        if (cut->trained && (part == NULL || part->copy == 0))
+            dtrain__exact_add_squares(&fsdp->sum, fsdp->slices[i].grads, cut->own_count);
+    }
+}
+
 /* Sums the squares of all gradients, over the ranks of one copy: each element once. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
@@ -24018,7 +24045,7 @@ static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
     if (fsdp->summed)
         return DTRAIN_OK;
     memset(&fsdp->sum, 0, sizeof fsdp->sum);
-    dtrain__exact_add_squares(&fsdp->sum, fsdp->grads, fsdp->layout.grads);
+    dtrain__fsdp_add_squares(fsdp);
     if (fsdp->reduces != NULL)
         status = dtrain_all_reduce(fsdp->reduces, fsdp->sum.limbs, fsdp->sum.limbs, DTRAIN__EXACT_LIMBS, DTRAIN_I64,
                                    DTRAIN_SUM);
@@ -24026,33 +24053,6 @@ static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
         return dtrain__fsdp_break(fsdp, status, "measuring gradients, instead", 0);
     fsdp->summed = 1;
     return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
-    if (status != DTRAIN_OK)
-        return status;
-    if (!(max_norm >= 0.0f))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_clip_grad_norm: max_norm is %g, expected a number of at least 0",
-                            (double)max_norm);
-    status = dtrain__fsdp_finish_now(fsdp, 0);
-    fsdp->summed = 0; /* they may have been shortened or changed since */
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_sum_squares(fsdp);
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_leave(fsdp, status);
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&fsdp->sum));
-    if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
-        uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
-                                              fsdp->layout.grads);
-        dtrain__fpmode_restore(mode);
-    }
-    if (norm != NULL)
-        *norm = length;
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 /* Updates this rank's slices. */
@@ -24269,6 +24269,135 @@ DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, s
 DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp)
 {
     return fsdp != NULL ? fsdp->error.text : "";
+}
+
+#endif
+
+/* ---- >>fsdp-norm ----
+ * The length of gradients, of one object or of a whole model that many hold, and shortening them. Parts of a model tell
+ * each other by the same sum whether one of them has dropped its step. */
+#ifndef DTRAIN__FSDP_NORM
+#define DTRAIN__FSDP_NORM
+
+static dtrain_status dtrain__fsdp_check_norm(dtrain_fsdp *fsdp, const char *call, float max_norm)
+{
+    if (max_norm >= 0.0f)
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: max_norm is %g, expected a number of at least 0", call,
+                        (double)max_norm);
+}
+
+/* Ends the step's reductions and sums up its gradients anew: they may have been changed since. */
+static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
+    fsdp->summed = 0;
+    return status == DTRAIN_OK ? dtrain__fsdp_sum_squares(fsdp) : status;
+}
+
+/* Shortens gradients to max_norm where their length, by the sum, is more; returns it. */
+static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
+{
+    double length = dtrain__sqrt_f64(dtrain__exact_value(&fsdp->sum));
+    if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
+                                              fsdp->layout.grads);
+        dtrain__fpmode_restore(mode);
+    }
+    return length;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_norm(fsdp, "dtrain_fsdp_clip_grad_norm", max_norm);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_measure(fsdp);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_leave(fsdp, status);
+    double length = dtrain__fsdp_shorten(fsdp, max_norm);
+    if (norm != NULL)
+        *norm = length;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* What the ranks of a model add up: the exact sum, and how many of their objects have dropped the step. */
+typedef struct dtrain__fsdp_total {
+    dtrain__exact sum;
+    int64_t dropped;
+} dtrain__fsdp_total;
+
+/* Measures every object of this rank; the first failure is returned, and told in the total. */
+static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int count, dtrain__fsdp_total *total)
+{
+    dtrain_status first = DTRAIN_OK;
+    dtrain__error why;
+    memset(total, 0, sizeof *total);
+    for (int i = 0; i < count; i++) {
+        dtrain_status status = fsdps[i]->broken.status != DTRAIN_OK
+                                   ? dtrain__report(&fsdps[i]->broken)
+                                   : dtrain__fsdp_leave(fsdps[i], dtrain__fsdp_measure(fsdps[i]));
+        total->dropped += status != DTRAIN_OK;
+        for (int k = 0; status == DTRAIN_OK && k < DTRAIN__EXACT_LIMBS; k++)
+            total->sum.limbs[k] += fsdps[i]->sum.limbs[k];
+        if (status != DTRAIN_OK && first == DTRAIN_OK) {
+            first = status;
+            why = dtrain__thread_error;
+        }
+    }
+    dtrain__exact_carry(&total->sum);
+    return first == DTRAIN_OK ? first : dtrain__report(&why);
+}
+
+/* Another part of the model has dropped the step: so do the objects here that have not. */
+static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count, int64_t dropped)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; status == DTRAIN_OK && i < count; i++)
+        if (fsdps[i]->broken.status == DTRAIN_OK && fsdps[i]->grads != NULL)
+            status = dtrain_fsdp_drop(fsdps[i]);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__fail(&fsdps[0]->error, DTRAIN_ERR_ABORTED,
+                        "dtrain_fsdp_clip_model_grad_norm: %lld parts of the model have dropped the step, whose ranks "
+                        "say why: it is dropped on all, the objects can be used",
+                        (long long)dropped);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model,
+                                                          float max_norm, double *norm)
+{
+    const char *call = "dtrain_fsdp_clip_model_grad_norm";
+    dtrain__fsdp_total total;
+    dtrain_status status = DTRAIN_OK;
+    if (fsdps == NULL || count < 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: expected at least one object, got %d at %p", call, count,
+                            (const void *)fsdps);
+    for (int i = 0; i < count; i++) {
+        if (fsdps[i] == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: object %d of %d is NULL", call, i, count);
+        status = dtrain__fsdp_check_norm(fsdps[i], call, max_norm);
+        if (status != DTRAIN_OK)
+            return status;
+    }
+    dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
+    dtrain__error why = dtrain__thread_error;
+    if (model != NULL)
+        status = dtrain_all_reduce(model, &total, &total, sizeof total / sizeof(int64_t), DTRAIN_I64, DTRAIN_SUM);
+    if (status == DTRAIN_OK && total.dropped > 0)
+        status = dtrain__fsdp_drop_all(fsdps, count, total.dropped);
+    if (mine != DTRAIN_OK)
+        return dtrain__report(&why);
+    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
+        fsdps[i]->sum = total.sum;
+        double length = dtrain__fsdp_shorten(fsdps[i], max_norm);
+        if (norm != NULL)
+            *norm = length;
+    }
+    return status;
 }
 
 #endif

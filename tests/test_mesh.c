@@ -5,6 +5,8 @@
 #include "test.h"
 #include "groups.h"
 
+#include <math.h>
+
 static int in_a_mesh(dtrain_comm *world, scene *s)
 {
     const dtrain_mesh_dim dims[] = {{"data", 0}, {"pipe", 3}, {"tensor", 2}};
@@ -200,4 +202,108 @@ TEST(a_thread_that_gives_up_ends_every_group_of_its_mesh)
     CHECK_EQ(dtrain_run_threads(8, gives_up_at_5, &left, NULL), DTRAIN_ERR_INVALID);
     dtrain_comm_destroy(left.child);
     dtrain_mesh_destroy(left.mesh);
+}
+
+/* A model of two stages, 2 x 6 + 2 elements, of which tensor ranks have 3 each of w and the same 2 of b. With grads set
+ * to g, the sum of squares is 9 (1 + 4 + 9 + 16) + 25 (1 + 4) = 395. */
+typedef struct stage {
+    dtrain_mesh *mesh;
+    dtrain_comm *model;
+    dtrain_param table[2];
+    dtrain_param_part parts[2];
+    float w[3], dw[3], b[2], db[2];
+    dtrain_fsdp *fsdps[2];
+    int objects, pipe, tensor;
+} stage;
+
+static void stage_create(stage *m, dtrain_comm *world, int objects)
+{
+    const dtrain_mesh_dim dims[] = {{"data", 2}, {"pipe", 2}, {"tensor", 2}};
+    const char *names[] = {"pipe", "tensor"};
+    dtrain_fsdp_desc desc;
+    memset(m, 0, sizeof *m);
+    memset(&desc, 0, sizeof desc);
+    desc.optimizer.kind = DTRAIN_SGD;
+    CHECK_EQ(dtrain_mesh_create(&m->mesh, world, dims, 3), DTRAIN_OK);
+    CHECK_EQ(dtrain_mesh_join(m->mesh, world, names, 2, &m->model), DTRAIN_OK);
+    m->pipe = dtrain_mesh_index(m->mesh, "pipe");
+    m->tensor = dtrain_mesh_index(m->mesh, "tensor");
+    m->objects = objects;
+    for (int i = 0; i < 2; i++) {
+        dtrain_param *param = &m->table[i];
+        param->name = i == 0 ? "w" : "b";
+        param->dtype = DTRAIN_F32;
+        param->shape[0] = i == 0 ? 3 : 2;
+        param->unit = objects == 1 ? i : 0;
+        param->data = i == 0 ? m->w : m->b;
+        param->grad = i == 0 ? m->dw : m->db;
+        param->part = &m->parts[i];
+        m->parts[i].shape[0] = i == 0 ? 6 : 2;
+    }
+    m->parts[0].begin = 3 * (size_t)m->tensor;
+    m->parts[1].copies = 2;
+    m->parts[1].copy = m->tensor;
+    for (int i = 0; i < objects; i++)
+        CHECK_EQ(dtrain_fsdp_create(&m->fsdps[i], dtrain_mesh_group(m->mesh, "data"), m->table + i,
+                                    objects == 1 ? 2 : 1, &desc),
+                 DTRAIN_OK);
+}
+
+static void stage_backward(stage *m)
+{
+    const float g[3] = {1, 2, 2}, h[2] = {3, 4};
+    for (int i = 0; i < 3; i++)
+        m->dw[i] = g[i] * (float)(1 + 2 * m->pipe + m->tensor);
+    for (int i = 0; i < 2; i++)
+        m->db[i] = h[i] * (float)(1 + m->pipe);
+    for (int i = 1; i >= 0; i--) {
+        dtrain_fsdp *fsdp = m->fsdps[m->objects == 1 ? 0 : i];
+        CHECK_EQ(dtrain_fsdp_gather(fsdp, m->objects == 1 ? i : 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_reduce(fsdp, m->objects == 1 ? i : 0), DTRAIN_OK);
+    }
+}
+
+static int one_norm(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    (void)s;
+    for (int objects = 1; objects <= 2; objects++) {
+        stage m;
+        double norm = 0;
+        const dtrain_slice *slices = NULL;
+        size_t count;
+        stage_create(&m, world, objects);
+        stage_backward(&m);
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects, m.model, 0.5f, &norm), DTRAIN_OK);
+        CHECK(norm > 19.874606 && norm < 19.874607); /* sqrt(395) */
+        CHECK_EQ(dtrain_fsdp_local(m.fsdps[0], &slices, &count), DTRAIN_OK);
+        for (size_t i = 0; i < slices[0].count; i++) /* of w: 1, 2, 2 times 0.5 / sqrt(395) */
+            CHECK(fabs((double)slices[0].grads[i] -
+                       (slices[0].begin + i == 0 ? 1 : 2) * (1 + 2 * m.pipe + m.tensor) * 0.025157730) < 1e-6);
+        for (int i = 0; i < objects; i++)
+            CHECK_EQ(dtrain_fsdp_step(m.fsdps[i], 1), DTRAIN_OK);
+        stage_backward(&m);
+        if (rank == 3)
+            dtrain_fsdp_fail(m.fsdps[objects - 1], "the coffee is cold");
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects, m.model, 1, &norm), DTRAIN_ERR_ABORTED);
+        CHECK_CONTAINS(dtrain_last_error(), m.pipe == 1 && m.tensor == 1 ? "the coffee is cold" : "parts of the model");
+        stage_backward(&m);
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects, m.model, 0, &norm), DTRAIN_OK);
+        CHECK(norm > 19.874606 && norm < 19.874607);
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, 0, m.model, 0, &norm), DTRAIN_ERR_INVALID);
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects, m.model, -1, &norm), DTRAIN_ERR_INVALID);
+        for (int i = 0; i < objects; i++)
+            dtrain_fsdp_destroy(m.fsdps[i]);
+        dtrain_comm_destroy(m.model);
+        dtrain_mesh_destroy(m.mesh);
+    }
+    return 0;
+}
+
+TEST(one_call_measures_a_model_in_parts_and_all_drop_a_step_together)
+{
+    scene s;
+    on_threads(8, one_norm, NULL);
+    scene_begin(&s, 8, 0);
+    run_ranks(&s, one_norm);
 }

@@ -261,6 +261,22 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm);
 
+/* As dtrain_fsdp_clip_grad_norm over a whole model, of which this rank's objects and those of other ranks hold parts,
+ * as stages of a pipeline and parts of tensors: every element counts once, also of parameters that several ranks have
+ * alike (dtrain_param_part.copies).
+ *
+ * Where a part of the model drops the step, all of it does. With a loss scale, all parts skip a step together.
+ *
+ *   fsdps    count objects of this rank, one a chunk of a pipeline
+ *   model    ranks whose objects together hold the model once, over groups of ranks that hold the same: of a mesh,
+ * those that differ in pipeline and tensor coordinates alone; NULL: this rank's objects are the model norm     out, the
+ * same on every rank; may be NULL errors   as dtrain_fsdp_finish, and dtrain_all_reduce over model; DTRAIN_ERR_ABORTED
+ * another part of the model has dropped the step
+ *
+ * collective: every rank of model and of the objects' groups, same order; blocks up to timeout_ms for each */
+DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model,
+                                                          float max_norm, double *norm);
+
 /* Updates the weights from the gradients, which are gone then, and gathers them where full parameters are kept.
  *
  * With a loss scale, a step in which any rank's gradient is not finite changes no weight and halves the scale; see

@@ -2,7 +2,7 @@
  * Parameters by name: addresses, full values in and out, all of them at once; and the trace file. */
 #ifndef DTRAIN__FSDP_ACCESS
 #define DTRAIN__FSDP_ACCESS
-#include "fsdp_step.c"
+#include "fsdp_norm.c"
 
 #define DTRAIN__FSDP_STAGE ((size_t)1 << 13) /* elements that are broadcast at once: 32 KiB, beyond the plan */
 

@@ -187,6 +187,17 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
     return dtrain__fsdp_leave(fsdp, status);
 }
 
+/* Adds the squares of this rank's gradients, but of parameters that another rank of the model counts. */
+static void dtrain__fsdp_add_squares(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
+        if (cut->trained && (part == NULL || part->copy == 0))
+            dtrain__exact_add_squares(&fsdp->sum, fsdp->slices[i].grads, cut->own_count);
+    }
+}
+
 /* Sums the squares of all gradients, over the ranks of one copy: each element once. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
@@ -194,7 +205,7 @@ static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
     if (fsdp->summed)
         return DTRAIN_OK;
     memset(&fsdp->sum, 0, sizeof fsdp->sum);
-    dtrain__exact_add_squares(&fsdp->sum, fsdp->grads, fsdp->layout.grads);
+    dtrain__fsdp_add_squares(fsdp);
     if (fsdp->reduces != NULL)
         status = dtrain_all_reduce(fsdp->reduces, fsdp->sum.limbs, fsdp->sum.limbs, DTRAIN__EXACT_LIMBS, DTRAIN_I64,
                                    DTRAIN_SUM);
@@ -202,33 +213,6 @@ static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
         return dtrain__fsdp_break(fsdp, status, "measuring gradients, instead", 0);
     fsdp->summed = 1;
     return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
-    if (status != DTRAIN_OK)
-        return status;
-    if (!(max_norm >= 0.0f))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_clip_grad_norm: max_norm is %g, expected a number of at least 0",
-                            (double)max_norm);
-    status = dtrain__fsdp_finish_now(fsdp, 0);
-    fsdp->summed = 0; /* they may have been shortened or changed since */
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_sum_squares(fsdp);
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_leave(fsdp, status);
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&fsdp->sum));
-    if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
-        uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
-                                              fsdp->layout.grads);
-        dtrain__fpmode_restore(mode);
-    }
-    if (norm != NULL)
-        *norm = length;
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 /* Updates this rank's slices. */
