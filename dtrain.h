@@ -2306,7 +2306,7 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
  *
  * A round is opened by the first member that hands in its difference, and waits up to window_ms for the others. All
  * members that are left take part in its sums, those that have handed nothing in with a weight of 0, so that every one
- * has the newest outer weights and nobody ever has to catch up. */
+ * has the newest outer weights and nobody ever has to catch up. Sums are all-reduces, or go through a server. */
 #ifndef DTRAIN__LOCAL_SGD_H
 #define DTRAIN__LOCAL_SGD_H
 
@@ -2331,9 +2331,11 @@ typedef struct dtrain_local_sgd_desc {
                              group's timeout_ms: the same bits in every run in which nobody is late or lost */
     const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
                                            * packs. NULL: as float32 */
-    int64_t window_ms; /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
-    size_t max_bytes;  /* of this object, see dtrain_local_sgd_plan; 0: no limit */
-    int no_broadcast;  /* 1: parameters are the same on all ranks already */
+    int64_t window_ms;  /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
+    size_t max_bytes;   /* of this object, see dtrain_local_sgd_plan; 0: no limit */
+    int no_broadcast;   /* 1: parameters are the same on all ranks already */
+    int through_server; /* 1: rounds go through one rank, see dtrain_local_sgd_create, in place of an all-reduce */
+    int server;         /* that rank, which trains too; 0 */
 } dtrain_local_sgd_desc;
 
 /* Says how many bytes dtrain_local_sgd_create takes from the group's allocator and keeps: the outer weights, their
@@ -2342,7 +2344,7 @@ typedef struct dtrain_local_sgd_desc {
  * groups that it makes, and what their calls need, are not in it.
  *
  *   ranks    of the group
- *   bytes    out
+ *   bytes    out; of rounds through a server those of the server, the others need fewer
  *   errors   as dtrain_local_sgd_create; max_bytes is not looked at
  *
  * any thread */
@@ -2351,11 +2353,17 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
+ * Through a server, members speak with that rank alone: it opens the rounds, folds the differences of those that have
+ * handed in, in the order of >>order, and sends the sum to all. A member that has handed nothing in sends nothing. The
+ * bits are those of the all-reduce, but where packing loses something and keeps it (feedback): what the packing of
+ * the sum loses is kept by the server, not a part by each. When the server is lost, every other member trains on
+ * alone, and dtrain_local_sgd_error says so. A server that makes no steps holds up every round for window_ms.
+ *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
  *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
  *             thread; the same on every rank but for addresses
  *   desc      NULL: all defaults; the same on every rank
- *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants out of range
+ *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants or server out of range
  *             DTRAIN_ERR_MEMORY       also when max_bytes is too few: the text has the number needed
  *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a group that the
  *                                     program polls, or over a transport of its own
@@ -19535,18 +19543,18 @@ static void dtrain__compressed_fold(dtrain_compressed *c, float *sum, size_t par
         dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, c->parts, c->ranks, outs, 1, 0, part);
 }
 
-/* Packs the sum into its place among those of all ranks, and keeps what that loses. */
-static void dtrain__compressed_pack_sum(dtrain_compressed *c, const float *sum, size_t begin, size_t part)
+/* Packs the sum of a rank's part into its place among those of all, and keeps what that loses. */
+static void dtrain__compressed_pack_sum(dtrain_compressed *c, int rank, const float *sum, size_t begin, size_t part)
 {
     const dtrain_compressor *q = &c->compressor;
     const size_t *offsets = c->numbers + c->ranks;
     float *lost = (float *)(void *)c->wide.data, *back = lost + part;
-    q->pack(q, sum, part, c->out.data + offsets[c->rank]);
+    q->pack(q, sum, part, c->out.data + offsets[rank]);
     c->stats.sent_bytes += q->bytes(q, part) * (uint64_t)(c->ranks - 1);
     if (c->residual == NULL || part == 0)
         return;
     memcpy(lost, sum, part * sizeof(float));
-    q->unpack(q, c->out.data + offsets[c->rank], back, part);
+    q->unpack(q, c->out.data + offsets[rank], back, part);
     dtrain__feedback_left(lost, back, part);
     dtrain__sum_f32(c->residual + begin, lost, part);
 }
@@ -19591,7 +19599,7 @@ static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float 
     if (status != DTRAIN_OK)
         return status;
     dtrain__compressed_fold(c, out + begin, part);
-    dtrain__compressed_pack_sum(c, out + begin, begin, part);
+    dtrain__compressed_pack_sum(c, c->rank, out + begin, begin, part);
     status = dtrain_all_gather_v(c->comm, c->out.data + offsets[c->rank], c->out.data, counts, offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
         size_t at, count = dtrain_split(c->count, c->ranks, r, &at);
@@ -28252,6 +28260,12 @@ enum { DTRAIN__ROUNDS_IN = 1, DTRAIN__ROUNDS_OPENS = 2, DTRAIN__ROUNDS_FINAL = 4
 
 enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a round */
 
+/* Of rounds through a server: pieces under way to and from each member, and elements of one that is not packed. */
+enum { DTRAIN__ROUNDS_WAYS = 2 };
+#ifndef DTRAIN__ROUNDS_PIECE
+#define DTRAIN__ROUNDS_PIECE ((size_t)131072)
+#endif
+
 typedef struct dtrain__rounds_fragment {
     size_t begin, count;     /* in the object's own order of elements */
     int boundary;            /* its snapshots are after steps that leave this rest */
@@ -28280,7 +28294,9 @@ struct dtrain_local_sgd {
     dtrain_allocator *allocator;
     dtrain_local_sgd_desc desc;
     dtrain_compress_desc compress;
-    int rank, ranks; /* in the caller's group */
+    int rank, ranks;   /* in the caller's group */
+    int server;        /* its rank in group; -1: none */
+    int server_origin; /* in the world */
     int64_t timeout_ms;
     dtrain__params params;
     dtrain__rounds_sizes sizes;
@@ -28299,7 +28315,8 @@ struct dtrain_local_sgd {
                                        mutex */
     int busy;                       /* in a call that may wait for others; under the mutex */
     int told;                       /* this member has handed in since the last round */
-    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down */
+    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down; after
+                                these what a server's transfer has under way */
     uint64_t *words;         /* flags, a fragment each: of every rank that has sent them, the first this one's own */
     uint64_t *inbox;         /* the same, of those that are being received */
     uint64_t opening[2];     /* the fragment and its round that rank 0 opens */
@@ -28403,12 +28420,27 @@ static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compr
     }
 }
 
-/* Sizes of everything; the elements are in memory, so that a few times as many bytes need not fit. */
-static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks,
+/* What a server needs for the pieces that come in of a fragment; q: NULL: they are not packed. */
+static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
+{
+    for (int r = 2; r <= ranks; r++) {
+        size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE;
+        size_t piece = q != NULL ? q->bytes(q, dtrain_split(count, r, 0, NULL)) : dense * sizeof(float);
+        size_t need = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
+        sizes->rooms[1] = need > sizes->rooms[1] ? need : sizes->rooms[1];
+    }
+}
+
+/* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
+static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
                                          const dtrain_local_sgd_desc *desc)
 {
     size_t fragments = (size_t)desc->fragments, n = (size_t)ranks, packed = 0, copies;
+    int serves = desc->through_server && rank == desc->server;
     dtrain_compressor q;
+    if (desc->through_server && (desc->server < 0 || desc->server >= ranks))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: the server is rank %d, expected 0 to %d",
+                            desc->server, ranks - 1);
     memset(sizes, 0, sizeof *sizes);
     memset(&q, 0, sizeof q);
     if (desc->compress != NULL && dtrain__rounds_compressor(desc->compress, NULL, &q) != DTRAIN_OK)
@@ -28417,7 +28449,10 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         size_t count = dtrain__rounds_count(params, desc->fragments, f);
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
-        if (!dtrain__rounds_packs(desc, ranks, count))
+        int packs = dtrain__rounds_packs(desc, ranks, count);
+        if (serves)
+            dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
+        if (!packs)
             continue;
         packed = count > packed ? count : packed;
         sizes->packs += sizeof(dtrain_compressed) + n * (4 * sizeof(size_t) + sizeof(void *));
@@ -28432,7 +28467,7 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
     sizes->weights = fragments * sizeof(double);
     sizes->counters = (fragments + 1) * sizeof(uint64_t);
     sizes->fragments = fragments * sizeof(dtrain__rounds_fragment);
-    sizes->works = n * sizeof(dtrain_work *);
+    sizes->works = n * sizeof(dtrain_work *) * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
     sizes->words = 2 * n * fragments * sizeof(uint64_t);
     sizes->told = n * (sizeof(void *) + sizeof(int));
     sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
@@ -28555,6 +28590,13 @@ static void dtrain__rounds_tell(dtrain_local_sgd *local)
     dtrain__bell_ring(&local->to_caller);
 }
 
+static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
+{
+    pthread_mutex_lock(&local->mutex);
+    local->stats.sent_bytes += bytes;
+    pthread_mutex_unlock(&local->mutex);
+}
+
 /* Who destroys the object does not wait for what the thread waits for. The mutex is held. */
 static void dtrain__rounds_cut(dtrain_local_sgd *local)
 {
@@ -28590,6 +28632,15 @@ static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
     return status == DTRAIN_OK ? flags == 1 : -1;
 }
 
+/* The server's rank in a group; -1: it is not in it, or there is none. */
+static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrain_comm *group)
+{
+    int server = local->desc.through_server && group != NULL ? dtrain_comm_size(group) - 1 : -1;
+    while (server >= 0 && dtrain__comm_origin(group, server) != local->server_origin)
+        server--;
+    return server;
+}
+
 static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm *up, dtrain_comm *down)
 {
     dtrain_comm *old = local->group, *old_up = local->up, *old_down = local->down;
@@ -28609,6 +28660,7 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
         dtrain_comm_destroy(old_down);
     if (old != group)
         dtrain_comm_destroy(old);
+    local->server = dtrain__rounds_find_server(local, group);
     for (int i = 0; group != NULL && i < local->desc.fragments; i++)
         if (local->fragments[i].pack != NULL) {
             local->fragments[i].pack->comm = group;
@@ -28617,13 +28669,16 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
         }
 }
 
-/* Makes the two groups over which rounds are opened. Collective; on an error there is none. */
-static dtrain_status dtrain__rounds_talk(dtrain_comm *group, dtrain_comm **up, dtrain_comm **down)
+/* Makes the two groups over which rounds are opened; a server is rank 0 of them. Collective; on an error there is
+ * none. */
+static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm **up,
+                                         dtrain_comm **down)
 {
+    int server = dtrain__rounds_find_server(local, group), key = dtrain_comm_rank(group) != server;
     *down = NULL;
-    dtrain_status status = dtrain_comm_duplicate(group, up);
+    dtrain_status status = dtrain_comm_split(group, 0, key, up);
     if (status == DTRAIN_OK)
-        status = dtrain_comm_duplicate(group, down);
+        status = dtrain_comm_split(group, 0, key, down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
         dtrain_comm_destroy(*up);
@@ -28673,8 +28728,12 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     dtrain__rounds_set_groups(local, group, NULL, NULL);
     if (dtrain_comm_size(group) == 1)
         return 1;
+    if (local->desc.through_server && local->server < 0) {
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "rank %d, the server of its rounds, is lost", local->desc.server);
+        return -1;
+    }
     dtrain__rounds_busy(local, 1);
-    status = dtrain__rounds_talk(group, &up, &down);
+    status = dtrain__rounds_talk(local, group, &up, &down);
     dtrain__rounds_busy(local, 0);
     if (status != DTRAIN_OK)
         dtrain_comm_abort(group, dtrain_last_error());
@@ -28750,13 +28809,288 @@ static int dtrain__rounds_torn(const dtrain_comm *comm)
 
 #endif
 
+/* ---- >>local-server ----
+ * The transfers of a round that goes through a server: one member that leads the rounds, hears of all what they bring,
+ * folds it in the order of ranks, and sends the sum to all. Members speak with it alone, and who brings nothing only
+ * receives; all make the outer step themselves, so that they have the same bits as by an all-reduce.
+ *
+ * Pieces follow each other, DTRAIN__ROUNDS_WAYS of them under way in either direction. What is packed is cut as an
+ * all-reduce cuts it, for its blocks to be the same. */
+#ifndef DTRAIN__LOCAL_SERVER
+#define DTRAIN__LOCAL_SERVER
+
+/* The transfer of one fragment. */
+typedef struct dtrain__rounds_transfer {
+    dtrain_local_sgd *local;
+    const dtrain__rounds_fragment *f;
+    dtrain_compressed *pack;
+    const float
+        *in; /* what this rank brings, elements or, where they are packed, the sign that it does; NULL: nothing */
+    int n, server;
+    size_t pieces;
+    uint64_t sent;
+} dtrain__rounds_transfer;
+
+/* Where a piece is, and how long. */
+static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
+{
+    if (t->pack != NULL)
+        return dtrain_split(t->f->count, t->n, (int)p, begin);
+    *begin = p * DTRAIN__ROUNDS_PIECE;
+    return t->f->count - *begin < DTRAIN__ROUNDS_PIECE ? t->f->count - *begin : DTRAIN__ROUNDS_PIECE;
+}
+
+static size_t dtrain__rounds_slice_bytes(const dtrain__rounds_transfer *t, size_t p)
+{
+    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
+    return t->pack != NULL ? t->pack->compressor.bytes(&t->pack->compressor, count) : count * sizeof(float);
+}
+
+/* Whether another rank of the group brings something, by what it said. */
+static int dtrain__rounds_brings(const dtrain__rounds_transfer *t, int rank)
+{
+    const uint64_t *said = t->local->hellos + DTRAIN__ROUNDS_WORDS * (rank + 1);
+    double weight;
+    memcpy(&weight, &said[2], sizeof weight);
+    return (said[0] >> 32) != 0 && weight > 0.0;
+}
+
+/* What a piece is sent from: this rank's or, on the server, the sum. */
+static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t p, const float *values)
+{
+    size_t begin;
+    dtrain__rounds_slice(t, p, &begin);
+    return t->pack != NULL ? (const void *)(t->pack->out.data + t->pack->numbers[t->n + (int)p]) : values + begin;
+}
+
+/* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
+static dtrain_work **dtrain__rounds_work(const dtrain__rounds_transfer *t, int peer, size_t p)
+{
+    size_t turn = p % DTRAIN__ROUNDS_WAYS;
+    return t->local->works + t->local->ranks + 2 * ((size_t)peer * DTRAIN__ROUNDS_WAYS + turn);
+}
+
+static dtrain_status dtrain__rounds_wait_work(dtrain_work **work)
+{
+    dtrain_work *pending = *work;
+    *work = NULL;
+    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+}
+
+static dtrain_status dtrain__rounds_expect(dtrain__rounds_transfer *t, int peer, size_t p, void *to)
+{
+    return dtrain_recv_async(t->local->group, to, dtrain__rounds_slice_bytes(t, p), DTRAIN_U8, peer,
+                             dtrain__rounds_work(t, peer, p));
+}
+
+static dtrain_status dtrain__rounds_give(dtrain__rounds_transfer *t, int peer, size_t p, const float *values)
+{
+    size_t bytes = dtrain__rounds_slice_bytes(t, p);
+    t->sent += bytes;
+    return dtrain_send_async(t->local->group, dtrain__rounds_from(t, p, values), bytes, DTRAIN_U8, peer,
+                             dtrain__rounds_work(t, peer, p) + 1);
+}
+
+/* ---- a worker ---- */
+
+/* Where a piece of the sum comes in. */
+static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, size_t p)
+{
+    size_t begin;
+    dtrain__rounds_slice(t, p, &begin);
+    return t->pack != NULL ? t->pack->in.data + t->pack->numbers[t->n + (int)p]
+                           : (unsigned char *)(t->local->sum + begin);
+}
+
+static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t p = 0; p < t->pieces + DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++) {
+        dtrain_work **works = dtrain__rounds_work(t, t->server, p);
+        status = dtrain__rounds_wait_work(&works[0]);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_wait_work(&works[1]);
+        if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->pack != NULL) {
+            size_t begin, back = p - DTRAIN__ROUNDS_WAYS, count = dtrain__rounds_slice(t, back, &begin);
+            t->pack->compressor.unpack(&t->pack->compressor, dtrain__rounds_answer(t, back), t->local->sum + begin,
+                                       count);
+        }
+        if (p >= t->pieces || status != DTRAIN_OK)
+            continue;
+        status = dtrain__rounds_expect(t, t->server, p, dtrain__rounds_answer(t, p));
+        if (status == DTRAIN_OK && t->in != NULL)
+            status = dtrain__rounds_give(t, t->server, p, t->in);
+    }
+    return status;
+}
+
+/* ---- the server ---- */
+
+/* Where a rank's piece comes in on the server: those of all ranks in a row, one row a turn. */
+static unsigned char *dtrain__rounds_inbox(const dtrain__rounds_transfer *t, int rank, size_t p)
+{
+    size_t longest = dtrain__rounds_slice_bytes(t, 0), row = p % DTRAIN__ROUNDS_WAYS * (size_t)t->n;
+    return t->local->rooms[1].data + (row + (size_t)rank) * longest;
+}
+
+static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_t p)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int r = 0; r < t->n && status == DTRAIN_OK && p < t->pieces; r++)
+        if (r != t->server && dtrain__rounds_brings(t, r))
+            status = dtrain__rounds_expect(t, r, p, dtrain__rounds_inbox(t, r, p));
+    return status;
+}
+
+/* Everything that is under way in a piece's turn has come to its end. */
+static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t p)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int r = 0; r < t->n && status == DTRAIN_OK; r++) {
+        dtrain_work **works = dtrain__rounds_work(t, r, p);
+        status = dtrain__rounds_wait_work(&works[0]);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_wait_work(&works[1]);
+    }
+    return status;
+}
+
+/* A rank's part of a fold: zeros of those that bring nothing. */
+static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int rank, size_t p)
+{
+    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
+    int brings = rank == t->server ? t->in != NULL : dtrain__rounds_brings(t, rank);
+    const void *from = rank == t->server ? (brings ? dtrain__rounds_from(t, p, t->in) : NULL)
+                                         : (const void *)dtrain__rounds_inbox(t, rank, p);
+    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide.data + (size_t)rank * count
+                                  : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
+    if (!brings)
+        memset(wide, 0, count * sizeof(float));
+    else if (t->pack != NULL)
+        t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)from, wide, count);
+    else
+        return (const float *)from;
+    return wide;
+}
+
+/* Adds up a piece of all ranks, by the tree, and packs the sum, of which all have what that leaves. */
+static void dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
+{
+    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
+    float *sum = t->local->sum + begin;
+    void *outs[1];
+    outs[0] = sum;
+    for (int r = 0; r < t->n; r++)
+        t->local->parts[r] = dtrain__rounds_part(t, r, p);
+    if (count > 0)
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, t->local->parts, t->n, outs, 1, 0, count);
+    if (t->pack == NULL)
+        return;
+    dtrain__compressed_pack_sum(t->pack, (int)p, sum, begin, count);
+    t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)dtrain__rounds_from(t, p, NULL), sum,
+                               count);
+}
+
+static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++)
+        status = dtrain__rounds_expect_all(t, p);
+    for (size_t p = 0; p < t->pieces && status == DTRAIN_OK; p++) {
+        status = dtrain__rounds_wait_turn(t, p);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__rounds_fold(t, p);
+        for (int r = 0; r < t->n && status == DTRAIN_OK; r++)
+            if (r != t->server)
+                status = dtrain__rounds_give(t, r, p, t->local->sum);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_expect_all(t, p + DTRAIN__ROUNDS_WAYS);
+    }
+    for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++)
+        status = dtrain__rounds_wait_turn(t, p);
+    return status;
+}
+
+/* ---- both ---- */
+
+/* Packs what this rank brings, and notes where each part is. */
+static void dtrain__rounds_pack(dtrain__rounds_transfer *t)
+{
+    dtrain_compressed *c = t->pack;
+    float *scratch = t->local->sum;
+    size_t at = 0;
+    for (int r = 0; r < t->n; r++) {
+        c->numbers[t->n + r] = at;
+        at += dtrain__rounds_slice_bytes(t, (size_t)r);
+    }
+    if (t->in == NULL)
+        return;
+    const float *from = dtrain__compressed_prepare(c, t->in, scratch);
+    if (c->residual != NULL)
+        dtrain__sum_f32(c->residual, from, c->count);
+    dtrain__compressed_pack(c, c->residual != NULL ? c->residual : from, scratch);
+}
+
+/* The sum of what the members bring, in local->sum; in: this rank's, or NULL. */
+static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
+{
+    dtrain__rounds_transfer t = {local, f, f->pack, in, dtrain_comm_size(local->group), local->server, 0, 0};
+    t.pieces = t.pack != NULL ? (size_t)t.n : (f->count - 1) / DTRAIN__ROUNDS_PIECE + 1;
+    uint64_t mode = dtrain__fpmode_enter();
+    if (t.pack != NULL)
+        dtrain__rounds_pack(&t);
+    dtrain_status status =
+        dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
+    dtrain__fpmode_restore(mode);
+    if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_comm_abort(local->group, cause.text);
+        for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS; p++)
+            for (int r = 0; r < t.n; r++) {
+                dtrain_work **works = dtrain__rounds_work(&t, r, p);
+                dtrain__rounds_wait_work(&works[0]);
+                dtrain__rounds_wait_work(&works[1]);
+            }
+        dtrain__report(&cause);
+    }
+    dtrain__rounds_sent(local, t.sent);
+    return status;
+}
+
+/* Exchanges what all members say at the beginning of a round, as an all-gather does. */
+static dtrain_status dtrain__rounds_say_through(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all)
+{
+    const size_t words = DTRAIN__ROUNDS_WORDS;
+    int n = dtrain_comm_size(local->group), serves = dtrain_comm_rank(local->group) == local->server;
+    dtrain_status status = DTRAIN_OK;
+    if (!serves) {
+        dtrain__rounds_sent(local, words * sizeof *mine);
+        status = dtrain_send(local->group, mine, words, DTRAIN_U64, local->server);
+        return status == DTRAIN_OK ? dtrain_recv(local->group, all, words * (size_t)n, DTRAIN_U64, local->server)
+                                   : status;
+    }
+    memcpy(all + words * (size_t)local->server, mine, words * sizeof *mine);
+    for (int r = 0; r < n && status == DTRAIN_OK; r++)
+        if (r != local->server)
+            status = dtrain_recv(local->group, all + words * (size_t)r, words, DTRAIN_U64, r);
+    for (int r = 0; r < n && status == DTRAIN_OK; r++)
+        if (r != local->server)
+            status = dtrain_send(local->group, all, words * (size_t)n, DTRAIN_U64, r);
+    dtrain__rounds_sent(local, words * sizeof *mine * (uint64_t)n * (uint64_t)(n - 1));
+    return status;
+}
+
+#endif
+
 /* ---- >>local-round ----
  * The thread that carries the rounds of a local SGD object. It owns three groups: up, over which members hand in to
- * rank 0 of those left, down, over which that opens rounds, and group, over which a round sums. Between two rounds each
- * member sends up once, at the latest when a round is opened, so that the calls that receive it all come to an end. All
- * threads always answer, so that a round is collectives over all that are left: who brings what weight, the sum, and an
- * agreement by which the outer step is made on every survivor or on none. Therefore outer weights, momentum and round
- * numbers are the same on all members at all times, whoever dies when, and a group of those left goes on as it is. */
+ * rank 0 of those left, or to the server, down, over which that opens rounds, and group, over which a round sums.
+ * Between two rounds each member sends up once, at the latest when a round is opened, so that the calls that receive it
+ * all come to an end. All threads always answer, so that a round is collectives over all that are left: who brings what
+ * weight, the sum, and an agreement by which the outer step is made on every survivor or on none. Therefore outer
+ * weights, momentum and round numbers are the same on all members at all times, whoever dies when, and a group of those
+ * left goes on as it is. */
 #ifndef DTRAIN__LOCAL_ROUND
 #define DTRAIN__LOCAL_ROUND
 
@@ -28830,11 +29164,13 @@ static void dtrain__rounds_undo(dtrain_local_sgd *local, int fragment, int mine)
     pthread_mutex_unlock(&local->mutex);
 }
 
-static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
+/* Gathers what all members say at the beginning of a round. */
+static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all, int n)
 {
-    pthread_mutex_lock(&local->mutex);
-    local->stats.sent_bytes += bytes;
-    pthread_mutex_unlock(&local->mutex);
+    if (local->server >= 0)
+        return dtrain__rounds_say_through(local, mine, all);
+    dtrain__rounds_sent(local, DTRAIN__ROUNDS_WORDS * sizeof(uint64_t) * (uint64_t)(n - 1));
+    return dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
 }
 
 /* Says what this rank brings, and hears it of all: which fragment and flags, which round, the weight, the rank. Their
@@ -28849,8 +29185,7 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     mine[1] = local->counters[1 + fragment];
     memcpy(&mine[2], &weight, sizeof weight);
     mine[3] = (uint64_t)local->rank;
-    dtrain_status status = dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
-    dtrain__rounds_sent(local, DTRAIN__ROUNDS_WORDS * sizeof(uint64_t) * (uint64_t)(n - 1));
+    dtrain_status status = dtrain__rounds_say(local, mine, all, n);
     for (int r = 0; status == DTRAIN_OK && r < n; r++) {
         const uint64_t *said = all + DTRAIN__ROUNDS_WORDS * r;
         local->parts[r] = said + 2;
@@ -28867,14 +29202,17 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     return status;
 }
 
-/* The sum over the members of what each brings, in sum; this rank nothing where in is sum itself, which is zero. */
+/* The sum over the members of what each brings, in sum; in: this rank's, or NULL, and then sum is zero. */
 static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
 {
     dtrain_compressed *pack = f->pack;
+    const float *from = in != NULL ? in : local->sum;
     int n = dtrain_comm_size(local->group);
+    if (pack == NULL && local->server >= 0)
+        return dtrain__rounds_through(local, f, in);
     if (pack == NULL) {
         dtrain__rounds_sent(local, dtrain__feedback_dense_bytes(f->count, n));
-        return dtrain_all_reduce(local->group, in, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+        return dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
     }
     uint64_t before = pack->stats.sent_bytes;
     pack->out = local->rooms[0];
@@ -28882,11 +29220,13 @@ static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__roun
     pack->wide = local->rooms[2];
     if (pack->residual != NULL)
         memcpy(local->saved, pack->residual, f->count * sizeof(float));
-    dtrain_status status = dtrain_compressed_all_reduce(pack, in, local->sum, DTRAIN_SUM);
+    dtrain_status status = local->server >= 0 ? dtrain__rounds_through(local, f, in)
+                                              : dtrain_compressed_all_reduce(pack, from, local->sum, DTRAIN_SUM);
     memset(&pack->out, 0, sizeof pack->out);
     memset(&pack->in, 0, sizeof pack->in);
     memset(&pack->wide, 0, sizeof pack->wide);
-    dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
+    if (local->server < 0)
+        dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
     return status;
 }
 
@@ -28897,11 +29237,11 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     double weight, total = 0.0;
     int reduced = 0, mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
-    const float *in = mine && weight > 0.0 ? local->diff + f->begin : local->sum;
+    const float *in = mine && weight > 0.0 ? local->diff + f->begin : NULL;
     dtrain__rounds_busy(local, 1);
     dtrain_status status = dtrain__rounds_hello(local, fragment, mine, weight, &total);
     if (status == DTRAIN_OK && total > 0.0 && f->count > 0) {
-        if (in == local->sum)
+        if (in == NULL)
             memset(local->sum, 0, f->count * sizeof(float));
         reduced = 1;
         status = dtrain__rounds_reduce(local, f, in);
@@ -29216,7 +29556,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
         return status;
     status = dtrain__rounds_check(&full, &params);
     if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&sizes, &params, ranks, &full);
+        status = dtrain__rounds_plan(&sizes, &params, ranks, full.server, &full);
     if (status == DTRAIN_OK)
         *bytes = sizes.all;
     dtrain__params_destroy(&params, &own);
@@ -29318,9 +29658,11 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK)
         status = dtrain__rounds_check(&local->desc, &local->params);
     if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, &local->desc);
+        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, local->rank, &local->desc);
     if (status != DTRAIN_OK)
         return status;
+    if (local->desc.through_server)
+        local->server_origin = dtrain__comm_origin(comm, local->desc.server);
     if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "
@@ -29355,6 +29697,7 @@ static void dtrain__rounds_digest(const dtrain_local_sgd *local, const dtrain_pa
     print.numbers[4] = desc->no_broadcast != 0;
     print.numbers[5] = desc->compress != NULL ? (int)desc->compress->kind : 0;
     print.numbers[6] = desc->compress != NULL && desc->compress->feedback.no_feedback != 0;
+    print.numbers[7] = desc->through_server ? 1 + (int64_t)desc->server : 0;
     print.constants[0] = desc->outer_lr;
     print.constants[1] = desc->outer_momentum;
     print.block = desc->compress != NULL ? desc->compress->block : 0;
@@ -29405,7 +29748,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK && local->ranks > 1)
         status = dtrain_comm_duplicate(comm, &group);
     if (status == DTRAIN_OK && local->ranks > 1)
-        status = dtrain__rounds_talk(group, &up, &down);
+        status = dtrain__rounds_talk(local, group, &up, &down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
         dtrain_comm_destroy(group);
@@ -29438,6 +29781,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->rank = dtrain_comm_rank(comm);
     made->ranks = dtrain_comm_size(comm);
     made->timeout_ms = comm->desc.timeout_ms;
+    made->server = -1;
     pthread_mutex_init(&made->mutex, NULL);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
     memset(digest, 0, sizeof digest);

@@ -59,18 +59,18 @@ static void dtrain__compressed_fold(dtrain_compressed *c, float *sum, size_t par
         dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, c->parts, c->ranks, outs, 1, 0, part);
 }
 
-/* Packs the sum into its place among those of all ranks, and keeps what that loses. */
-static void dtrain__compressed_pack_sum(dtrain_compressed *c, const float *sum, size_t begin, size_t part)
+/* Packs the sum of a rank's part into its place among those of all, and keeps what that loses. */
+static void dtrain__compressed_pack_sum(dtrain_compressed *c, int rank, const float *sum, size_t begin, size_t part)
 {
     const dtrain_compressor *q = &c->compressor;
     const size_t *offsets = c->numbers + c->ranks;
     float *lost = (float *)(void *)c->wide.data, *back = lost + part;
-    q->pack(q, sum, part, c->out.data + offsets[c->rank]);
+    q->pack(q, sum, part, c->out.data + offsets[rank]);
     c->stats.sent_bytes += q->bytes(q, part) * (uint64_t)(c->ranks - 1);
     if (c->residual == NULL || part == 0)
         return;
     memcpy(lost, sum, part * sizeof(float));
-    q->unpack(q, c->out.data + offsets[c->rank], back, part);
+    q->unpack(q, c->out.data + offsets[rank], back, part);
     dtrain__feedback_left(lost, back, part);
     dtrain__sum_f32(c->residual + begin, lost, part);
 }
@@ -115,7 +115,7 @@ static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float 
     if (status != DTRAIN_OK)
         return status;
     dtrain__compressed_fold(c, out + begin, part);
-    dtrain__compressed_pack_sum(c, out + begin, begin, part);
+    dtrain__compressed_pack_sum(c, c->rank, out + begin, begin, part);
     status = dtrain_all_gather_v(c->comm, c->out.data + offsets[c->rank], c->out.data, counts, offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
         size_t at, count = dtrain_split(c->count, c->ranks, r, &at);

@@ -21,6 +21,13 @@ static void dtrain__rounds_tell(dtrain_local_sgd *local)
     dtrain__bell_ring(&local->to_caller);
 }
 
+static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
+{
+    pthread_mutex_lock(&local->mutex);
+    local->stats.sent_bytes += bytes;
+    pthread_mutex_unlock(&local->mutex);
+}
+
 /* Who destroys the object does not wait for what the thread waits for. The mutex is held. */
 static void dtrain__rounds_cut(dtrain_local_sgd *local)
 {
@@ -56,6 +63,15 @@ static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
     return status == DTRAIN_OK ? flags == 1 : -1;
 }
 
+/* The server's rank in a group; -1: it is not in it, or there is none. */
+static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrain_comm *group)
+{
+    int server = local->desc.through_server && group != NULL ? dtrain_comm_size(group) - 1 : -1;
+    while (server >= 0 && dtrain__comm_origin(group, server) != local->server_origin)
+        server--;
+    return server;
+}
+
 static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm *up, dtrain_comm *down)
 {
     dtrain_comm *old = local->group, *old_up = local->up, *old_down = local->down;
@@ -75,6 +91,7 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
         dtrain_comm_destroy(old_down);
     if (old != group)
         dtrain_comm_destroy(old);
+    local->server = dtrain__rounds_find_server(local, group);
     for (int i = 0; group != NULL && i < local->desc.fragments; i++)
         if (local->fragments[i].pack != NULL) {
             local->fragments[i].pack->comm = group;
@@ -83,13 +100,16 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
         }
 }
 
-/* Makes the two groups over which rounds are opened. Collective; on an error there is none. */
-static dtrain_status dtrain__rounds_talk(dtrain_comm *group, dtrain_comm **up, dtrain_comm **down)
+/* Makes the two groups over which rounds are opened; a server is rank 0 of them. Collective; on an error there is
+ * none. */
+static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm **up,
+                                         dtrain_comm **down)
 {
+    int server = dtrain__rounds_find_server(local, group), key = dtrain_comm_rank(group) != server;
     *down = NULL;
-    dtrain_status status = dtrain_comm_duplicate(group, up);
+    dtrain_status status = dtrain_comm_split(group, 0, key, up);
     if (status == DTRAIN_OK)
-        status = dtrain_comm_duplicate(group, down);
+        status = dtrain_comm_split(group, 0, key, down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
         dtrain_comm_destroy(*up);
@@ -139,8 +159,12 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     dtrain__rounds_set_groups(local, group, NULL, NULL);
     if (dtrain_comm_size(group) == 1)
         return 1;
+    if (local->desc.through_server && local->server < 0) {
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "rank %d, the server of its rounds, is lost", local->desc.server);
+        return -1;
+    }
     dtrain__rounds_busy(local, 1);
-    status = dtrain__rounds_talk(group, &up, &down);
+    status = dtrain__rounds_talk(local, group, &up, &down);
     dtrain__rounds_busy(local, 0);
     if (status != DTRAIN_OK)
         dtrain_comm_abort(group, dtrain_last_error());

@@ -1,13 +1,14 @@
 /* ---- >>local-round ----
  * The thread that carries the rounds of a local SGD object. It owns three groups: up, over which members hand in to
- * rank 0 of those left, down, over which that opens rounds, and group, over which a round sums. Between two rounds each
- * member sends up once, at the latest when a round is opened, so that the calls that receive it all come to an end. All
- * threads always answer, so that a round is collectives over all that are left: who brings what weight, the sum, and an
- * agreement by which the outer step is made on every survivor or on none. Therefore outer weights, momentum and round
- * numbers are the same on all members at all times, whoever dies when, and a group of those left goes on as it is. */
+ * rank 0 of those left, or to the server, down, over which that opens rounds, and group, over which a round sums.
+ * Between two rounds each member sends up once, at the latest when a round is opened, so that the calls that receive it
+ * all come to an end. All threads always answer, so that a round is collectives over all that are left: who brings what
+ * weight, the sum, and an agreement by which the outer step is made on every survivor or on none. Therefore outer
+ * weights, momentum and round numbers are the same on all members at all times, whoever dies when, and a group of those
+ * left goes on as it is. */
 #ifndef DTRAIN__LOCAL_ROUND
 #define DTRAIN__LOCAL_ROUND
-#include "local_groups.c"
+#include "local_server.c"
 
 #define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least between two of these */
 #define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in a fragment's place: no round, but hand in anew */
@@ -79,11 +80,13 @@ static void dtrain__rounds_undo(dtrain_local_sgd *local, int fragment, int mine)
     pthread_mutex_unlock(&local->mutex);
 }
 
-static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
+/* Gathers what all members say at the beginning of a round. */
+static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all, int n)
 {
-    pthread_mutex_lock(&local->mutex);
-    local->stats.sent_bytes += bytes;
-    pthread_mutex_unlock(&local->mutex);
+    if (local->server >= 0)
+        return dtrain__rounds_say_through(local, mine, all);
+    dtrain__rounds_sent(local, DTRAIN__ROUNDS_WORDS * sizeof(uint64_t) * (uint64_t)(n - 1));
+    return dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
 }
 
 /* Says what this rank brings, and hears it of all: which fragment and flags, which round, the weight, the rank. Their
@@ -98,8 +101,7 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     mine[1] = local->counters[1 + fragment];
     memcpy(&mine[2], &weight, sizeof weight);
     mine[3] = (uint64_t)local->rank;
-    dtrain_status status = dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
-    dtrain__rounds_sent(local, DTRAIN__ROUNDS_WORDS * sizeof(uint64_t) * (uint64_t)(n - 1));
+    dtrain_status status = dtrain__rounds_say(local, mine, all, n);
     for (int r = 0; status == DTRAIN_OK && r < n; r++) {
         const uint64_t *said = all + DTRAIN__ROUNDS_WORDS * r;
         local->parts[r] = said + 2;
@@ -116,14 +118,17 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     return status;
 }
 
-/* The sum over the members of what each brings, in sum; this rank nothing where in is sum itself, which is zero. */
+/* The sum over the members of what each brings, in sum; in: this rank's, or NULL, and then sum is zero. */
 static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
 {
     dtrain_compressed *pack = f->pack;
+    const float *from = in != NULL ? in : local->sum;
     int n = dtrain_comm_size(local->group);
+    if (pack == NULL && local->server >= 0)
+        return dtrain__rounds_through(local, f, in);
     if (pack == NULL) {
         dtrain__rounds_sent(local, dtrain__feedback_dense_bytes(f->count, n));
-        return dtrain_all_reduce(local->group, in, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+        return dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
     }
     uint64_t before = pack->stats.sent_bytes;
     pack->out = local->rooms[0];
@@ -131,11 +136,13 @@ static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__roun
     pack->wide = local->rooms[2];
     if (pack->residual != NULL)
         memcpy(local->saved, pack->residual, f->count * sizeof(float));
-    dtrain_status status = dtrain_compressed_all_reduce(pack, in, local->sum, DTRAIN_SUM);
+    dtrain_status status = local->server >= 0 ? dtrain__rounds_through(local, f, in)
+                                              : dtrain_compressed_all_reduce(pack, from, local->sum, DTRAIN_SUM);
     memset(&pack->out, 0, sizeof pack->out);
     memset(&pack->in, 0, sizeof pack->in);
     memset(&pack->wide, 0, sizeof pack->wide);
-    dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
+    if (local->server < 0)
+        dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
     return status;
 }
 
@@ -146,11 +153,11 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     double weight, total = 0.0;
     int reduced = 0, mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
-    const float *in = mine && weight > 0.0 ? local->diff + f->begin : local->sum;
+    const float *in = mine && weight > 0.0 ? local->diff + f->begin : NULL;
     dtrain__rounds_busy(local, 1);
     dtrain_status status = dtrain__rounds_hello(local, fragment, mine, weight, &total);
     if (status == DTRAIN_OK && total > 0.0 && f->count > 0) {
-        if (in == local->sum)
+        if (in == NULL)
             memset(local->sum, 0, f->count * sizeof(float));
         reduced = 1;
         status = dtrain__rounds_reduce(local, f, in);

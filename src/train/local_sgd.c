@@ -20,7 +20,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
         return status;
     status = dtrain__rounds_check(&full, &params);
     if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&sizes, &params, ranks, &full);
+        status = dtrain__rounds_plan(&sizes, &params, ranks, full.server, &full);
     if (status == DTRAIN_OK)
         *bytes = sizes.all;
     dtrain__params_destroy(&params, &own);
@@ -122,9 +122,11 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK)
         status = dtrain__rounds_check(&local->desc, &local->params);
     if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, &local->desc);
+        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, local->rank, &local->desc);
     if (status != DTRAIN_OK)
         return status;
+    if (local->desc.through_server)
+        local->server_origin = dtrain__comm_origin(comm, local->desc.server);
     if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "
@@ -159,6 +161,7 @@ static void dtrain__rounds_digest(const dtrain_local_sgd *local, const dtrain_pa
     print.numbers[4] = desc->no_broadcast != 0;
     print.numbers[5] = desc->compress != NULL ? (int)desc->compress->kind : 0;
     print.numbers[6] = desc->compress != NULL && desc->compress->feedback.no_feedback != 0;
+    print.numbers[7] = desc->through_server ? 1 + (int64_t)desc->server : 0;
     print.constants[0] = desc->outer_lr;
     print.constants[1] = desc->outer_momentum;
     print.block = desc->compress != NULL ? desc->compress->block : 0;
@@ -209,7 +212,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK && local->ranks > 1)
         status = dtrain_comm_duplicate(comm, &group);
     if (status == DTRAIN_OK && local->ranks > 1)
-        status = dtrain__rounds_talk(group, &up, &down);
+        status = dtrain__rounds_talk(local, group, &up, &down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
         dtrain_comm_destroy(group);
@@ -242,6 +245,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->rank = dtrain_comm_rank(comm);
     made->ranks = dtrain_comm_size(comm);
     made->timeout_ms = comm->desc.timeout_ms;
+    made->server = -1;
     pthread_mutex_init(&made->mutex, NULL);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
     memset(digest, 0, sizeof digest);

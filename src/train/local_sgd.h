@@ -5,7 +5,7 @@
  *
  * A round is opened by the first member that hands in its difference, and waits up to window_ms for the others. All
  * members that are left take part in its sums, those that have handed nothing in with a weight of 0, so that every one
- * has the newest outer weights and nobody ever has to catch up. */
+ * has the newest outer weights and nobody ever has to catch up. Sums are all-reduces, or go through a server. */
 #ifndef DTRAIN__LOCAL_SGD_H
 #define DTRAIN__LOCAL_SGD_H
 #include "train.h"
@@ -31,9 +31,11 @@ typedef struct dtrain_local_sgd_desc {
                              group's timeout_ms: the same bits in every run in which nobody is late or lost */
     const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
                                            * packs. NULL: as float32 */
-    int64_t window_ms; /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
-    size_t max_bytes;  /* of this object, see dtrain_local_sgd_plan; 0: no limit */
-    int no_broadcast;  /* 1: parameters are the same on all ranks already */
+    int64_t window_ms;  /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
+    size_t max_bytes;   /* of this object, see dtrain_local_sgd_plan; 0: no limit */
+    int no_broadcast;   /* 1: parameters are the same on all ranks already */
+    int through_server; /* 1: rounds go through one rank, see dtrain_local_sgd_create, in place of an all-reduce */
+    int server;         /* that rank, which trains too; 0 */
 } dtrain_local_sgd_desc;
 
 /* Says how many bytes dtrain_local_sgd_create takes from the group's allocator and keeps: the outer weights, their
@@ -42,7 +44,7 @@ typedef struct dtrain_local_sgd_desc {
  * groups that it makes, and what their calls need, are not in it.
  *
  *   ranks    of the group
- *   bytes    out
+ *   bytes    out; of rounds through a server those of the server, the others need fewer
  *   errors   as dtrain_local_sgd_create; max_bytes is not looked at
  *
  * any thread */
@@ -51,11 +53,17 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
+ * Through a server, members speak with that rank alone: it opens the rounds, folds the differences of those that have
+ * handed in, in the order of >>order, and sends the sum to all. A member that has handed nothing in sends nothing. The
+ * bits are those of the all-reduce, but where packing loses something and keeps it (feedback): what the packing of
+ * the sum loses is kept by the server, not a part by each. When the server is lost, every other member trains on
+ * alone, and dtrain_local_sgd_error says so. A server that makes no steps holds up every round for window_ms.
+ *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
  *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
  *             thread; the same on every rank but for addresses
  *   desc      NULL: all defaults; the same on every rank
- *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants out of range
+ *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants or server out of range
  *             DTRAIN_ERR_MEMORY       also when max_bytes is too few: the text has the number needed
  *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a group that the
  *                                     program polls, or over a transport of its own

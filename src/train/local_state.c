@@ -23,6 +23,12 @@ enum { DTRAIN__ROUNDS_IN = 1, DTRAIN__ROUNDS_OPENS = 2, DTRAIN__ROUNDS_FINAL = 4
 
 enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a round */
 
+/* Of rounds through a server: pieces under way to and from each member, and elements of one that is not packed. */
+enum { DTRAIN__ROUNDS_WAYS = 2 };
+#ifndef DTRAIN__ROUNDS_PIECE
+#define DTRAIN__ROUNDS_PIECE ((size_t)131072)
+#endif
+
 typedef struct dtrain__rounds_fragment {
     size_t begin, count;     /* in the object's own order of elements */
     int boundary;            /* its snapshots are after steps that leave this rest */
@@ -51,7 +57,9 @@ struct dtrain_local_sgd {
     dtrain_allocator *allocator;
     dtrain_local_sgd_desc desc;
     dtrain_compress_desc compress;
-    int rank, ranks; /* in the caller's group */
+    int rank, ranks;   /* in the caller's group */
+    int server;        /* its rank in group; -1: none */
+    int server_origin; /* in the world */
     int64_t timeout_ms;
     dtrain__params params;
     dtrain__rounds_sizes sizes;
@@ -70,7 +78,8 @@ struct dtrain_local_sgd {
                                        mutex */
     int busy;                       /* in a call that may wait for others; under the mutex */
     int told;                       /* this member has handed in since the last round */
-    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down */
+    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down; after
+                                these what a server's transfer has under way */
     uint64_t *words;         /* flags, a fragment each: of every rank that has sent them, the first this one's own */
     uint64_t *inbox;         /* the same, of those that are being received */
     uint64_t opening[2];     /* the fragment and its round that rank 0 opens */
@@ -174,12 +183,27 @@ static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compr
     }
 }
 
-/* Sizes of everything; the elements are in memory, so that a few times as many bytes need not fit. */
-static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks,
+/* What a server needs for the pieces that come in of a fragment; q: NULL: they are not packed. */
+static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
+{
+    for (int r = 2; r <= ranks; r++) {
+        size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE;
+        size_t piece = q != NULL ? q->bytes(q, dtrain_split(count, r, 0, NULL)) : dense * sizeof(float);
+        size_t need = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
+        sizes->rooms[1] = need > sizes->rooms[1] ? need : sizes->rooms[1];
+    }
+}
+
+/* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
+static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
                                          const dtrain_local_sgd_desc *desc)
 {
     size_t fragments = (size_t)desc->fragments, n = (size_t)ranks, packed = 0, copies;
+    int serves = desc->through_server && rank == desc->server;
     dtrain_compressor q;
+    if (desc->through_server && (desc->server < 0 || desc->server >= ranks))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: the server is rank %d, expected 0 to %d",
+                            desc->server, ranks - 1);
     memset(sizes, 0, sizeof *sizes);
     memset(&q, 0, sizeof q);
     if (desc->compress != NULL && dtrain__rounds_compressor(desc->compress, NULL, &q) != DTRAIN_OK)
@@ -188,7 +212,10 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         size_t count = dtrain__rounds_count(params, desc->fragments, f);
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
-        if (!dtrain__rounds_packs(desc, ranks, count))
+        int packs = dtrain__rounds_packs(desc, ranks, count);
+        if (serves)
+            dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
+        if (!packs)
             continue;
         packed = count > packed ? count : packed;
         sizes->packs += sizeof(dtrain_compressed) + n * (4 * sizeof(size_t) + sizeof(void *));
@@ -203,7 +230,7 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
     sizes->weights = fragments * sizeof(double);
     sizes->counters = (fragments + 1) * sizeof(uint64_t);
     sizes->fragments = fragments * sizeof(dtrain__rounds_fragment);
-    sizes->works = n * sizeof(dtrain_work *);
+    sizes->works = n * sizeof(dtrain_work *) * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
     sizes->words = 2 * n * fragments * sizeof(uint64_t);
     sizes->told = n * (sizeof(void *) + sizeof(int));
     sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
