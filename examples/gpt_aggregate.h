@@ -11,8 +11,9 @@ typedef struct gpt_aggregate {
     const char *kind;                     /* "all-reduce" or "ps" */
     const dtrain_compress_desc *compress; /* NULL: gradients travel as they are */
     dtrain_comm *world, *alone;
-    dtrain_param *table; /* what FSDP keeps, layer by layer; made in the first step, when gradients are there */
+    dtrain_param *table; /* what FSDP keeps, layer by layer */
     char (*names)[48];
+    float *place; /* of gradients, when there are none yet: the table must have some; never touched */
     size_t count;
     dtrain_server *server;
     dtrain_aggregator aggregator;
@@ -31,17 +32,25 @@ static inline dtrain_status gpt_aggregate_open(gpt_aggregate *a, dtrain_comm *wo
     return dtrain_threads_create(&a->alone, 1, &alone);
 }
 
-/* Collective: every rank of the world. */
-static inline dtrain_status gpt_aggregate_start(gpt_aggregate *a, const dtrain_slice *slices, size_t count)
+/* Makes the aggregator, where it is not there. Collective: every rank of the world. */
+static inline dtrain_status gpt_aggregate_start(gpt_aggregate *a, dtrain_fsdp *fsdp)
 {
+    const dtrain_slice *slices = NULL;
+    size_t count = 0, floats = 0;
     dtrain_server_desc desc;
-    dtrain_status status = DTRAIN_OK;
+    dtrain_status status = a->table == NULL ? dtrain_fsdp_local(fsdp, &slices, &count) : DTRAIN_OK;
+    if (status != DTRAIN_OK || a->table != NULL)
+        return status;
     memset(&desc, 0, sizeof desc);
     desc.compress = a->compress;
     a->table = (dtrain_param *)calloc(count, sizeof *a->table);
     a->names = (char(*)[48])calloc(count, sizeof *a->names);
-    if (a->table == NULL || a->names == NULL)
+    for (size_t i = 0; i < count; i++)
+        floats += slices[i].count;
+    a->place = (float *)calloc(floats, sizeof *a->place);
+    if (a->table == NULL || a->names == NULL || a->place == NULL)
         return DTRAIN_ERR_MEMORY;
+    floats = 0;
     for (size_t i = 0; i < count; i++) {
         snprintf(a->names[i], sizeof a->names[i], "%.30s.%d", slices[i].name, slices[i].layer);
         a->table[i].name = a->names[i];
@@ -49,7 +58,8 @@ static inline dtrain_status gpt_aggregate_start(gpt_aggregate *a, const dtrain_s
         a->table[i].shape[0] = slices[i].count;
         a->table[i].ndim = 1;
         a->table[i].data = slices[i].weights;
-        a->table[i].grad = slices[i].grads;
+        a->table[i].grad = a->place + floats; /* each step says where its gradients are */
+        floats += slices[i].count;
     }
     a->count = count;
     if (strcmp(a->kind, "ps") == 0) {
@@ -84,8 +94,8 @@ static inline dtrain_status gpt_aggregate_step(gpt_aggregate *a, dtrain_fsdp *fs
     dtrain_status status = dtrain_fsdp_finish(fsdp, NULL);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_local(fsdp, &slices, &count);
-    if (status == DTRAIN_OK && a->table == NULL)
-        status = gpt_aggregate_start(a, slices, count);
+    if (status == DTRAIN_OK)
+        status = gpt_aggregate_start(a, fsdp);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < count; i++)
@@ -99,6 +109,7 @@ static inline void gpt_aggregate_close(gpt_aggregate *a)
     dtrain_server_destroy(a->server);
     dtrain_comm_destroy(a->alone);
     free(a->table);
+    free(a->place);
     free(a->names);
     memset(a, 0, sizeof *a);
 }

@@ -26,6 +26,12 @@ static inline int gpt_number(const char *flag, const char *text, double least, d
     return 0;
 }
 
+/* Whether gradients go through an aggregator: with --local-steps none do, and it says how rounds go. */
+static inline int gpt_aggregates(const gpt_flags *f)
+{
+    return f->aggregator != NULL && f->local_steps == 0;
+}
+
 /* Finds a word among those that a flag can have. */
 static inline int gpt_choice(const char *flag, const char *word, const char *const *words)
 {
@@ -90,12 +96,10 @@ static inline int gpt_check_flags(gpt_flags *f)
     static const char *const aggregators[] = {"all-reduce", "ps", NULL};
     if (f->resume && f->save == NULL)
         return report_complain("flag", "--resume", "needs --save DIR, where the checkpoint is");
-    if (f->aggregator != NULL && (strcmp(f->strategy, "none") != 0 || f->save != NULL))
-        return report_complain("flag", "--aggregator", "needs --strategy none, and does not go with --save");
-    if (f->local_steps > 0 &&
-        (f->save != NULL || f->aggregator != NULL || strcmp(f->strategy, "none") != 0 || strcmp(f->gather, "f32") != 0))
-        return report_complain("flag", "--local-steps",
-                               "needs --strategy none and --gather f32, and goes with no --save or --aggregator");
+    if (f->aggregator != NULL && strcmp(f->strategy, "none") != 0)
+        return report_complain("flag", "--aggregator", "needs --strategy none");
+    if (f->local_steps > 0 && (strcmp(f->strategy, "none") != 0 || strcmp(f->gather, "f32") != 0))
+        return report_complain("flag", "--local-steps", "needs --strategy none and --gather f32");
     if (f->width % f->heads != 0)
         return report_complain("flag", "--width", "must be a multiple of --heads");
     return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
@@ -199,7 +203,7 @@ static inline int gpt_help(void)
          "                   parameters as well; these among every --shard-size 2 ranks\n"
          "  --gather f32|bf16|f16   how parameters travel\n"
          "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
-         "                   parameter server on rank 0\n"
+         "                   parameter server on rank 0, through which rounds of --local-steps go as well\n"
          "  --compress topk:0.01|int8|fp8|bf16|f16|sign|powersgd:4   how gradients travel, with feedback unless\n"
          "                   :nofeedback follows; as they are without it. Under --optimizer sgd, top-k with feedback\n"
          "                   takes the momentum of 0.9 over\n"
@@ -207,7 +211,8 @@ static inline int gpt_help(void)
          "  --text dtrain.h  what to learn; its last tenth is held out\n"
          "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
          "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
-         "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy\n"
+         "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy; but with\n"
+         "                   --compress, --aggregator or --local-steps on as many ranks\n"
          "  --until N        stops after step N of --steps\n"
          "  --local-steps H  each rank trains by itself; all average every H steps (DiLoCo)\n"
          "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"

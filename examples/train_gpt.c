@@ -7,9 +7,9 @@
  * A decoder-only transformer: learned positions, pre-norm blocks, GELU, untied output. --batch is sequences a
  * micro-batch, --micro micro-batches a step over all ranks together, dealt in turn; with a power of two of them, 1, 2,
  * 4 and 8 ranks end with the same weights, bit for bit, under every strategy. The last tenth of the text is held out.
- * With --save a run leaves checkpoints, from which --resume goes on, on any number of ranks, as if it had never
- * stopped. With --local-steps H each rank trains by itself, and all average how far they have come every H steps
- * (DiLoCo).
+ * With --save a run leaves checkpoints, from which --resume goes on as if it had never stopped, on any number of ranks
+ * unless each keeps something of its own: what --compress left unsent, or a model under --local-steps. With
+ * --local-steps H each rank trains by itself, and all average how far they have come every H steps (DiLoCo).
  */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
@@ -103,7 +103,7 @@ static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *flags, const char *strate
     if (desc.compress != NULL && flags->compression.kind == DTRAIN_COMPRESS_TOPK)
         desc.bucket_bytes = SIZE_MAX; /* chosen among all, where by buckets it trains worse, but overlaps */
     desc.micro_batches = (int)((flags->micro + ranks - 1) / ranks);
-    desc.keep_full_grads = flags->aggregator != NULL;
+    desc.keep_full_grads = gpt_aggregates(flags);
     desc.trace_events = flags->trace != NULL ? GPT_TRACE_EVENTS : 0;
     return desc;
 }
@@ -118,6 +118,7 @@ static dtrain_status gpt_create_local(gpt *model, const gpt_flags *flags, dtrain
     desc.outer_lr = 1.0f; /* for tens of rounds; the paper's 0.7 and 0.9 are for hundreds */
     desc.outer_momentum = 0.8f;
     desc.blocking = 1;
+    desc.through_server = flags->aggregator != NULL && strcmp(flags->aggregator, "ps") == 0;
     desc.compress = flags->compress != NULL ? &flags->compression : NULL;
     for (int i = 0; i < GPT_PARAMS; i++) {
         table[i] = model->table[i];
@@ -556,7 +557,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
             gpt_show(job, &progress, m, world, step, loss, (double)lr, norm);
         }
         if (status == DTRAIN_OK)
-            status = gpt_saver_step(saver, &job->flags, world, step + 1, end);
+            status = gpt_saver_step(saver, &job->flags, m, world, step + 1, end);
     }
     return status == DTRAIN_OK ? gpt_finish(job, m, world, &progress, loss) : status;
 }
@@ -579,9 +580,9 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
         gpt_print_plans(job, &planned);
     memset(&model, 0, sizeof model);
     const dtrain_compress_desc *compress = job->flags.compress != NULL ? &job->flags.compression : NULL;
-    status = job->flags.aggregator != NULL ? gpt_aggregate_open(&aggregate, world, job->flags.aggregator, compress)
-                                           : DTRAIN_OK;
-    model.aggregate = job->flags.aggregator != NULL ? &aggregate : NULL;
+    status = gpt_aggregates(&job->flags) ? gpt_aggregate_open(&aggregate, world, job->flags.aggregator, compress)
+                                         : DTRAIN_OK;
+    model.aggregate = gpt_aggregates(&job->flags) ? &aggregate : NULL;
     if (status == DTRAIN_OK)
         status = gpt_create(&model, &job->flags, world);
     if (status == DTRAIN_OK)
@@ -593,11 +594,11 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     if (status == DTRAIN_OK)
         status =
             gpt_loop(job, &model, world, planned, &saver, first, (unsigned char *)tokens.data, (double *)losses.data);
-    dtrain_checkpoint_destroy(saver.ckpt);
+    gpt_saver_close(&saver);
     dtrain_tensor_destroy(&tokens);
     dtrain_tensor_destroy(&losses);
     gpt_destroy(&model);
-    if (job->flags.aggregator != NULL)
+    if (gpt_aggregates(&job->flags))
         gpt_aggregate_close(&aggregate);
     return status;
 }

@@ -49,6 +49,20 @@ build/train_gpt $small --ranks 2 --strategy full --save "$dir/run" --resume >"$d
 same_weights "$dir/straight" "$dir/out"
 check $? killed_and_resumed_with_the_same_bits
 
+# What each rank keeps of its own goes on as well: residuals, velocities, warm starts, rounds half made.
+for how in "--compress topk:0.05 --optimizer sgd" "--compress powersgd:2" "--aggregator ps --compress int8" \
+    "--aggregator all-reduce --compress topk:0.05" "--local-steps 4" "--local-steps 4 --aggregator ps --compress int8"; do
+    build/train_gpt $small --steps 12 --ranks 3 $how >"$dir/whole" 2>"$dir/log"
+    rm -rf "$dir/own"
+    build/train_gpt $small --steps 12 --ranks 3 $how --save "$dir/own" --every 3 --until 7 >"$dir/first" 2>"$dir/log"
+    build/dtrun -n 3 --no-prefix build/train_gpt $small --steps 12 $how --save "$dir/own" --resume >"$dir/out" 2>"$dir/log"
+    same_weights "$dir/whole" "$dir/out" && ! same_weights "$dir/whole" "$dir/first"
+    check $? "stopped_and_resumed_with_the_same_bits: $how"
+done
+build/train_gpt $small --steps 12 --ranks 2 $how --save "$dir/own" --resume >"$dir/out" 2>"$dir/log"
+[ $? -ne 0 ] && grep -q "the checkpoint is of 3 ranks" "$dir/log"
+check $? rounds_are_not_resumed_on_other_ranks
+
 build/train_gpt $small --ranks 2 --resume --save "$dir/run" --steps 26 >"$dir/out" 2>"$dir/log" &&
     [ "$(awk 'END { print NR }' "$dir/csv")" -eq 3 ]
 check $? a_run_is_lengthened

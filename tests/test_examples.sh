@@ -88,6 +88,11 @@ try "train_gpt writes one CSV line a step" awk 'END { exit NR != 4 }' "$dir/gpt.
 run train_gpt --ranks 3 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 6 --steps 7 --local-steps 3 \
     --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg"
 try "train_gpt trains locally" grep -q '^3 rounds of 3 steps: ' "$dir/out"
+grep -o 'sha256=[0-9a-f]*' "$dir/out" >"$dir/other"
+run train_gpt --ranks 3 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 6 --steps 7 --local-steps 3 \
+    --aggregator ps --quiet --csv "$dir/gpt.csv" --svg "$dir/gpt.svg"
+try "train_gpt trains locally through a server, to the same weights" \
+    test "$(grep -o 'sha256=[0-9a-f]*' "$dir/out")" = "$(cat "$dir/other")"
 for kind in topk:0.05 topk:0.05:nofeedback int8 powersgd:2; do
     try "train_gpt runs with --compress $kind" run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --context 16 \
         --batch 2 --micro 4 --steps 3 --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" --compress $kind
