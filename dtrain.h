@@ -2562,11 +2562,12 @@ typedef struct dtrain_fsdp_plan_result {
     size_t optimizer;     /* state */
     size_t compression;   /* residuals and velocities, at most; what a step packs comes from the group's allocator */
     size_t full_weights;  /* pages of parameters that are gathered at once, at most, and of slices that lie there */
-    size_t full_grads;    /* pages of gradients that are in full at once, at most */
+    size_t full_grads;    /* pages of gradients that are in full at once, at most; with no_overlap of all units */
     size_t bookkeeping;   /* tables and page counts */
     size_t peak;          /* the sum of all these */
     uint64_t sent_gather; /* to other ranks in a step of one micro-batch, all parameters used */
-    uint64_t sent_reduce; /* and for gradients, without compression */
+    uint64_t sent_reduce; /* and for gradients, quantised or compressed if they are. Of top-k at most, by its last
+                             ratio, as fewer bytes may name the elements; of OWN with reduce as without compression */
 } dtrain_fsdp_plan_result;
 
 /* Says what one rank will need, before anything is allocated. The table needs no memory for it.
@@ -24666,6 +24667,157 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
 
 #endif
 
+/* ---- >>fsdp-traffic ----
+ * What a rank will send in a step, from its layout alone: in numbers that the counters of a run then show, or for
+ * selections, whose lengths nobody knows before, at most. */
+#ifndef DTRAIN__FSDP_TRAFFIC
+#define DTRAIN__FSDP_TRAFFIC
+
+/* Bytes of a quantised range that are not this rank's: what it sends, of gradients, and what it passes on in a ring, of
+ * parameters. */
+static uint64_t dtrain__plan_sends(const dtrain__layout *layout, const dtrain__cut *cut, size_t block)
+{
+    uint64_t bytes = 0;
+    size_t own;
+    for (int shard = 0; shard < layout->shards; shard++)
+        if (shard != layout->shard)
+            bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
+    return bytes;
+}
+
+/* What a selection takes at most: the header and, for each element, its index and its value. */
+static uint64_t dtrain__plan_selection(const dtrain_topk_desc *topk, size_t chosen, size_t count)
+{
+    uint64_t width = topk->values == DTRAIN_BF16 || topk->values == DTRAIN_F16 ? 2 : 4;
+    uint64_t bytes = (uint64_t)chosen * (width + (topk->indices == DTRAIN_INDEX_DELTA ? 5 : 4));
+    if (topk->indices == DTRAIN_INDEX_AUTO && bytes > width * count) /* then without indices */
+        bytes = width * count;
+    return DTRAIN__SPARSE_HEADER + bytes;
+}
+
+/* Top-k after its warm-up, at most; lengths travel before the selections. */
+static uint64_t dtrain__plan_topk(const dtrain_topk_desc *topk, size_t count, int ranks)
+{
+    double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
+    size_t chosen = dtrain_topk_count(count, ratio), part = dtrain_split(count, ranks, 0, NULL), picked;
+    uint64_t others = (uint64_t)(ranks - 1), one = dtrain__plan_selection(topk, chosen, count);
+    uint64_t dense = dtrain__feedback_dense_bytes(count, ranks), most = 8 * (uint64_t)count;
+    if (topk->exchange == DTRAIN_EXCHANGE_GATHER || (topk->exchange == DTRAIN_EXCHANGE_AUTO && ranks <= 8)) {
+        if (one * (uint64_t)ranks <= most)
+            return others * (8 + one);
+        one = one < most ? one : most; /* together selections are no longer than that, or vectors are sent */
+        return 8 * others + (others * one > dense ? others * one : dense);
+    }
+    picked = chosen > part / (size_t)ranks ? part : chosen * (size_t)ranks;
+    if (topk->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK)
+        picked = dtrain_topk_count(part, ratio);
+    return others * (16 + DTRAIN__SPARSE_HEADER + dtrain__plan_selection(topk, picked, part)) +
+           dtrain__plan_selection(topk, chosen, SIZE_MAX / 8);
+}
+
+/* What a compressor that packs sends: each other rank its part, and all of them this one's sum. */
+static uint64_t dtrain__plan_packs(const dtrain_compressor *q, size_t count, int ranks, int rank)
+{
+    uint64_t bytes = 0;
+    for (int r = 0; r < ranks; r++)
+        bytes += q->bytes(q, dtrain_split(count, ranks, r, NULL)) * (r == rank ? (uint64_t)(ranks - 1) : 1);
+    return bytes;
+}
+
+/* What one part of a bucket sends between copies; *plain: how many elements travel as they are, with others. */
+static uint64_t dtrain__plan_part(const dtrain_compress_desc *desc, size_t count, size_t rows, int ranks, int rank,
+                                  size_t *plain)
+{
+    size_t thin;
+    dtrain_compressor q;
+    rows = rows > 0 ? rows : 1;
+    if (count == 0 || ranks < 2)
+        return 0;
+    if (dtrain__compression_is_plain(desc, count, rows)) {
+        *plain += count;
+        return 0;
+    }
+    switch (desc->kind) {
+    case DTRAIN_COMPRESS_DEFAULT:
+    case DTRAIN_COMPRESS_TOPK: return dtrain__plan_topk(&desc->topk, count, ranks);
+    case DTRAIN_COMPRESS_POWERSGD:
+        thin = (rows + count / rows) * (desc->rank > 0 ? (size_t)desc->rank : 4);
+        return dtrain__feedback_dense_bytes(thin < count ? thin : count, ranks);
+    default: break;
+    }
+    if (dtrain__compression_make(desc, 1, 1, NULL, &q) != DTRAIN_OK || q.reduce != NULL)
+        return dtrain__feedback_dense_bytes(count, ranks); /* nobody knows */
+    return dtrain__plan_packs(&q, count, ranks, rank);
+}
+
+/* What a bucket of units sends between copies. */
+static uint64_t dtrain__plan_bucket(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int lowest, int highest,
+                                    int copy)
+{
+    const dtrain__cut_unit *units = layout->units;
+    size_t plain = 0, count = units[highest].grad + units[highest].grad_count - units[lowest].grad;
+    uint64_t bytes = 0;
+    if (desc->compress == NULL)
+        plain = count;
+    else if (desc->compress->kind != DTRAIN_COMPRESS_POWERSGD)
+        bytes = dtrain__plan_part(desc->compress, count, 1, layout->copies, copy, &plain);
+    for (size_t i = units[lowest].first;
+         desc->compress != NULL && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && i < units[highest].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        size_t rows = layout->table[cut->param].shape[cut->layer >= 0 ? 1 : 0];
+        if (cut->trained)
+            bytes += dtrain__plan_part(desc->compress, cut->own_count, rows, layout->copies, copy, &plain);
+    }
+    uint64_t dense = dtrain__feedback_dense_bytes(plain, layout->copies);
+    return bytes + (dtrain__layout_is_16_bit(desc->reduce_dtype) ? dense / 2 : dense);
+}
+
+/* What all buckets send between copies. */
+static uint64_t dtrain__plan_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
+{
+    size_t bucket_bytes = desc->bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : desc->bucket_bytes;
+    uint64_t bytes = 0;
+    int highest = -1;
+    for (int unit = layout->unit_count - 1; unit >= 0; unit--) {
+        if (layout->units[unit].trained == 0)
+            continue;
+        highest = highest < 0 ? unit : highest;
+        if (!dtrain__layout_is_16_bit(desc->reduce_dtype) &&
+            !dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes))
+            continue;
+        bytes += dtrain__plan_bucket(layout, desc, unit, highest, copy);
+        highest = -1;
+    }
+    return bytes;
+}
+
+/* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
+static void dtrain__plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int rank,
+                                 dtrain_fsdp_plan_result *plan)
+{
+    uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
+    uint64_t reduce_bytes = dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4;
+    for (int i = 0; i < layout->unit_count; i++) {
+        uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
+                                  i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
+                              ? 1
+                              : 2;
+        for (size_t k = layout->units[i].first; k < layout->units[i].end && layout->shards > 1; k++) {
+            const dtrain__cut *cut = &layout->cuts[k];
+            uint64_t others = (uint64_t)(cut->count - cut->own_count);
+            plan->sent_gather +=
+                passes * (cut->codes ? dtrain__plan_sends(layout, cut, desc->quantise_gather) : others * gather_bytes);
+            if (cut->trained)
+                plan->sent_reduce +=
+                    cut->codes_grad ? dtrain__plan_sends(layout, cut, desc->quantise_reduce) : others * reduce_bytes;
+        }
+    }
+    if (layout->copies > 1)
+        plan->sent_reduce += dtrain__plan_copies(layout, desc, rank / layout->shards);
+}
+
+#endif
+
 /* ---- >>fsdp-plan ----
  * What an object will need, from its layout alone, before anything of it is allocated. */
 #ifndef DTRAIN__FSDP_PLAN
@@ -24775,43 +24927,6 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
            (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);
 }
 
-/* Bytes of a quantised range that are not this rank's: what it sends, of gradients, and what it passes on in a ring, of
- * parameters. */
-static uint64_t dtrain__plan_sends(const dtrain__layout *layout, const dtrain__cut *cut, size_t block)
-{
-    uint64_t bytes = 0;
-    size_t own;
-    for (int shard = 0; shard < layout->shards; shard++)
-        if (shard != layout->shard)
-            bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
-    return bytes;
-}
-
-/* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
-static void dtrain__plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
-                                 dtrain_fsdp_plan_result *plan)
-{
-    uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
-    uint64_t reduce_bytes = dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4, copies = (uint64_t)layout->copies;
-    for (int i = 0; i < layout->unit_count; i++) {
-        uint64_t own_trained = layout->units[i].grad_count;
-        uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
-                                  i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
-                              ? 1
-                              : 2;
-        for (size_t k = layout->units[i].first; k < layout->units[i].end && layout->shards > 1; k++) {
-            const dtrain__cut *cut = &layout->cuts[k];
-            uint64_t others = (uint64_t)(cut->count - cut->own_count);
-            plan->sent_gather +=
-                passes * (cut->codes ? dtrain__plan_sends(layout, cut, desc->quantise_gather) : others * gather_bytes);
-            if (cut->trained)
-                plan->sent_reduce +=
-                    cut->codes_grad ? dtrain__plan_sends(layout, cut, desc->quantise_reduce) : others * reduce_bytes;
-        }
-        plan->sent_reduce += copies > 1 ? 2 * own_trained * (copies - 1) / copies * reduce_bytes : 0;
-    }
-}
-
 /* Bytes of what compression keeps from step to step, at most. */
 static size_t dtrain__plan_compression(const dtrain__layout *layout, const dtrain_compress_desc *desc)
 {
@@ -24823,7 +24938,7 @@ static size_t dtrain__plan_compression(const dtrain__layout *layout, const dtrai
     return floats * layout->grads * sizeof(float);
 }
 
-static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
+static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world, int rank,
                                        dtrain_allocator *allocator, dtrain_fsdp_plan_result *plan)
 {
     dtrain_optimizer_desc optimizer = dtrain__optimizer_defaults(&desc->optimizer);
@@ -24841,12 +24956,12 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
     plan->optimizer = layout->grads * sizeof(float) * dtrain__plan_state_floats(&optimizer);
     plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
-    plan->full_grads = dtrain__plan_pages(layout, 1, 0, spans);
+    plan->full_grads = dtrain__plan_pages(layout, 1, desc->no_overlap, spans);
     plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
     plan->compression = dtrain__plan_compression(layout, desc->compress);
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
                  plan->bookkeeping + plan->compression;
-    dtrain__plan_traffic(layout, desc, plan);
+    dtrain__plan_traffic(layout, desc, rank, plan);
     dtrain__free(allocator, spans, bytes);
     return DTRAIN_OK;
 }
@@ -24869,7 +24984,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
     dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__plan_fill(&layout, &full, world_size, &allocator, plan);
+    status = dtrain__plan_fill(&layout, &full, world_size, rank, &allocator, plan);
     dtrain__layout_destroy(&layout, &allocator);
     return status;
 }
@@ -25142,7 +25257,8 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         any |= fsdp->reserved[i];
     }
     memset(&plan, 0, sizeof plan);
-    dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), &fsdp->memory, &plan);
+    dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp),
+                                             &fsdp->memory, &plan);
     if (status == DTRAIN_OK)
         status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, plan.full_weights, 0,
                                       &fsdp->memory);

@@ -287,11 +287,13 @@ static int gpt_keeps_full_weights(const dtrain_fsdp_desc *desc)
     return desc->strategy == DTRAIN_SHARD_GRAD_OP || desc->strategy == DTRAIN_NO_SHARD;
 }
 
-/* Bytes that rank 0 sends in a step: what is gathered in each micro-batch, or once where it stays. */
+/* Bytes that rank 0 sends in a step: what is gathered in each micro-batch, or once where it stays; gradients of each,
+ * or once where they are kept in full. */
 static size_t gpt_sent(const dtrain_fsdp_plan_result *plan, const dtrain_fsdp_desc *desc)
 {
     uint64_t micro = (uint64_t)desc->micro_batches, gathers = gpt_keeps_full_weights(desc) ? 1 : micro;
-    return (size_t)(gathers * plan->sent_gather + micro * plan->sent_reduce);
+    uint64_t reduces = desc->keep_full_grads || desc->compress != NULL ? 1 : micro;
+    return (size_t)(gathers * plan->sent_gather + reduces * plan->sent_reduce);
 }
 
 /* What each strategy would take on this many ranks, before anything is allocated; *chosen: the plan of the one. */

@@ -132,6 +132,7 @@ static void odd_load(load *l, int variant)
     l->micro = 1 + variant % 5;
     l->desc.micro_batches = l->micro;
     l->desc.keep_full_grads = variant % 7 > 3;
+    l->desc.no_overlap = variant == 6 || variant == 9;
     l->steps = 2;
     l->evaluations = variant % 3;
 }
@@ -189,6 +190,86 @@ TEST(a_plan_is_what_a_hand_computes)
     CHECK_EQ(plan.weights, all / 2);
     CHECK_EQ(plan.sent_gather, (8 + 10) * layer / 2 / 2);
     CHECK_EQ(plan.sent_reduce, all / 2 + 2 * (all / 2) / 2);
+}
+
+/* ---- bytes ---- */
+
+typedef struct traffic {
+    load l;
+    dtrain_compress_desc compress;
+} traffic;
+
+/* What the counters say after two steps of one micro-batch is twice what was planned, and of top-k not much less. */
+static dtrain_status sends_what_was_planned(dtrain_comm *world, void *user)
+{
+    const traffic *t = (const traffic *)user;
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), kind = (int)t->compress.kind;
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_fsdp_plan_result plan;
+    CHECK_EQ(dtrain_fsdp_plan(t->l.table, t->l.count, &t->l.desc, ranks, rank, &plan), DTRAIN_OK);
+    dtrain_status status = dtrain_fsdp_create(&fsdp, world, t->l.table, t->l.count, &t->l.desc);
+    status = status == DTRAIN_OK ? train(fsdp, &t->l) : status;
+    if (status != DTRAIN_OK)
+        TEST_FAIL("%s", dtrain_last_error());
+    uint64_t sent = dtrain_fsdp_get_stats(fsdp).sent_bytes, planned = 2 * plan.sent_reduce;
+    if (kind == DTRAIN_COMPRESS_TOPK ? sent > planned || sent * 3 < planned : sent != planned)
+        TEST_FAIL("rank %d of %d, strategy %d, kind %d: %llu bytes sent, planned %llu", rank, ranks,
+                  (int)t->l.desc.strategy, kind, (unsigned long long)sent, (unsigned long long)planned);
+    dtrain_fsdp_destroy(fsdp);
+    return status;
+}
+
+static void plan_and_send(traffic *t, int ranks, dtrain_strategy strategy, size_t bucket_bytes)
+{
+    t->l.desc.strategy = strategy;
+    t->l.desc.shard_size = 2;
+    t->l.desc.bucket_bytes = bucket_bytes;
+    CHECK_EQ(dtrain_run_threads(ranks, sends_what_was_planned, t, NULL), DTRAIN_OK);
+}
+
+TEST(planned_bytes_are_those_sent_dense_quantised_and_compressed)
+{
+    static const dtrain_compression kinds[] = {DTRAIN_COMPRESS_DEFAULT, DTRAIN_COMPRESS_BF16, DTRAIN_COMPRESS_INT8,
+                                               DTRAIN_COMPRESS_FP8,     DTRAIN_COMPRESS_SIGN, DTRAIN_COMPRESS_POWERSGD,
+                                               DTRAIN_COMPRESS_TOPK};
+    for (int ranks = 2; ranks <= 4; ranks += 2)
+        for (int way = 0; way < 3; way++)
+            for (int k = 0; k < 7; k++) {
+                traffic t;
+                memset(&t, 0, sizeof t);
+                odd_load(&t.l, 0);
+                t.compress.kind = kinds[k];
+                t.compress.topk.schedule.ratio = way == 2 ? 0.4 : 0.01; /* of the first, vectors are sent */
+                t.l.desc.compress = k > 0 ? &t.compress : NULL;
+                t.l.desc.reduce_dtype = k == 0 && way == 1 ? DTRAIN_BF16 : DTRAIN_F32;
+                if (k == 0)
+                    t.l.desc.quantise_reduce = way == 2 ? 256 : 0;
+                if (k > 0 || way < 2)
+                    plan_and_send(&t, ranks, DTRAIN_NO_SHARD, (size_t)way * 300000);
+                if (kinds[k] != DTRAIN_COMPRESS_POWERSGD)
+                    plan_and_send(&t, ranks, DTRAIN_HYBRID_SHARD, 1);
+                if (k == 0)
+                    plan_and_send(&t, ranks, DTRAIN_FULL_SHARD, 0);
+            }
+}
+
+/* A vector of 100 whose least_count is 1, in two halves: each rank sends the other's half in bf16, and its own sum. */
+TEST(planned_bytes_are_what_a_hand_computes)
+{
+    dtrain_param table = param("all", 0, 100, 0);
+    dtrain_fsdp_desc desc = {0};
+    dtrain_compress_desc compress = {0};
+    dtrain_fsdp_plan_result plan;
+    desc.strategy = DTRAIN_NO_SHARD;
+    desc.compress = &compress;
+    compress.least_count = 1;
+    compress.kind = DTRAIN_COMPRESS_BF16;
+    CHECK_EQ(dtrain_fsdp_plan(&table, 1, &desc, 2, 1, &plan), DTRAIN_OK);
+    CHECK_EQ(plan.sent_reduce, 2 * 50 + 2 * 50);
+    compress.kind = DTRAIN_COMPRESS_TOPK; /* lengths, a header of 32, and 13 indices and values, to the other */
+    compress.topk.schedule.ratio = 0.125;
+    CHECK_EQ(dtrain_fsdp_plan(&table, 1, &desc, 2, 1, &plan), DTRAIN_OK);
+    CHECK_EQ(plan.sent_reduce, 8 + 32 + 13 * 8);
 }
 
 /* ---- pages ---- */

@@ -94,11 +94,12 @@ typedef struct dtrain_fsdp_plan_result {
     size_t optimizer;     /* state */
     size_t compression;   /* residuals and velocities, at most; what a step packs comes from the group's allocator */
     size_t full_weights;  /* pages of parameters that are gathered at once, at most, and of slices that lie there */
-    size_t full_grads;    /* pages of gradients that are in full at once, at most */
+    size_t full_grads;    /* pages of gradients that are in full at once, at most; with no_overlap of all units */
     size_t bookkeeping;   /* tables and page counts */
     size_t peak;          /* the sum of all these */
     uint64_t sent_gather; /* to other ranks in a step of one micro-batch, all parameters used */
-    uint64_t sent_reduce; /* and for gradients, without compression */
+    uint64_t sent_reduce; /* and for gradients, quantised or compressed if they are. Of top-k at most, by its last
+                             ratio, as fewer bytes may name the elements; of OWN with reduce as without compression */
 } dtrain_fsdp_plan_result;
 
 /* Says what one rank will need, before anything is allocated. The table needs no memory for it.

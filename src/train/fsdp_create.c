@@ -267,7 +267,8 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         any |= fsdp->reserved[i];
     }
     memset(&plan, 0, sizeof plan);
-    dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), &fsdp->memory, &plan);
+    dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp),
+                                             &fsdp->memory, &plan);
     if (status == DTRAIN_OK)
         status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, plan.full_weights, 0,
                                       &fsdp->memory);

@@ -3,7 +3,7 @@
 #ifndef DTRAIN__FSDP_PLAN
 #define DTRAIN__FSDP_PLAN
 #include "fsdp.c"
-#include "fsdp_quantise.c"
+#include "fsdp_traffic.c"
 
 typedef struct dtrain__page_span {
     size_t begin, end;
@@ -109,43 +109,6 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
            (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);
 }
 
-/* Bytes of a quantised range that are not this rank's: what it sends, of gradients, and what it passes on in a ring, of
- * parameters. */
-static uint64_t dtrain__plan_sends(const dtrain__layout *layout, const dtrain__cut *cut, size_t block)
-{
-    uint64_t bytes = 0;
-    size_t own;
-    for (int shard = 0; shard < layout->shards; shard++)
-        if (shard != layout->shard)
-            bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
-    return bytes;
-}
-
-/* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
-static void dtrain__plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
-                                 dtrain_fsdp_plan_result *plan)
-{
-    uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
-    uint64_t reduce_bytes = dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4, copies = (uint64_t)layout->copies;
-    for (int i = 0; i < layout->unit_count; i++) {
-        uint64_t own_trained = layout->units[i].grad_count;
-        uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
-                                  i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
-                              ? 1
-                              : 2;
-        for (size_t k = layout->units[i].first; k < layout->units[i].end && layout->shards > 1; k++) {
-            const dtrain__cut *cut = &layout->cuts[k];
-            uint64_t others = (uint64_t)(cut->count - cut->own_count);
-            plan->sent_gather +=
-                passes * (cut->codes ? dtrain__plan_sends(layout, cut, desc->quantise_gather) : others * gather_bytes);
-            if (cut->trained)
-                plan->sent_reduce +=
-                    cut->codes_grad ? dtrain__plan_sends(layout, cut, desc->quantise_reduce) : others * reduce_bytes;
-        }
-        plan->sent_reduce += copies > 1 ? 2 * own_trained * (copies - 1) / copies * reduce_bytes : 0;
-    }
-}
-
 /* Bytes of what compression keeps from step to step, at most. */
 static size_t dtrain__plan_compression(const dtrain__layout *layout, const dtrain_compress_desc *desc)
 {
@@ -157,7 +120,7 @@ static size_t dtrain__plan_compression(const dtrain__layout *layout, const dtrai
     return floats * layout->grads * sizeof(float);
 }
 
-static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
+static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world, int rank,
                                        dtrain_allocator *allocator, dtrain_fsdp_plan_result *plan)
 {
     dtrain_optimizer_desc optimizer = dtrain__optimizer_defaults(&desc->optimizer);
@@ -175,12 +138,12 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
     plan->optimizer = layout->grads * sizeof(float) * dtrain__plan_state_floats(&optimizer);
     plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
-    plan->full_grads = dtrain__plan_pages(layout, 1, 0, spans);
+    plan->full_grads = dtrain__plan_pages(layout, 1, desc->no_overlap, spans);
     plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
     plan->compression = dtrain__plan_compression(layout, desc->compress);
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
                  plan->bookkeeping + plan->compression;
-    dtrain__plan_traffic(layout, desc, plan);
+    dtrain__plan_traffic(layout, desc, rank, plan);
     dtrain__free(allocator, spans, bytes);
     return DTRAIN_OK;
 }
@@ -203,7 +166,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
     dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__plan_fill(&layout, &full, world_size, &allocator, plan);
+    status = dtrain__plan_fill(&layout, &full, world_size, rank, &allocator, plan);
     dtrain__layout_destroy(&layout, &allocator);
     return status;
 }
