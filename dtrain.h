@@ -2078,7 +2078,9 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
  * one thread per object */
 DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index);
 
-/* Says what all parameters together have sent, those that are sent as they are included; a step is a call.
+/* Says what all parameters together have sent, those that are sent as they are included; a step is a call. Zeroes for
+ * aggregators but the compressed and a server's, of which they are the numbers of this end: a worker's gradients, the
+ * server's answers to all workers; dense_bytes what these would have been unpacked.
  *
  * one thread per object */
 DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator);
@@ -2875,6 +2877,18 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp);
  *
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets);
+
+/* Adds what the caller has sent of a step's gradients by a way of its own, such as an aggregator, between
+ * dtrain_fsdp_finish and the step: to the counters, to the buckets as one of all units, and to the trace, from begin_ns
+ * until now.
+ *
+ *   begin_ns      of CLOCK_MONOTONIC; not after now
+ *   dense_bytes   that it would have sent as float32
+ *   errors        DTRAIN_ERR_INVALID  NULL
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
+                                              uint64_t sent_bytes);
 
 /* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
  * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
@@ -21557,14 +21571,6 @@ DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggrega
     return dtrain__compression_state(&((const dtrain__compression *)aggregator->self)->set, index);
 }
 
-DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
-{
-    dtrain_compressed_stats none = {0, 0, 0};
-    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
-        return none;
-    return ((const dtrain__compression *)aggregator->self)->stats;
-}
-
 #endif
 
 /* ---- >>layout ----
@@ -24640,9 +24646,11 @@ static void dtrain__fsdp_write_events(FILE *file, const void *user)
                 rank, lane, lanes[lane]);
     for (size_t i = first; i < fsdp->event_count; i++) {
         const dtrain__fsdp_event *event = &fsdp->events[i % most];
-        fprintf(file,
-                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
-                lanes[event->lane], event->unit, rank, event->lane, (long long)(event->begin_ns / 1000),
+        char name[24] = "all units";
+        if (event->unit >= 0)
+            snprintf(name, sizeof name, "unit %d", event->unit);
+        fprintf(file, ",\n{\"name\":\"%s %s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
+                lanes[event->lane], name, rank, event->lane, (long long)(event->begin_ns / 1000),
                 (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
                 (int)((event->end_ns - event->begin_ns) % 1000));
         if (event->dense_bytes > 0)
@@ -24651,6 +24659,18 @@ static void dtrain__fsdp_write_events(FILE *file, const void *user)
         fputc('}', file);
     }
     fprintf(file, "\n]}\n");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
+                                              uint64_t sent_bytes)
+{
+    int64_t now_ns = dtrain__os_now_ns();
+    if (fsdp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_add_sent: the object is NULL: create it first");
+    begin_ns = begin_ns < now_ns ? begin_ns : now_ns - 1;
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_REDUCE, -1, begin_ns, now_ns);
+    dtrain__fsdp_account(fsdp, 0, fsdp->layout.unit_count - 1, dense_bytes, sent_bytes, now_ns - begin_ns);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path)
@@ -26916,6 +26936,7 @@ struct dtrain_server {
     int64_t heard_ns; /* when anything last came */
     int turn;         /* the link that an idle server waits for next */
     dtrain_server_stats stats;
+    uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
     dtrain__error broken, error;
 };
 
@@ -27421,6 +27442,7 @@ static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *
     int slot = dtrain__server_slot(piece);
     size_t bytes = DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
     s->stats.sent_bytes += bytes;
+    s->dense_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].count * sizeof(float);
     return dtrain_send_async(link->comm, s->out_frames[slot], bytes, DTRAIN_U8, s->serves, &link->out[slot]);
 }
 
@@ -27721,6 +27743,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
     s->fresh = 0;
     s->stats.steps++;
     s->stats.sent_bytes += s->message_bytes;
+    s->dense_bytes += s->total * sizeof(float);
     return DTRAIN_OK;
 }
 
@@ -27940,6 +27963,7 @@ static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link
         s->stats.pulls++;
         s->stats.waits += link->held_ns != 0;
         s->stats.sent_bytes += s->message_bytes;
+        s->dense_bytes += s->total * sizeof(float);
     } else if (link->held_ns != 0 && now - link->held_ns >= limit - limit / 8) {
         /* before the worker's own deadline, which would not know whom it has waited for */
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_REFUSE, (uint64_t)slowest->rank, slowest->clock, 0, 1);
@@ -28142,6 +28166,20 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 {
     dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL};
     return aggregator;
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
+{
+    dtrain_compressed_stats stats = {0, 0, 0};
+    if (aggregator != NULL && aggregator->aggregate == dtrain__compression_run)
+        return ((const dtrain__compression *)aggregator->self)->stats;
+    if (aggregator == NULL || aggregator->aggregate != dtrain__server_aggregate || aggregator->self == NULL)
+        return stats;
+    const dtrain_server *s = (const dtrain_server *)aggregator->self;
+    stats.steps = s->stats.steps;
+    stats.dense_bytes = s->dense_bytes;
+    stats.sent_bytes = s->stats.sent_bytes;
+    return stats;
 }
 
 #endif

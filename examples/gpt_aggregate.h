@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef struct gpt_aggregate {
     const char *kind;                     /* "all-reduce" or "ps" */
@@ -91,6 +92,7 @@ static inline dtrain_status gpt_aggregate_step(gpt_aggregate *a, dtrain_fsdp *fs
     const dtrain_slice *slices = NULL;
     size_t count = 0;
     double total = 0;
+    struct timespec began;
     dtrain_status status = dtrain_fsdp_finish(fsdp, NULL);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_local(fsdp, &slices, &count);
@@ -100,7 +102,14 @@ static inline dtrain_status gpt_aggregate_step(gpt_aggregate *a, dtrain_fsdp *fs
         return status;
     for (size_t i = 0; i < count; i++)
         a->table[i].grad = slices[i].grads;
-    return a->aggregator.aggregate(a->aggregator.self, a->table, count, weight, &total);
+    dtrain_compressed_stats before = dtrain_aggregator_counters(&a->aggregator), after;
+    clock_gettime(CLOCK_MONOTONIC, &began);
+    status = a->aggregator.aggregate(a->aggregator.self, a->table, count, weight, &total);
+    after = dtrain_aggregator_counters(&a->aggregator);
+    if (status == DTRAIN_OK && after.steps > before.steps)
+        status = dtrain_fsdp_add_sent(fsdp, (int64_t)began.tv_sec * 1000000000 + began.tv_nsec,
+                                      after.dense_bytes - before.dense_bytes, after.sent_bytes - before.sent_bytes);
+    return status;
 }
 
 static inline void gpt_aggregate_close(gpt_aggregate *a)

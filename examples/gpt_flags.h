@@ -32,6 +32,12 @@ static inline int gpt_aggregates(const gpt_flags *f)
     return f->aggregator != NULL && f->local_steps == 0;
 }
 
+/* Whether what a step sends is told: where it is not what a formula says. */
+static inline int gpt_counts(const gpt_flags *f)
+{
+    return f->compress != NULL || (gpt_aggregates(f) && strcmp(f->aggregator, "ps") == 0);
+}
+
 /* Finds a word among those that a flag can have. */
 static inline int gpt_choice(const char *flag, const char *word, const char *const *words)
 {

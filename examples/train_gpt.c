@@ -365,7 +365,7 @@ static void gpt_write_line(const gpt_job *job, const gpt *m, long step, double l
         sent += buckets[i].sent_bytes;
     }
     fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g", step + 1, loss, lr, norm);
-    if (job->flags.compress != NULL)
+    if (gpt_counts(&job->flags))
         fprintf(job->csv.file, ",%llu,%llu", (unsigned long long)dense, (unsigned long long)sent);
     fputc('\n', job->csv.file);
 }
@@ -709,8 +709,7 @@ static int gpt_open_outputs(gpt_job *job)
     job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
     if (job->losses == NULL)
         return report_complain("flag", "--steps", "needs more memory than there is");
-    if (fprintf(job->csv.file, "step,loss,lr,norm%s\n", job->flags.compress != NULL ? ",dense_bytes,sent_bytes" : "") <
-            0 ||
+    if (fprintf(job->csv.file, "step,loss,lr,norm%s\n", gpt_counts(&job->flags) ? ",dense_bytes,sent_bytes" : "") < 0 ||
         fflush(job->csv.file) != 0)
         return report_complain("output", job->flags.csv, strerror(errno));
     return 0;

@@ -99,6 +99,14 @@ for kind in topk:0.05 topk:0.05:nofeedback int8 powersgd:2; do
     try "train_gpt says what --compress $kind sent" grep -q "^gradients with --compress $kind: .* MiB sent" "$dir/out"
     try "train_gpt writes it into its CSV file" awk -F, 'NR > 1 && $5 > 2 * $6 && $6 > 0 { n++ } END { exit n != 3 }' "$dir/gpt.csv"
 done
+run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 4 --steps 3 --aggregator ps \
+    --compress int8 --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" --trace "$dir/gpt.trace"
+try "train_gpt writes what its parameter server sent into its CSV file" \
+    awk -F, 'NR > 1 && $5 > 3 * $6 && $6 > 0 { n++ } END { exit n != 3 }' "$dir/gpt.csv"
+try "train_gpt writes it into its trace" \
+    awk '/reduce all units.*"sent_bytes":[1-9]/ { n++ } END { exit n != 3 }' "$dir/gpt.trace"
+run train_gpt --ranks 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 4 --steps 3 \
+    --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" --compress powersgd:2
 timeout 60 build/dtrun -n 2 "$dir/train_gpt" --layers 1 --width 32 --heads 2 --context 16 --batch 2 --micro 4 --steps 3 \
     --csv "$dir/gpt.csv" --svg "$dir/gpt.svg" --compress powersgd:2 >"$dir/other" 2>"$dir/log"
 check $? "train_gpt compresses on processes"

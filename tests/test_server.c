@@ -48,6 +48,11 @@ static void equals_an_all_reduce(dtrain_comm *world)
     /* 12 pieces of up to 1,000 of the 11,056 elements, each with its weight */
     CHECK_EQ(stats.sent_bytes, 3 * (rank == plan.server ? (size_t)ranks - 1 : 1) * (4 * TRAINED + 8 * 12));
     CHECK_EQ(stats.received_bytes, stats.sent_bytes);
+    dtrain_compressed_stats counters = dtrain_aggregator_counters(&aggregator);
+    CHECK_EQ(counters.steps, 3);
+    CHECK_EQ(counters.sent_bytes, stats.sent_bytes);
+    CHECK_EQ(counters.dense_bytes, stats.sent_bytes);
+    CHECK_EQ(dtrain_aggregator_counters(&other).steps, 0);
     CHECK_EQ(stats.workers, rank == plan.server ? ranks - 1 : 0);
     dtrain_aggregator_destroy(&aggregator);
     dtrain_server_destroy(server);
@@ -152,7 +157,11 @@ static void compressed(dtrain_comm *world)
         }
     }
     dtrain_server_stats stats = dtrain_server_get_stats(server);
-    CHECK(stats.sent_bytes < 5 * (rank == plan.server ? (size_t)ranks - 1 : 1) * (4 * TRAINED) * 3 / 10);
+    size_t peers = rank == plan.server ? (size_t)ranks - 1 : 1;
+    CHECK(stats.sent_bytes < 5 * peers * (4 * TRAINED) * 3 / 10);
+    dtrain_compressed_stats counters = dtrain_aggregator_counters(&aggregator);
+    CHECK_EQ(counters.sent_bytes, stats.sent_bytes);
+    CHECK(counters.dense_bytes >= 5 * peers * 4 * TRAINED && counters.dense_bytes < 5 * peers * (4 * TRAINED + 200));
     dtrain_server_destroy(server);
     free(in);
     free(out);

@@ -645,6 +645,10 @@ static void one_update(dtrain_comm *world)
         CHECK_EQ(dtrain_server_leave(server), DTRAIN_OK);
         dtrain_server_stats stats = dtrain_server_get_stats(server);
         CHECK_EQ(stats.sent_bytes, 2 * 4 * TRAINED);
+        dtrain_aggregator aggregator = dtrain_aggregator_server(server);
+        CHECK_EQ(dtrain_aggregator_counters(&aggregator).steps, 2);
+        CHECK_EQ(dtrain_aggregator_counters(&aggregator).sent_bytes, 2 * 4 * TRAINED);
+        CHECK_EQ(dtrain_aggregator_counters(&aggregator).dense_bytes, 2 * 4 * TRAINED);
         CHECK_EQ(stats.received_bytes, 2 * 4 * TRAINED);
     }
     for (size_t i = 0; i < ALL; i++) {

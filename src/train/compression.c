@@ -308,12 +308,4 @@ DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggrega
     return dtrain__compression_state(&((const dtrain__compression *)aggregator->self)->set, index);
 }
 
-DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
-{
-    dtrain_compressed_stats none = {0, 0, 0};
-    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
-        return none;
-    return ((const dtrain__compression *)aggregator->self)->stats;
-}
-
 #endif

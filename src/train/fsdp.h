@@ -408,6 +408,18 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp);
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets);
 
+/* Adds what the caller has sent of a step's gradients by a way of its own, such as an aggregator, between
+ * dtrain_fsdp_finish and the step: to the counters, to the buckets as one of all units, and to the trace, from begin_ns
+ * until now.
+ *
+ *   begin_ns      of CLOCK_MONOTONIC; not after now
+ *   dense_bytes   that it would have sent as float32
+ *   errors        DTRAIN_ERR_INVALID  NULL
+ *
+ * one thread per object; never blocks */
+DTRAIN_API dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
+                                              uint64_t sent_bytes);
+
 /* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
  * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
  *

@@ -228,9 +228,11 @@ static void dtrain__fsdp_write_events(FILE *file, const void *user)
                 rank, lane, lanes[lane]);
     for (size_t i = first; i < fsdp->event_count; i++) {
         const dtrain__fsdp_event *event = &fsdp->events[i % most];
-        fprintf(file,
-                ",\n{\"name\":\"%s unit %d\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
-                lanes[event->lane], event->unit, rank, event->lane, (long long)(event->begin_ns / 1000),
+        char name[24] = "all units";
+        if (event->unit >= 0)
+            snprintf(name, sizeof name, "unit %d", event->unit);
+        fprintf(file, ",\n{\"name\":\"%s %s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
+                lanes[event->lane], name, rank, event->lane, (long long)(event->begin_ns / 1000),
                 (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
                 (int)((event->end_ns - event->begin_ns) % 1000));
         if (event->dense_bytes > 0)
@@ -239,6 +241,18 @@ static void dtrain__fsdp_write_events(FILE *file, const void *user)
         fputc('}', file);
     }
     fprintf(file, "\n]}\n");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
+                                              uint64_t sent_bytes)
+{
+    int64_t now_ns = dtrain__os_now_ns();
+    if (fsdp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_add_sent: the object is NULL: create it first");
+    begin_ns = begin_ns < now_ns ? begin_ns : now_ns - 1;
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_REDUCE, -1, begin_ns, now_ns);
+    dtrain__fsdp_account(fsdp, 0, fsdp->layout.unit_count - 1, dense_bytes, sent_bytes, now_ns - begin_ns);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path)

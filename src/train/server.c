@@ -70,6 +70,7 @@ struct dtrain_server {
     int64_t heard_ns; /* when anything last came */
     int turn;         /* the link that an idle server waits for next */
     dtrain_server_stats stats;
+    uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
     dtrain__error broken, error;
 };
 

@@ -107,6 +107,7 @@ static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link
         s->stats.pulls++;
         s->stats.waits += link->held_ns != 0;
         s->stats.sent_bytes += s->message_bytes;
+        s->dense_bytes += s->total * sizeof(float);
     } else if (link->held_ns != 0 && now - link->held_ns >= limit - limit / 8) {
         /* before the worker's own deadline, which would not know whom it has waited for */
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_REFUSE, (uint64_t)slowest->rank, slowest->clock, 0, 1);
@@ -309,6 +310,20 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 {
     dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL};
     return aggregator;
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator)
+{
+    dtrain_compressed_stats stats = {0, 0, 0};
+    if (aggregator != NULL && aggregator->aggregate == dtrain__compression_run)
+        return ((const dtrain__compression *)aggregator->self)->stats;
+    if (aggregator == NULL || aggregator->aggregate != dtrain__server_aggregate || aggregator->self == NULL)
+        return stats;
+    const dtrain_server *s = (const dtrain_server *)aggregator->self;
+    stats.steps = s->stats.steps;
+    stats.dense_bytes = s->dense_bytes;
+    stats.sent_bytes = s->stats.sent_bytes;
+    return stats;
 }
 
 #endif

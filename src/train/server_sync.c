@@ -28,6 +28,7 @@ static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *
     int slot = dtrain__server_slot(piece);
     size_t bytes = DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
     s->stats.sent_bytes += bytes;
+    s->dense_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].count * sizeof(float);
     return dtrain_send_async(link->comm, s->out_frames[slot], bytes, DTRAIN_U8, s->serves, &link->out[slot]);
 }
 

@@ -88,6 +88,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
     s->fresh = 0;
     s->stats.steps++;
     s->stats.sent_bytes += s->message_bytes;
+    s->dense_bytes += s->total * sizeof(float);
     return DTRAIN_OK;
 }
 

@@ -494,7 +494,9 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
  * one thread per object */
 DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index);
 
-/* Says what all parameters together have sent, those that are sent as they are included; a step is a call.
+/* Says what all parameters together have sent, those that are sent as they are included; a step is a call. Zeroes for
+ * aggregators but the compressed and a server's, of which they are the numbers of this end: a worker's gradients, the
+ * server's answers to all workers; dense_bytes what these would have been unpacked.
  *
  * one thread per object */
 DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator);
