@@ -2355,11 +2355,12 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
- * Through a server, members speak with that rank alone: it opens the rounds, folds the differences of those that have
- * handed in, in the order of >>order, and sends the sum to all. A member that has handed nothing in sends nothing. The
- * bits are those of the all-reduce, but where packing loses something and keeps it (feedback): what the packing of
- * the sum loses is kept by the server, not a part by each. When the server is lost, every other member trains on
- * alone, and dtrain_local_sgd_error says so. A server that makes no steps holds up every round for window_ms.
+ * Through a server, differences and sums travel between that rank and each member alone: it opens the rounds, folds
+ * what those bring that have handed in, in the order of >>order, and sends the sum to all. Who has handed nothing in
+ * sends nothing, who has is waited for until its difference is there, or it is lost. The bits are those of the
+ * all-reduce, but where packing loses something and keeps it (feedback): what the packing of the sum loses is kept by
+ * the server, not a part by each. When the server is lost, every other member trains on alone, and
+ * dtrain_local_sgd_error says so. A server that makes no steps holds up every round for window_ms.
  *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
  *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
@@ -28585,6 +28586,15 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
     }
 }
 
+/* What a fragment needs that is packed. */
+static void dtrain__rounds_pack_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
+                                     int feedback)
+{
+    sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
+    sizes->packs += feedback ? count * sizeof(float) : 0;
+    dtrain__rounds_rooms(sizes, q, count, ranks);
+}
+
 /* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
 static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
                                          const dtrain_local_sgd_desc *desc)
@@ -28606,12 +28616,9 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         int packs = dtrain__rounds_packs(desc, ranks, count);
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
-        if (!packs)
-            continue;
-        packed = count > packed ? count : packed;
-        sizes->packs += sizeof(dtrain_compressed) + n * (4 * sizeof(size_t) + sizeof(void *));
-        sizes->packs += desc->compress->feedback.no_feedback ? 0 : count * sizeof(float);
-        dtrain__rounds_rooms(sizes, &q, count, ranks);
+        if (packs)
+            dtrain__rounds_pack_room(sizes, &q, count, ranks, !desc->compress->feedback.no_feedback);
+        packed = packs && count > packed ? count : packed;
     }
     copies = 3 + (desc->outer_momentum != 0.0f);
     if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &sizes->floats))

@@ -16,7 +16,7 @@ typedef struct gpt_saver {
     char (*names)[48];
     size_t count, room;
     int apart; /* each rank has weights or an FSDP of its own, and so a checkpoint: in rank-N of the directory */
-    char directory[512];           /* of these */
+    char directory[400];           /* of these */
     dtrain_safetensors_pair ranks; /* how many there are */
     char ranks_text[16];
 } gpt_saver;
@@ -159,7 +159,12 @@ static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *fl
     dtrain_status status = m->aggregate != NULL ? gpt_aggregate_start(m->aggregate, m->fsdp) : DTRAIN_OK;
     dtrain_comm *owners = m->local != NULL ? m->alone : m->aggregate != NULL ? m->aggregate->alone : world;
     saver->apart = owners != world;
-    snprintf(saver->directory, sizeof saver->directory, "%.480s/rank-%d", flags->save, dtrain_comm_rank(world));
+    int length =
+        snprintf(saver->directory, sizeof saver->directory, "%s/rank-%d", flags->save, dtrain_comm_rank(world));
+    if (saver->apart && length >= (int)sizeof saver->directory) {
+        fprintf(stderr, "train_gpt: --save %.100s...: its path is too long\n", flags->save);
+        return DTRAIN_ERR_INVALID;
+    }
     snprintf(saver->ranks_text, sizeof saver->ranks_text, "%d", dtrain_comm_size(world));
     saver->ranks.key = "ranks";
     saver->ranks.value = saver->ranks_text;

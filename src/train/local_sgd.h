@@ -53,11 +53,12 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
- * Through a server, members speak with that rank alone: it opens the rounds, folds the differences of those that have
- * handed in, in the order of >>order, and sends the sum to all. A member that has handed nothing in sends nothing. The
- * bits are those of the all-reduce, but where packing loses something and keeps it (feedback): what the packing of
- * the sum loses is kept by the server, not a part by each. When the server is lost, every other member trains on
- * alone, and dtrain_local_sgd_error says so. A server that makes no steps holds up every round for window_ms.
+ * Through a server, differences and sums travel between that rank and each member alone: it opens the rounds, folds
+ * what those bring that have handed in, in the order of >>order, and sends the sum to all. Who has handed nothing in
+ * sends nothing, who has is waited for until its difference is there, or it is lost. The bits are those of the
+ * all-reduce, but where packing loses something and keeps it (feedback): what the packing of the sum loses is kept by
+ * the server, not a part by each. When the server is lost, every other member trains on alone, and
+ * dtrain_local_sgd_error says so. A server that makes no steps holds up every round for window_ms.
  *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
  *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the

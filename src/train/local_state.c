@@ -194,6 +194,15 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
     }
 }
 
+/* What a fragment needs that is packed. */
+static void dtrain__rounds_pack_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
+                                     int feedback)
+{
+    sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
+    sizes->packs += feedback ? count * sizeof(float) : 0;
+    dtrain__rounds_rooms(sizes, q, count, ranks);
+}
+
 /* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
 static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
                                          const dtrain_local_sgd_desc *desc)
@@ -215,12 +224,9 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         int packs = dtrain__rounds_packs(desc, ranks, count);
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
-        if (!packs)
-            continue;
-        packed = count > packed ? count : packed;
-        sizes->packs += sizeof(dtrain_compressed) + n * (4 * sizeof(size_t) + sizeof(void *));
-        sizes->packs += desc->compress->feedback.no_feedback ? 0 : count * sizeof(float);
-        dtrain__rounds_rooms(sizes, &q, count, ranks);
+        if (packs)
+            dtrain__rounds_pack_room(sizes, &q, count, ranks, !desc->compress->feedback.no_feedback);
+        packed = packs && count > packed ? count : packed;
     }
     copies = 3 + (desc->outer_momentum != 0.0f);
     if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &sizes->floats))
