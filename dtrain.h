@@ -22,6 +22,7 @@
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
  *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn
+ *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from
  *
@@ -3173,6 +3174,204 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *p
  *
  * one thread per object */
 DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>tensor-parallel ----
+ * Layers split inside: each rank of a group holds a part of a layer's weights and computes a part of its output, or a
+ * part of the sum that makes it. Two layers in a row, the first split by outputs (column), the second by inputs (row),
+ * need one all-reduce forward and one backward:
+ *
+ *     hidden    = gelu(dtrain_column_parallel_linear(x))     x whole, hidden this rank's channels
+ *     y         = dtrain_row_parallel_linear(hidden)         y whole, the same bits on every rank
+ *
+ * Attention is the same with the heads for channels: queries, keys and values of a head on one rank (blocks 3, granule
+ * the channels of a head), dtrain_attention_forward over them, then a row layer of that granule. With sequence
+ * parallelism what lies between (norms, dropout, residuals) is split by rows, the all-reduces become a reduce-scatter
+ * and an all-gather of as many bytes, and dtrain_sequence_parallel_sum adds up the gradients of what is not split.
+ *
+ * Everything is float32 and row-major; gradients of weights are added to, those of activations are overwritten. Sizes
+ * need not divide among the ranks, parts may be empty (then pointers to them may be NULL, but a gradient's NULL always
+ * means that no rank wants it). Buffers of a call do not overlap. Every rank of the group makes the same calls with the
+ * same sizes and flags, wants the same gradients, and holds the same inputs where they are whole. Sums over ranks have
+ * the order of >>order. Temporary memory is the group's allocator's. A group of NULL or of one rank communicates
+ * nothing.
+ *
+ * What is wrong in a rank's arguments is DTRAIN_ERR_INVALID, before anything is communicated; so is a call between
+ * dtrain_fuse_begin and dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until
+ * their deadline or its leaving. Other errors are those of dtrain_all_reduce: sizes that differ between ranks are
+ * DTRAIN_ERR_MISMATCH where the call communicates.
+ *
+ *   source   Shoeybi and others, Megatron-LM, arXiv:1909.08053, 2019; sequence parallelism: Korthikanti and others,
+ *            Reducing activation recomputation in large transformer models, MLSys 2023 */
+#ifndef DTRAIN__TENSOR_PARALLEL_H
+#define DTRAIN__TENSOR_PARALLEL_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Says how many elements of a split dimension a rank holds.
+ *
+ *   size      of the dimension in whole; blocks equal blocks of it are each cut alike, between granules of `granule`
+ *             elements, which dtrain_split deals out; 0 stands for 1
+ *   returns   0, too, for a bad part, and for a size that is no multiple of blocks * granule
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_parallel_part(size_t size, size_t blocks, size_t granule, int parts, int part);
+
+/* One rank's part of a linear layer: y[rows, outputs] = x[rows, inputs] W^T + bias. Zero what does not apply.
+ *
+ * A column layer is split by outputs, a row layer by inputs; part is what dtrain_parallel_part says of that dimension.
+ */
+typedef struct dtrain_parallel_linear {
+    dtrain_comm *group;     /* of the ranks that split the layer; NULL: this rank has all of it */
+    size_t rows;            /* of x and y in whole: tokens */
+    size_t inputs, outputs; /* of the whole layer */
+    size_t blocks;       /* the split dimension is so many equal blocks, each cut alike (3: query, key, value); 0: 1 */
+    size_t granule;      /* it is cut at multiples of so many (channels of a head); 0: 1 */
+    const float *weight; /* column: [part, inputs]; row: [outputs, part] */
+    const float *bias; /* column: [part]; row: [outputs], the same on every rank, added once, after the sum; or NULL */
+    float *d_weight;   /* as weight, added to; NULL: not wanted */
+    float *d_bias;     /* as bias, added to; of a row layer the same on every rank; NULL: not wanted */
+    int by_inputs;     /* 1: weight is [inputs, outputs], cut likewise, as in x W */
+    int gather_output; /* column: y, and dy, is [rows, outputs] on every rank */
+    int sequence;      /* 1: x of a column layer, y of a row layer is this rank's dtrain_split of the rows */
+    int no_overlap;    /* 1: communicates while nothing is computed; the same bits */
+} dtrain_parallel_linear;
+
+/* Computes y of a layer split by outputs; without sequence or gather_output nothing is communicated.
+ *
+ *   x   [rows, inputs], the same on every rank; with sequence this rank's rows of it, which are gathered
+ *   y   out: [rows, part]; with gather_output [rows, outputs], in the order of the whole layer
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_linear *layer, const float *x, float *y);
+
+/* Computes the gradients of a layer split by outputs.
+ *
+ * The input's are summed over the ranks while those of the weights are computed, with sequence reduce-scattered; and x
+ * is gathered while those of the input are computed. Under DTRAIN_PROGRESS_POLL the group is polled meanwhile.
+ *
+ *   x    as given to forward; may be NULL where d_weight is
+ *   dy   of y's shape, with gather_output the same on every rank
+ *   dx   out: of x's shape; NULL: not wanted. With d_weight and d_bias NULL this is the input's half alone
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms an operation */
+DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                                const float *dy, float *dx);
+
+/* The half of the weights alone, for schedules that separate them: as the above with dx NULL; weight is not read.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_column_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
+                                                               const float *dy);
+
+/* Computes y of a layer split by inputs: the ranks' products are summed, then the bias is added.
+ *
+ *   x   [rows, part], as a column layer gives them
+ *   y   out: [rows, outputs] on every rank; with sequence this rank's rows of it
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear *layer, const float *x, float *y);
+
+/* Computes the gradients of a layer split by inputs; without sequence nothing is communicated, with it dy is gathered.
+ *
+ *   x    as given to forward; may be NULL where d_weight is
+ *   dy   of y's shape; without sequence the same on every rank
+ *   dx   out: of x's shape; NULL: not wanted. With d_weight and d_bias NULL this is the input's half alone
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                             const float *dy, float *dx);
+
+/* The half of the weights alone: as the above with dx NULL; with sequence dy is gathered anew. weight is not read.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_row_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
+                                                            const float *dy);
+
+/* One rank's part of an embedding. Zero what does not apply. */
+typedef struct dtrain_parallel_vocab {
+    dtrain_comm *group;  /* of the ranks that split the table; NULL: this rank has all of it */
+    size_t rows;         /* tokens */
+    size_t vocab, width; /* of the whole table */
+    const float *table;  /* this rank's dtrain_split of the vocabulary: [part, width] */
+    float *d_table;      /* likewise, added to; NULL: not wanted */
+    int sequence;        /* 1: the output, and its gradient, is this rank's dtrain_split of the rows */
+} dtrain_parallel_vocab;
+
+/* Looks tokens up in a table whose rows are split; the bits are those of the table.
+ *
+ *   tokens   rows of them, the same on every rank, also with sequence; one outside 0 .. vocab - 1 is an error
+ *   out      out: [rows, width] on every rank; with sequence this rank's rows of it
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding(const dtrain_parallel_vocab *layer, const int32_t *tokens,
+                                                         float *out);
+
+/* Adds the output's gradient to the rows of the table, token after token; with sequence it is gathered first.
+ *
+ *   d_out   of out's shape
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_parallel_vocab *layer,
+                                                                  const int32_t *tokens, const float *d_out);
+
+/* Computes softmax cross-entropy over logits of which each rank has its part of the vocabulary, and their gradient.
+ * Three numbers a row are communicated: no rank ever holds a whole row.
+ *
+ *   logits    [rows, this rank's dtrain_split of vocab]; overwritten by the gradient of the sum over rows, not divided
+ *   targets   rows of them, the same on every rank; -1: the row is left out, its gradient is 0, and nothing in it
+ *             counts; another outside 0 .. vocab - 1 is an error
+ *   loss      out: the sum of -log p(target) over the rows, the same bits on every rank and under any flags and
+ *             instruction set. Large logits do not overflow; a NaN or a positive infinity makes it NaN. A logit of
+ *             negative infinity is a probability of 0, and as a target an infinite loss
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
+DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group, float *logits, const int32_t *targets,
+                                                             size_t rows, size_t vocab, double *loss);
+
+/* Attention of this rank's heads. */
+typedef struct dtrain_attention {
+    size_t batch, positions;
+    size_t heads;    /* this rank's: its dtrain_split of all; may be 0 */
+    size_t channels; /* of one head */
+    int causal;      /* 1: a position sees itself and those before it */
+} dtrain_attention;
+
+/* Computes softmax(q k^T / sqrt(channels)) v for each head and sequence. Communicates nothing.
+ *
+ *   qkv    [batch * positions, 3 * heads * channels]: queries, keys and values side by side, heads in each, as a column
+ *          layer of 3 blocks gives them
+ *   kept   out: batch * heads * positions * positions probabilities, for backward; [batch, heads, positions, positions]
+ *   out    out: [batch * positions, heads * channels]
+ *
+ * any thread; buffers are apart */
+DTRAIN_API dtrain_status dtrain_attention_forward(const dtrain_attention *attention, const float *qkv, float *kept,
+                                                  float *out);
+
+/* Computes the gradient of qkv.
+ *
+ *   kept    as forward left it; overwritten by the gradient of the scores
+ *   d_out   of out's shape
+ *   d_qkv   out: of qkv's shape
+ *
+ * any thread; buffers are apart */
+DTRAIN_API dtrain_status dtrain_attention_backward(const dtrain_attention *attention, const float *qkv, float *kept,
+                                                   const float *d_out, float *d_qkv);
+
+/* Sums gradients of parameters that every rank holds, of which sequence parallelism gives each rank a part.
+ *
+ *   part   count elements; of this rank's rows
+ *   out    count elements, to which the sum of part over all ranks is added
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const float *part, float *out, size_t count);
 
 #ifdef __cplusplus
 }
@@ -26773,6 +26972,1066 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *p
     return error == 0
                ? DTRAIN_OK
                : dtrain__fail(NULL, DTRAIN_ERR_IO, "pipeline_plan_draw: cannot write %s: %s", path, strerror(error));
+}
+
+#endif
+
+/* ---- >>tp-call ----
+ * What the calls of split layers share: their arguments checked before anything is communicated, memory for as long as
+ * a call lasts, and operations on rows that are begun, computed beside, and waited for. */
+#ifndef DTRAIN__TP_CALL
+#define DTRAIN__TP_CALL
+
+#define DTRAIN__TP_ROOMS 4
+
+typedef struct dtrain__tp {
+    const char *name; /* of the call, for texts */
+    dtrain_comm *group;
+    int rank, size;
+    dtrain_allocator *memory, own; /* own: without a group */
+    void *rooms[DTRAIN__TP_ROOMS];
+    size_t bytes[DTRAIN__TP_ROOMS];
+    int used;
+} dtrain__tp;
+
+static dtrain__error *dtrain__tp_error(const dtrain__tp *tp)
+{
+    return tp->group != NULL ? &tp->group->error : NULL;
+}
+
+static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_comm *group)
+{
+    memset(tp, 0, sizeof *tp);
+    tp->name = name;
+    tp->group = group;
+    tp->rank = dtrain_comm_rank(group);
+    tp->size = dtrain_comm_size(group);
+    tp->memory = group != NULL ? dtrain_comm_allocator(group) : &tp->own;
+    if (group != NULL && group->fusing)
+        return dtrain__fail(&group->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", name,
+                            tp->rank);
+    return DTRAIN_OK;
+}
+
+/* Frees the memory of a call and hands its status on. */
+static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
+{
+    while (tp->used > 0) {
+        tp->used--;
+        dtrain__free(tp->memory, tp->rooms[tp->used], tp->bytes[tp->used]);
+    }
+    return status;
+}
+
+/* Gives memory until the end of the call, not zeroed; does nothing after an error. */
+static void *dtrain__tp_room(dtrain__tp *tp, size_t rows, size_t row_bytes, dtrain_status *status)
+{
+    size_t bytes;
+    void *room = NULL;
+    if (*status != DTRAIN_OK)
+        return NULL;
+    if (dtrain__mul_size(rows, row_bytes, &bytes))
+        room = dtrain__resize(tp->memory, NULL, 0, bytes > 0 ? bytes : 1);
+    if (room == NULL) {
+        *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu x %zu bytes",
+                               tp->name, tp->rank, rows, row_bytes);
+        return NULL;
+    }
+    tp->rooms[tp->used] = room;
+    tp->bytes[tp->used++] = bytes;
+    return room;
+}
+
+static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtrain_status *status)
+{
+    return (float *)dtrain__tp_room(tp, rows, columns * sizeof(float), status);
+}
+
+/* Refuses a matrix whose bytes are more than memory has, and one that is missing; does nothing after an error. */
+static void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows, size_t columns,
+                            dtrain_status *status)
+{
+    size_t count;
+    if (*status != DTRAIN_OK)
+        return;
+    if (!dtrain__mul_size(rows, columns, &count) || count > SIZE_MAX / 4 / sizeof(double))
+        *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_INVALID,
+                               "%s on rank %d: %s would have %zu x %zu elements, more than memory can hold", tp->name,
+                               tp->rank, what, rows, columns);
+    else if (data == NULL && count > 0)
+        *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_INVALID,
+                               "%s on rank %d: %s is NULL, expected %zu x %zu of it", tp->name, tp->rank, what, rows,
+                               columns);
+}
+
+/* This rank's part of rows that are split. */
+static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
+{
+    return dtrain_split(rows, tp->size, tp->rank, NULL);
+}
+
+/* Sums, gathers or reduce-scatters rows of so many float32; begins it only, where there is a place for the handle. */
+static dtrain_status dtrain__tp_rows_call(dtrain__tp *tp, dtrain__kind kind, const float *in, float *out, size_t rows,
+                                          size_t columns, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, rows * columns, DTRAIN_F32);
+    op.op = kind == DTRAIN__ALL_GATHER ? (dtrain_op)0 : DTRAIN_SUM;
+    op.row = kind == DTRAIN__ALL_REDUCE ? 0 : columns;
+    return dtrain__comm_call(tp->group, &op, work);
+}
+
+/* Waits for what was begun, if anything was; an earlier error stays. */
+static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work **work)
+{
+    dtrain_work *waited = *work;
+    dtrain_status ended = DTRAIN_OK;
+    *work = NULL;
+    if (waited != NULL && status != DTRAIN_OK) { /* whose text stays as well */
+        dtrain__error first = dtrain__thread_error;
+        dtrain_work_wait(waited);
+        dtrain__thread_error = first;
+    } else if (waited != NULL) {
+        ended = dtrain_work_wait(waited);
+    }
+    return status != DTRAIN_OK ? status : ended;
+}
+
+/* out[i] += x[i] */
+static void dtrain__tp_add(float *out, const float *x, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__train_kernels_get()->add(out, out, x, count);
+    dtrain__fpmode_restore(mode);
+}
+
+static void dtrain__tp_add_bias(float *y, const float *bias, size_t rows, size_t columns)
+{
+    if (bias == NULL)
+        return;
+    for (size_t r = 0; r < rows; r++)
+        dtrain__tp_add(y + r * columns, bias, columns);
+}
+
+#define DTRAIN__TP_TILE 512 /* columns that are summed on the stack */
+#define DTRAIN__TP_RUN 64   /* rows that are summed before they are added: a run of runs loses fewer bits than one */
+
+/* sums[columns] += the sum over rows */
+static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, size_t columns)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    float tile[DTRAIN__TP_TILE];
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t at = 0; at < columns; at += DTRAIN__TP_TILE) {
+        size_t n = columns - at < DTRAIN__TP_TILE ? columns - at : DTRAIN__TP_TILE;
+        for (size_t r = 0; r < rows; r++) {
+            if (r % DTRAIN__TP_RUN == 0)
+                memcpy(tile, x + r * columns + at, n * sizeof(float));
+            else
+                kernels->add(tile, tile, x + r * columns + at, n);
+            if (r % DTRAIN__TP_RUN == DTRAIN__TP_RUN - 1 || r == rows - 1)
+                kernels->add(sums + at, sums + at, tile, n);
+        }
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* A matrix product, c (+)= op(a) x op(b), of sizes that may be 0, which a product of the program's may not know. */
+static void dtrain__tp_product(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, const float *a,
+                               const float *b, float *c, int accumulate)
+{
+    if (m == 0 || n == 0)
+        return;
+    if (k > 0)
+        dtrain_sgemm(transpose_a, transpose_b, m, n, k, 1.0f, a, transpose_a ? m : k, b, transpose_b ? k : n,
+                     accumulate ? 1.0f : 0.0f, c, n);
+    else if (!accumulate)
+        memset(c, 0, m * n * sizeof(float));
+}
+
+DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const float *part, float *out, size_t count)
+{
+    dtrain__tp tp;
+    dtrain_status status = dtrain__tp_begin(&tp, "sequence_parallel_sum", group);
+    dtrain__tp_need(&tp, "part", part, count, 1, &status);
+    dtrain__tp_need(&tp, "out", out, count, 1, &status);
+    if (tp.size > 1) {
+        float *sum = dtrain__tp_floats(&tp, count, 1, &status);
+        if (status == DTRAIN_OK)
+            status = dtrain__tp_rows_call(&tp, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
+        part = sum;
+    }
+    if (status == DTRAIN_OK)
+        dtrain__tp_add(out, part, count);
+    return dtrain__tp_end(&tp, status);
+}
+
+#endif
+
+/* ---- >>tp-linear ----
+ * Linear layers split by outputs (column) or inputs (row). A layer here is what this rank has of it: `in` and `out` are
+ * the sizes of its own weight. Backward begins the sum of the input's gradient before it computes the weights', and the
+ * gathering of split rows before it computes the input's. */
+#ifndef DTRAIN__TP_LINEAR
+#define DTRAIN__TP_LINEAR
+
+#define DTRAIN__TP_SLICE 256 /* rows of a product between two polls: a slice packs the other factor anew */
+
+typedef struct dtrain__linear {
+    const dtrain_parallel_linear *layer;
+    dtrain__tp tp;
+    size_t blocks, granule, part; /* part: of the split dimension */
+    size_t in, out;               /* of this rank's weight */
+    size_t split_rows;            /* rows of the side that sequence splits: this rank's, or all */
+    int splits;                   /* rows are split, over several ranks */
+    int gathers;                  /* the output is gathered */
+} dtrain__linear;
+
+DTRAIN_API size_t dtrain_parallel_part(size_t size, size_t blocks, size_t granule, int parts, int part)
+{
+    size_t step;
+    blocks = blocks > 0 ? blocks : 1;
+    granule = granule > 0 ? granule : 1;
+    if (!dtrain__mul_size(blocks, granule, &step) || size % step != 0)
+        return 0;
+    return dtrain_split(size / step, parts, part, NULL) * step;
+}
+
+static dtrain_status dtrain__linear_cut(dtrain__linear *l, const char *what, size_t size)
+{
+    size_t step;
+    if (!dtrain__mul_size(l->blocks, l->granule, &step) || size % step != 0)
+        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
+                            "%s on rank %d: %zu %s are no multiple of %zu blocks of granules of %zu; %zu would be",
+                            l->tp.name, l->tp.rank, size, what, l->blocks, l->granule,
+                            step > 0 ? (size / step + 1) * step : 0);
+    l->part = dtrain_parallel_part(size, l->blocks, l->granule, l->tp.size, l->tp.rank);
+    return DTRAIN_OK;
+}
+
+/* Takes a layer up; row: it is split by inputs. */
+static dtrain_status dtrain__linear_begin(dtrain__linear *l, const char *name, const dtrain_parallel_linear *layer,
+                                          int row)
+{
+    dtrain_status status;
+    memset(l, 0, sizeof *l);
+    if (layer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
+    l->layer = layer;
+    l->blocks = layer->blocks > 0 ? layer->blocks : 1;
+    l->granule = layer->granule > 0 ? layer->granule : 1;
+    status = dtrain__tp_begin(&l->tp, name, layer->group);
+    if (status == DTRAIN_OK && row && layer->gather_output)
+        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
+                            "%s on rank %d: gather_output is for layers split by outputs; this one's output is whole",
+                            name, l->tp.rank);
+    if (status == DTRAIN_OK)
+        status = dtrain__linear_cut(l, row ? "inputs" : "outputs", row ? layer->inputs : layer->outputs);
+    l->in = row ? l->part : layer->inputs;
+    l->out = row ? layer->outputs : l->part;
+    l->splits = layer->sequence && l->tp.size > 1;
+    l->gathers = layer->gather_output && l->tp.size > 1;
+    l->split_rows = l->splits ? dtrain__tp_rows(&l->tp, layer->rows) : layer->rows;
+    dtrain__tp_need(&l->tp, "x in whole", l, layer->rows, layer->inputs, &status);
+    dtrain__tp_need(&l->tp, "y in whole", l, layer->rows, layer->outputs, &status);
+    dtrain__tp_need(&l->tp, "the weight in whole", l, layer->inputs, layer->outputs, &status);
+    return status;
+}
+
+static void dtrain__linear_need_weight(const dtrain__linear *l, dtrain_status *status)
+{
+    size_t first = l->layer->by_inputs ? l->in : l->out, second = l->layer->by_inputs ? l->out : l->in;
+    dtrain__tp_need(&l->tp, "weight", l->layer->weight, first, second, status);
+}
+
+/* y[rows, out] = x[rows, in] W^T */
+static void dtrain__linear_product(const dtrain__linear *l, const float *x, float *y)
+{
+    dtrain__tp_product(0, !l->layer->by_inputs, l->layer->rows, l->out, l->in, x, l->layer->weight, y, 0);
+}
+
+/* dx[rows, in] = dy[rows, out] W */
+static void dtrain__linear_input(const dtrain__linear *l, const float *dy, float *dx)
+{
+    dtrain__tp_product(0, l->layer->by_inputs, l->layer->rows, l->in, l->out, dy, l->layer->weight, dx, 0);
+}
+
+/* A slice of the weight's gradient: m rows of it from `at` on. */
+static void dtrain__linear_slice(const dtrain__linear *l, const float *x, const float *dy, size_t at, size_t m)
+{
+    size_t all = l->layer->by_inputs ? l->in : l->out, n = l->layer->by_inputs ? l->out : l->in;
+    const float *left = l->layer->by_inputs ? x : dy, *right = l->layer->by_inputs ? dy : x;
+    if (m > 0 && n > 0 && l->layer->rows > 0)
+        dtrain_sgemm(1, 0, m, n, l->layer->rows, 1.0f, left + at, all, right, n, 1.0f, l->layer->d_weight + at * n, n);
+}
+
+/* d_weight += dy^T x, d_bias += the sum of dy's rows; polled: slice by slice, the group polled between them. */
+static void dtrain__linear_weights(const dtrain__linear *l, const float *x, const float *dy, int polled)
+{
+    size_t all = l->layer->by_inputs ? l->in : l->out, step = polled ? DTRAIN__TP_SLICE : all;
+    for (size_t at = 0; l->layer->d_weight != NULL && at < all; at += step) {
+        dtrain__linear_slice(l, x, dy, at, all - at < step ? all - at : step);
+        if (polled)
+            dtrain_comm_poll(l->tp.group, 50);
+    }
+    if (l->layer->d_bias != NULL)
+        dtrain__tp_add_columns(l->layer->d_bias, dy, l->layer->rows, l->out);
+}
+
+/* Copies this rank's columns out of whole rows, or those of `rank` into them. */
+static void dtrain__linear_columns(const dtrain__linear *l, int rank, float *whole, float *part, int into)
+{
+    size_t begin, block = l->layer->outputs / l->blocks;
+    size_t n = dtrain_split(block / l->granule, l->tp.size, rank, &begin) * l->granule;
+    for (size_t r = 0; n > 0 && r < l->layer->rows; r++)
+        for (size_t b = 0; b < l->blocks; b++, part += n) {
+            float *at = whole + r * l->layer->outputs + b * block + begin * l->granule;
+            memcpy(into ? at : part, into ? part : at, n * sizeof(float));
+        }
+}
+
+/* y[rows, outputs] = every rank's part[rows, its outputs], in the order of the whole layer */
+static dtrain_status dtrain__linear_gather(dtrain__linear *l, const float *part, float *y)
+{
+    dtrain_status status = DTRAIN_OK;
+    size_t rows = l->layer->rows, begin = 0;
+    float *parts = dtrain__tp_floats(&l->tp, rows, l->layer->outputs, &status);
+    size_t *counts = (size_t *)dtrain__tp_room(&l->tp, (size_t)l->tp.size, sizeof *counts, &status);
+    if (status != DTRAIN_OK)
+        return status;
+    for (int r = 0; r < l->tp.size; r++)
+        counts[r] = rows * dtrain_parallel_part(l->layer->outputs, l->blocks, l->granule, l->tp.size, r);
+    status = dtrain_all_gather_v(l->tp.group, part, parts, counts, NULL, DTRAIN_F32);
+    for (int r = 0; status == DTRAIN_OK && r < l->tp.size; begin += counts[r++])
+        dtrain__linear_columns(l, r, y, parts + begin, 1);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_linear *layer, const float *x, float *y)
+{
+    dtrain__linear l;
+    dtrain_status status = dtrain__linear_begin(&l, "column_parallel_linear", layer, 0);
+    const float *wide = x;
+    float *part = y, *gathered;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__linear_need_weight(&l, &status);
+    dtrain__tp_need(&l.tp, "x", x, l.split_rows, l.in, &status);
+    dtrain__tp_need(&l.tp, "y", y, layer->rows, l.gathers ? layer->outputs : l.out, &status);
+    if (l.gathers)
+        part = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
+    if (l.splits) {
+        wide = gathered = dtrain__tp_floats(&l.tp, layer->rows, l.in, &status);
+        if (status == DTRAIN_OK)
+            status = dtrain__tp_rows_call(&l.tp, DTRAIN__ALL_GATHER, x, gathered, layer->rows, l.in, NULL);
+    }
+    if (status == DTRAIN_OK) {
+        dtrain__linear_product(&l, wide, part);
+        dtrain__tp_add_bias(part, layer->bias, layer->rows, l.out);
+    }
+    if (status == DTRAIN_OK && l.gathers)
+        status = dtrain__linear_gather(&l, part, y);
+    return dtrain__tp_end(&l.tp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear *layer, const float *x, float *y)
+{
+    dtrain__linear l;
+    dtrain_status status = dtrain__linear_begin(&l, "row_parallel_linear", layer, 1);
+    float *sum = y;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__linear_need_weight(&l, &status);
+    dtrain__tp_need(&l.tp, "x", x, layer->rows, l.in, &status);
+    dtrain__tp_need(&l.tp, "y", y, l.split_rows, l.out, &status);
+    if (l.splits)
+        sum = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
+    if (status == DTRAIN_OK)
+        dtrain__linear_product(&l, x, sum);
+    if (status == DTRAIN_OK && l.tp.size > 1)
+        status = dtrain__tp_rows_call(&l.tp, l.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, y,
+                                      layer->rows, l.out, NULL);
+    if (status == DTRAIN_OK)
+        dtrain__tp_add_bias(y, layer->bias, l.split_rows, l.out);
+    return dtrain__tp_end(&l.tp, status);
+}
+
+/* What backward has of its operands in whole, and what is under way. */
+typedef struct dtrain__linear_back {
+    const float *x, *dy; /* [rows, in], [rows, out] */
+    float *gathered;     /* where the rows of x go; NULL: they are here */
+    float *sum;          /* this rank's share of dx */
+    dtrain_work *gather, *reduce;
+    int overlap;
+} dtrain__linear_back;
+
+/* Finds room for a column layer's backward, and its own columns of dy. */
+static void dtrain__column_prepare(dtrain__linear *l, dtrain__linear_back *back, const float *x, const float *dy,
+                                   float *dx, dtrain_status *status)
+{
+    memset(back, 0, sizeof *back);
+    back->x = x;
+    back->dy = dy;
+    back->sum = dx;
+    back->overlap = !l->layer->no_overlap && l->layer->d_weight != NULL;
+    if (l->splits && l->layer->d_weight != NULL)
+        back->x = back->gathered = dtrain__tp_floats(&l->tp, l->layer->rows, l->in, status);
+    if (l->splits && dx != NULL)
+        back->sum = dtrain__tp_floats(&l->tp, l->layer->rows, l->in, status);
+    if (l->gathers) {
+        float *part = dtrain__tp_floats(&l->tp, l->layer->rows, l->out, status), *whole;
+        memcpy(&whole, &dy, sizeof whole); /* only read */
+        if (*status == DTRAIN_OK)
+            dtrain__linear_columns(l, l->tp.rank, whole, part, 0);
+        back->dy = part;
+    }
+}
+
+/* The products of a column layer's backward, beside what they communicate. */
+static dtrain_status dtrain__column_compute(dtrain__linear *l, dtrain__linear_back *back, const float *x, float *dx)
+{
+    size_t rows = l->layer->rows;
+    dtrain_status status = DTRAIN_OK;
+    if (back->gathered != NULL)
+        status = dtrain__tp_rows_call(&l->tp, DTRAIN__ALL_GATHER, x, back->gathered, rows, l->in,
+                                      back->overlap ? &back->gather : NULL);
+    if (status == DTRAIN_OK && dx != NULL)
+        dtrain__linear_input(l, back->dy, back->sum);
+    if (status == DTRAIN_OK && dx != NULL && l->tp.size > 1)
+        status = dtrain__tp_rows_call(&l->tp, l->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, back->sum, dx,
+                                      rows, l->in, back->overlap ? &back->reduce : NULL);
+    status = dtrain__tp_wait(status, &back->gather);
+    if (status == DTRAIN_OK)
+        dtrain__linear_weights(l, back->x, back->dy,
+                               back->reduce != NULL && l->tp.group->desc.progress == DTRAIN_PROGRESS_POLL);
+    return dtrain__tp_wait(status, &back->reduce);
+}
+
+static dtrain_status dtrain__column_backward(const char *name, const dtrain_parallel_linear *layer, const float *x,
+                                             const float *dy, float *dx)
+{
+    dtrain__linear l;
+    dtrain__linear_back back;
+    dtrain_status status = dtrain__linear_begin(&l, name, layer, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (dx != NULL)
+        dtrain__linear_need_weight(&l, &status);
+    if (layer->d_weight != NULL)
+        dtrain__tp_need(&l.tp, "x", x, l.split_rows, l.in, &status);
+    dtrain__tp_need(&l.tp, "dy", dy, layer->rows, l.gathers ? layer->outputs : l.out, &status);
+    if (status == DTRAIN_OK)
+        dtrain__column_prepare(&l, &back, x, dy, dx, &status);
+    if (status == DTRAIN_OK)
+        status = dtrain__column_compute(&l, &back, x, dx);
+    return dtrain__tp_end(&l.tp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                                const float *dy, float *dx)
+{
+    return dtrain__column_backward("column_parallel_linear_backward", layer, x, dy, dx);
+}
+
+DTRAIN_API dtrain_status dtrain_column_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
+                                                               const float *dy)
+{
+    return dtrain__column_backward("column_parallel_linear_weights", layer, x, dy, NULL);
+}
+
+static dtrain_status dtrain__row_backward(const char *name, const dtrain_parallel_linear *layer, const float *x,
+                                          const float *dy, float *dx)
+{
+    dtrain__linear l;
+    const float *wide = dy;
+    dtrain_status status = dtrain__linear_begin(&l, name, layer, 1);
+    if (status != DTRAIN_OK)
+        return status;
+    if (dx != NULL)
+        dtrain__linear_need_weight(&l, &status);
+    if (layer->d_weight != NULL)
+        dtrain__tp_need(&l.tp, "x", x, layer->rows, l.in, &status);
+    dtrain__tp_need(&l.tp, "dy", dy, l.split_rows, l.out, &status);
+    if (l.splits && (dx != NULL || layer->d_weight != NULL || layer->d_bias != NULL)) {
+        float *gathered = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
+        if (status == DTRAIN_OK)
+            status = dtrain__tp_rows_call(&l.tp, DTRAIN__ALL_GATHER, dy, gathered, layer->rows, l.out, NULL);
+        wide = gathered;
+    }
+    if (status == DTRAIN_OK && dx != NULL)
+        dtrain__linear_input(&l, wide, dx);
+    if (status == DTRAIN_OK)
+        dtrain__linear_weights(&l, x, wide, 0);
+    return dtrain__tp_end(&l.tp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                             const float *dy, float *dx)
+{
+    return dtrain__row_backward("row_parallel_linear_backward", layer, x, dy, dx);
+}
+
+DTRAIN_API dtrain_status dtrain_row_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
+                                                            const float *dy)
+{
+    return dtrain__row_backward("row_parallel_linear_weights", layer, x, dy, NULL);
+}
+
+#endif
+
+/* ---- >>tp-softmax ----
+ * The softmax of rows of float32: largest element, exponentials, their sum. Every operation is rounded by itself and
+ * none is the C library's, so that the bits are the same under any flags and instruction set. Sums and dot products run
+ * in eight lanes of float64, in which products of float32 are exact. NaN is told by its bits. */
+#ifndef DTRAIN__TP_SOFTMAX
+#define DTRAIN__TP_SOFTMAX
+
+#define DTRAIN__TP_LANES 8
+
+DTRAIN__EXACT_BEGIN
+
+/* exp(x) for x <= 0 and NaN, within 2 ulp, also where it is subnormal: 2^n times a polynomial of what is left.
+ *
+ *   source   expf of the Cephes library, Moshier */
+DTRAIN__INLINE float dtrain__tp_exp(float x, uint32_t zero)
+{
+    float bounded, n, r, square, p = 1.9875691500e-4f, high, low;
+    uint32_t bits, size, rounded, power;
+    memcpy(&bits, &x, sizeof bits);
+    bits &= 0x7FFFFFFFu;
+    size = bits < 0x42D00000u ? bits : 0x42D00000u; /* 104: exp(-104) is 0 */
+    size |= 0x80000000u;
+    memcpy(&bounded, &size, sizeof bounded);
+    n = dtrain__rounded_f32(bounded * 1.44269504f, zero) + 12582912.0f; /* 1.5 * 2^23: the last bits are an integer */
+    memcpy(&rounded, &n, sizeof rounded);
+    rounded -= 0x4B400000u;
+    n = (float)(int32_t)rounded;
+    r = (bounded - dtrain__rounded_f32(n * 0.693359375f, zero)) + dtrain__rounded_f32(n * 2.12194440e-4f, zero);
+    p = dtrain__rounded_f32(p * r, zero) + 1.3981999507e-3f;
+    p = dtrain__rounded_f32(p * r, zero) + 8.3334519073e-3f;
+    p = dtrain__rounded_f32(p * r, zero) + 4.1665795894e-2f;
+    p = dtrain__rounded_f32(p * r, zero) + 1.6666665459e-1f;
+    p = dtrain__rounded_f32(p * r, zero) + 5.0000001201e-1f;
+    square = dtrain__rounded_f32(r * r, zero);
+    p = dtrain__rounded_f32(p * square, zero) + r;
+    power = rounded + 256u; /* n is -150 at the least: two factors, each normal, of which the last one rounds */
+    size = (power / 2 - 1u) << 23;
+    memcpy(&high, &size, sizeof high);
+    size = (power - power / 2 - 1u) << 23;
+    memcpy(&low, &size, sizeof low);
+    p = dtrain__rounded_f32((p + 1.0f) * high, zero) * low;
+    memcpy(&size, &p, sizeof size);
+    size = bits > 0x7F800000u ? 0x7FC00000u : size;
+    memcpy(&p, &size, sizeof p);
+    return p;
+}
+
+/* By the order of bits; a NaN is the largest, or is left to the exponentials. -infinity for no elements. */
+DTRAIN__INLINE void dtrain__tp_max_body(const float *from, size_t count, float *out)
+{
+    const dtrain__i32 *x = (const dtrain__i32 *)from;
+    int32_t lanes[DTRAIN__TP_LANES], most = (int32_t)0x807FFFFF;
+    size_t i = 0;
+    for (int k = 0; k < DTRAIN__TP_LANES; k++)
+        lanes[k] = most;
+    for (; count - i >= DTRAIN__TP_LANES; i += DTRAIN__TP_LANES)
+        for (size_t k = 0; k < DTRAIN__TP_LANES; k++) {
+            int32_t key = x[i + k] ^ (x[i + k] >> 31 & 0x7FFFFFFF);
+            lanes[k] = key > lanes[k] ? key : lanes[k];
+        }
+    for (; i < count; i++) {
+        int32_t key = x[i] ^ (x[i] >> 31 & 0x7FFFFFFF);
+        most = key > most ? key : most;
+    }
+    for (int k = 0; k < DTRAIN__TP_LANES; k++)
+        most = lanes[k] > most ? lanes[k] : most;
+    most = most ^ (most >> 31 & 0x7FFFFFFF);
+    memcpy(out, &most, sizeof most);
+}
+DTRAIN__KERNEL(dtrain__tp_max, (const float *from, size_t count, float *out), (from, count, out))
+
+/* x[i] = exp(x[i] - most) */
+DTRAIN__INLINE void dtrain__tp_exps_body(float *data, size_t count, float most)
+{
+    dtrain__f32 *x = (dtrain__f32 *)data;
+    uint32_t zero = dtrain__opaque_zero;
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = dtrain__tp_exp(x[i] - most, zero);
+}
+DTRAIN__KERNEL(dtrain__tp_exps, (float *data, size_t count, float most), (data, count, most))
+
+#define DTRAIN__TP_JOIN(l) (((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7])))
+
+DTRAIN__INLINE void dtrain__tp_sum_body(const float *from, size_t count, double *out)
+{
+    const dtrain__f32 *x = (const dtrain__f32 *)from;
+    double lanes[DTRAIN__TP_LANES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    size_t i = 0;
+    for (; count - i >= DTRAIN__TP_LANES; i += DTRAIN__TP_LANES)
+        for (size_t k = 0; k < DTRAIN__TP_LANES; k++)
+            lanes[k] = lanes[k] + (double)x[i + k];
+    for (size_t k = 0; i < count; i++, k++)
+        lanes[k] = lanes[k] + (double)x[i];
+    *out = DTRAIN__TP_JOIN(lanes);
+}
+DTRAIN__KERNEL(dtrain__tp_sum, (const float *from, size_t count, double *out), (from, count, out))
+
+/* A product that is exact may be contracted with its sum, or not: the bits are the same. */
+DTRAIN__INLINE void dtrain__tp_dot_body(const float *left, const float *right, size_t count, double *out)
+{
+    const dtrain__f32 *a = (const dtrain__f32 *)left, *b = (const dtrain__f32 *)right;
+    double lanes[DTRAIN__TP_LANES] = {0, 0, 0, 0, 0, 0, 0, 0};
+    size_t i = 0;
+    for (; count - i >= DTRAIN__TP_LANES; i += DTRAIN__TP_LANES)
+        for (size_t k = 0; k < DTRAIN__TP_LANES; k++)
+            lanes[k] = lanes[k] + (double)a[i + k] * (double)b[i + k];
+    for (size_t k = 0; i < count; i++, k++)
+        lanes[k] = lanes[k] + (double)a[i] * (double)b[i];
+    *out = DTRAIN__TP_JOIN(lanes);
+}
+DTRAIN__KERNEL(dtrain__tp_dot, (const float *left, const float *right, size_t count, double *out),
+               (left, right, count, out))
+
+/* p[i] = p[i] * (d[i] - mean): what reaches a score, of what reached its probability */
+DTRAIN__INLINE void dtrain__tp_slope_body(float *probabilities, const float *slopes, size_t count, float mean)
+{
+    dtrain__f32 *p = (dtrain__f32 *)probabilities;
+    const dtrain__f32 *d = (const dtrain__f32 *)slopes;
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) p[i] = p[i] * (d[i] - mean);
+}
+DTRAIN__KERNEL(dtrain__tp_slope, (float *probabilities, const float *slopes, size_t count, float mean),
+               (probabilities, slopes, count, mean))
+
+/* log(x) for x >= 1 and NaN, within 2 ulp: of x = 2^e m, sqrt(1/2) <= m < sqrt(2), by the series of atanh. */
+static double dtrain__tp_log(double x)
+{
+    uint32_t zero = dtrain__opaque_zero;
+    uint64_t bits, mantissa;
+    double m, s, square, p = 0, e;
+    memcpy(&bits, &x, sizeof bits);
+    if (bits >> 52 >= 0x7FF)
+        return x;
+    mantissa = bits & 0xFFFFFFFFFFFFFu;
+    int above = mantissa >= 0x6A09E667F3BCDu; /* sqrt(2) */
+    mantissa |= (uint64_t)(above ? 0x3FE : 0x3FF) << 52;
+    memcpy(&m, &mantissa, sizeof m);
+    e = (double)((int)(bits >> 52) - 0x3FF + above);
+    s = (m - 1.0) / (m + 1.0);
+    square = dtrain__rounded_f64(s * s, zero);
+    for (int k = 23; k >= 3; k -= 2)
+        p = dtrain__rounded_f64((p + 1.0 / (double)k) * square, zero);
+    p = dtrain__rounded_f64(2.0 * s, zero) + dtrain__rounded_f64(2.0 * s * p, zero);
+    return dtrain__rounded_f64(e * 6.93147180369123816490e-01, zero) +
+           (p + dtrain__rounded_f64(e * 1.90821492927058770002e-10, zero));
+}
+
+/* -log p(target) of a row whose exponentials have this sum, and whose target lies that far from the largest. */
+static double dtrain__tp_row_loss(double sum, double target)
+{
+    return dtrain__tp_log(sum) - target;
+}
+
+/* Turns a row into probabilities. */
+static void dtrain__tp_softmax_row(float *x, size_t count)
+{
+    float most;
+    double sum;
+    dtrain__tp_max(x, count, &most);
+    dtrain__tp_exps(x, count, most);
+    dtrain__tp_sum(x, count, &sum);
+    dtrain__train_kernels_get()->divide(x, x, (float)sum, count);
+}
+
+static float dtrain__tp_attention_scale(size_t channels)
+{
+    return (float)(1.0 / dtrain__sqrt_f64((double)channels));
+}
+
+DTRAIN__EXACT_END
+
+#endif
+
+/* ---- >>tp-vocab ----
+ * What is split by the vocabulary: the embedding, whose rows each come from one rank, and the cross-entropy, of which
+ * ranks exchange a row's largest logit, its sum of exponentials and its target's logit. */
+#ifndef DTRAIN__TP_VOCAB
+#define DTRAIN__TP_VOCAB
+
+typedef struct dtrain__embedding {
+    dtrain__tp tp;
+    size_t begin, part; /* this rank's rows of the table */
+    size_t out_rows;    /* this rank's of the output */
+    int splits;         /* they are split, over several ranks */
+} dtrain__embedding;
+
+/* Every token is one of the vocabulary, or `least` where that is below 0. */
+static void dtrain__vocab_check(const dtrain__tp *tp, const char *what, const int32_t *tokens, size_t rows,
+                                size_t vocab, int32_t least, dtrain_status *status)
+{
+    dtrain__tp_need(tp, what, tokens, rows, 1, status);
+    for (size_t i = 0; *status == DTRAIN_OK && i < rows; i++)
+        if (tokens[i] < least || (tokens[i] >= 0 && (size_t)tokens[i] >= vocab))
+            *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_INVALID,
+                                   "%s on rank %d: %s[%zu] is %d, expected 0 to %zu%s", tp->name, tp->rank, what, i,
+                                   (int)tokens[i], vocab > 0 ? vocab - 1 : 0,
+                                   least < 0 ? ", or -1 for a row that is left out" : "");
+}
+
+static dtrain_status dtrain__embedding_begin(dtrain__embedding *e, const char *name, const dtrain_parallel_vocab *layer,
+                                             const int32_t *tokens)
+{
+    dtrain_status status;
+    if (layer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
+    status = dtrain__tp_begin(&e->tp, name, layer->group);
+    e->part = dtrain_split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
+    e->splits = layer->sequence && e->tp.size > 1;
+    e->out_rows = e->splits ? dtrain__tp_rows(&e->tp, layer->rows) : layer->rows;
+    dtrain__tp_need(&e->tp, "the output in whole", e, layer->rows, layer->width, &status);
+    dtrain__tp_need(&e->tp, "the table in whole", e, layer->vocab, layer->width, &status);
+    dtrain__vocab_check(&e->tp, "tokens", tokens, layer->rows, layer->vocab, 0, &status);
+    return status;
+}
+
+/* Returns a token's row in this rank's part of the table, or a number that is none. */
+static size_t dtrain__embedding_row(const dtrain__embedding *e, int32_t token)
+{
+    return (size_t)token - e->begin; /* below begin it wraps around */
+}
+
+/* This rank's rows; -0 in those of others, which every sum leaves as it is. */
+static void dtrain__embedding_look_up(const dtrain__embedding *e, const dtrain_parallel_vocab *layer,
+                                      const int32_t *tokens, float *out)
+{
+    const uint32_t minus_zero = (uint32_t)1 << 31;
+    for (size_t i = 0; i < layer->rows; i++, out += layer->width) {
+        size_t row = dtrain__embedding_row(e, tokens[i]);
+        if (row < e->part && layer->width > 0)
+            memcpy(out, layer->table + row * layer->width, layer->width * sizeof(float));
+        for (size_t k = 0; row >= e->part && k < layer->width; k++)
+            memcpy(out + k, &minus_zero, sizeof minus_zero);
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding(const dtrain_parallel_vocab *layer, const int32_t *tokens,
+                                                         float *out)
+{
+    dtrain__embedding e;
+    dtrain_status status = dtrain__embedding_begin(&e, "vocab_parallel_embedding", layer, tokens);
+    float *sum = out;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__tp_need(&e.tp, "table", layer->table, e.part, layer->width, &status);
+    dtrain__tp_need(&e.tp, "out", out, e.out_rows, layer->width, &status);
+    if (e.splits)
+        sum = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
+    if (status == DTRAIN_OK)
+        dtrain__embedding_look_up(&e, layer, tokens, sum);
+    if (status == DTRAIN_OK && e.tp.size > 1)
+        status = dtrain__tp_rows_call(&e.tp, e.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, out,
+                                      layer->rows, layer->width, NULL);
+    return dtrain__tp_end(&e.tp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_parallel_vocab *layer,
+                                                                  const int32_t *tokens, const float *d_out)
+{
+    dtrain__embedding e;
+    dtrain_status status = dtrain__embedding_begin(&e, "vocab_parallel_embedding_backward", layer, tokens);
+    if (status != DTRAIN_OK || layer->d_table == NULL)
+        return status;
+    dtrain__tp_need(&e.tp, "d_out", d_out, e.out_rows, layer->width, &status);
+    if (e.splits) {
+        float *wide = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
+        if (status == DTRAIN_OK)
+            status = dtrain__tp_rows_call(&e.tp, DTRAIN__ALL_GATHER, d_out, wide, layer->rows, layer->width, NULL);
+        d_out = wide;
+    }
+    for (size_t i = 0; status == DTRAIN_OK && i < layer->rows; i++) {
+        size_t row = dtrain__embedding_row(&e, tokens[i]);
+        if (row < e.part)
+            dtrain__tp_add(layer->d_table + row * layer->width, d_out + i * layer->width, layer->width);
+    }
+    return dtrain__tp_end(&e.tp, status);
+}
+
+/* This rank's logits, and what is known of each row. */
+typedef struct dtrain__entropy {
+    dtrain__tp tp;
+    float *logits;
+    const int32_t *targets;
+    size_t rows, begin, part;
+    float *most;           /* of each row, its largest logit */
+    double *sums, *target; /* of the exponentials; the target's logit less the largest */
+} dtrain__entropy;
+
+static dtrain_status dtrain__entropy_begin(dtrain__entropy *e, dtrain_comm *group, size_t vocab, const double *loss)
+{
+    dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group);
+    e->part = dtrain_split(vocab, e->tp.size, e->tp.rank, &e->begin);
+    dtrain__tp_need(&e->tp, "loss", loss, 1, 1, &status);
+    dtrain__tp_need(&e->tp, "logits", e->logits, e->rows, e->part, &status);
+    dtrain__vocab_check(&e->tp, "targets", e->targets, e->rows, vocab, -1, &status);
+    e->most = dtrain__tp_floats(&e->tp, e->rows, 1, &status);
+    e->sums = (double *)dtrain__tp_room(&e->tp, e->rows, 2 * sizeof(double), &status);
+    if (status == DTRAIN_OK)
+        e->target = e->sums + e->rows;
+    return status;
+}
+
+DTRAIN__EXACT_BEGIN
+
+static void dtrain__entropy_largest(const dtrain__entropy *e)
+{
+    for (size_t i = 0; i < e->rows; i++)
+        dtrain__tp_max(e->logits + i * e->part, e->targets[i] < 0 ? 0 : e->part, &e->most[i]);
+}
+
+/* Rows that are left out count as ones of loss 0. */
+static void dtrain__entropy_exponentials(const dtrain__entropy *e)
+{
+    for (size_t i = 0; i < e->rows; i++) {
+        float *row = e->logits + i * e->part;
+        size_t target = (size_t)e->targets[i] - e->begin;
+        e->sums[i] = e->target[i] = 0.0;
+        if (e->targets[i] < 0)
+            continue;
+        if (target < e->part)
+            e->target[i] = (double)row[target] - (double)e->most[i];
+        dtrain__tp_exps(row, e->part, e->most[i]);
+        dtrain__tp_sum(row, e->part, &e->sums[i]);
+    }
+}
+
+/* The gradient, and the loss: from what every rank has alike. */
+static double dtrain__entropy_finish(const dtrain__entropy *e)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    double loss = 0.0;
+    for (size_t i = 0; i < e->rows; i++) {
+        float *row = e->logits + i * e->part;
+        size_t target = (size_t)e->targets[i] - e->begin;
+        if (e->targets[i] < 0) {
+            if (e->part > 0)
+                memset(row, 0, e->part * sizeof(float));
+            continue;
+        }
+        kernels->divide(row, row, (float)e->sums[i], e->part);
+        if (target < e->part)
+            row[target] = row[target] - 1.0f;
+        loss = loss + dtrain__tp_row_loss(e->sums[i], e->target[i]);
+    }
+    return loss;
+}
+
+DTRAIN__EXACT_END
+
+DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group, float *logits, const int32_t *targets,
+                                                             size_t rows, size_t vocab, double *loss)
+{
+    dtrain__entropy e;
+    memset(&e, 0, sizeof e);
+    e.logits = logits;
+    e.targets = targets;
+    e.rows = rows;
+    dtrain_status status = dtrain__entropy_begin(&e, group, vocab, loss);
+    if (status != DTRAIN_OK)
+        return dtrain__tp_end(&e.tp, status);
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__entropy_largest(&e);
+    if (e.tp.size > 1)
+        status = dtrain_all_reduce(group, e.most, e.most, rows, DTRAIN_F32, DTRAIN_MAX);
+    if (status == DTRAIN_OK) {
+        dtrain__entropy_exponentials(&e);
+        if (e.tp.size > 1)
+            status = dtrain_all_reduce(group, e.sums, e.sums, 2 * rows, DTRAIN_F64, DTRAIN_SUM);
+    }
+    if (status == DTRAIN_OK)
+        *loss = dtrain__entropy_finish(&e);
+    dtrain__fpmode_restore(mode);
+    return dtrain__tp_end(&e.tp, status);
+}
+
+#endif
+
+/* ---- >>tp-attention ----
+ * Attention of whole heads. A head's queries, keys and values are strided views of qkv; probabilities are computed in
+ * strips of positions, so that a causal one computes half of them. Backward needs no memory beside what it is given:
+ * the output is computed anew where the gradient of the queries will be, and what reaches the probabilities, tile by
+ * tile, on the stack. */
+#ifndef DTRAIN__TP_ATTENTION
+#define DTRAIN__TP_ATTENTION
+
+#define DTRAIN__ATTENTION_STRIP 64 /* positions at a time */
+#define DTRAIN__ATTENTION_TILE 128 /* of those that they see; a tile is 32 KiB */
+
+/* One head of one sequence. */
+typedef struct dtrain__head {
+    size_t positions, channels;
+    size_t qkv_row, row;        /* elements from one position to the next */
+    size_t first, keys, values; /* where it lies in qkv: its queries; and how far behind are the others */
+    size_t kept, out;
+    float scale;
+    int causal;
+} dtrain__head;
+
+static dtrain__head dtrain__attention_head(const dtrain_attention *a, size_t index)
+{
+    dtrain__head h;
+    size_t sequence = index / a->heads, head = index % a->heads;
+    h.positions = a->positions;
+    h.channels = a->channels;
+    h.row = a->heads * a->channels;
+    h.qkv_row = 3 * h.row;
+    h.out = sequence * a->positions * h.row + head * a->channels;
+    h.first = sequence * a->positions * h.qkv_row + head * a->channels;
+    h.keys = h.first + h.row;
+    h.values = h.first + 2 * h.row;
+    h.kept = index * a->positions * a->positions;
+    h.scale = dtrain__tp_attention_scale(a->channels);
+    h.causal = a->causal;
+    return h;
+}
+
+/* How many positions the strip from `at` on has, and how many of all its last one sees. */
+static size_t dtrain__attention_strip(const dtrain__head *h, size_t at, size_t *seen)
+{
+    size_t n = h->positions - at < DTRAIN__ATTENTION_STRIP ? h->positions - at : DTRAIN__ATTENTION_STRIP;
+    *seen = h->causal ? at + n : h->positions;
+    return n;
+}
+
+static dtrain_status dtrain__attention_need(const char *call, const char *what, const void *data, const size_t *sizes)
+{
+    size_t count = sizeof(float) * 16; /* so that sizes of a few arrays add up */
+    for (int i = 0; i < 5; i++)
+        if (sizes[i] == 0)
+            return DTRAIN_OK;
+    for (int i = 0; i < 5; i++)
+        if (!dtrain__mul_size(count, sizes[i], &count))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: %s would have %zu x %zu x %zu x %zu x %zu elements, more than memory can hold",
+                                call, what, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
+    if (data != NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s is NULL, expected %zu elements", call, what,
+                        count / (sizeof(float) * 16));
+}
+
+/* out: or, of backward, its gradient; d_qkv is backward's alone. */
+static dtrain_status dtrain__attention_check(const char *call, const dtrain_attention *a, const float *qkv,
+                                             const float *kept, const float *out, int backward, const float *d_qkv)
+{
+    dtrain_status status;
+    if (a == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the attention is NULL", call);
+    const size_t wide[5] = {a->batch, a->positions, 3, a->heads, a->channels};
+    const size_t one[5] = {a->batch, a->positions, 1, a->heads, a->channels};
+    const size_t square[5] = {a->batch, a->heads, a->positions, a->positions, 1};
+    status = dtrain__attention_need(call, "qkv", qkv, wide);
+    if (status == DTRAIN_OK)
+        status = dtrain__attention_need(call, "kept", kept, square);
+    if (status == DTRAIN_OK)
+        status = dtrain__attention_need(call, backward ? "d_out" : "out", out, one);
+    if (status == DTRAIN_OK && backward)
+        status = dtrain__attention_need(call, "d_qkv", d_qkv, wide);
+    return status;
+}
+
+/* How many heads there are to compute, over all sequences; 0, too, where they are empty. */
+static size_t dtrain__attention_heads(const dtrain_attention *a)
+{
+    return a->positions > 0 && a->channels > 0 ? a->batch * a->heads : 0;
+}
+
+/* Probabilities of a strip, 0 for what it does not see. */
+static void dtrain__attention_softmax(const dtrain__head *h, size_t at, size_t n, float *strip)
+{
+    for (size_t i = 0; i < n; i++, strip += h->positions) {
+        size_t seen = h->causal ? at + i + 1 : h->positions;
+        dtrain__tp_softmax_row(strip, seen);
+        if (seen < h->positions)
+            memset(strip + seen, 0, (h->positions - seen) * sizeof(float));
+    }
+}
+
+/* out of a strip = its probabilities x the values that it sees */
+static void dtrain__attention_values(const dtrain__head *h, size_t at, const float *qkv, const float *kept, float *out,
+                                     size_t out_row)
+{
+    size_t seen, n = dtrain__attention_strip(h, at, &seen);
+    dtrain_sgemm(0, 0, n, h->channels, seen, 1.0f, kept + h->kept + at * h->positions, h->positions, qkv + h->values,
+                 h->qkv_row, 0.0f, out + at * out_row, out_row);
+}
+
+DTRAIN_API dtrain_status dtrain_attention_forward(const dtrain_attention *attention, const float *qkv, float *kept,
+                                                  float *out)
+{
+    dtrain_status status = dtrain__attention_check("attention_forward", attention, qkv, kept, out, 0, NULL);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; i < dtrain__attention_heads(attention); i++) {
+        dtrain__head h = dtrain__attention_head(attention, i);
+        for (size_t at = 0; at < h.positions; at += DTRAIN__ATTENTION_STRIP) {
+            size_t seen, n = dtrain__attention_strip(&h, at, &seen);
+            float *strip = kept + h.kept + at * h.positions;
+            dtrain_sgemm(0, 1, n, seen, h.channels, h.scale, qkv + h.first + at * h.qkv_row, h.qkv_row, qkv + h.keys,
+                         h.qkv_row, 0.0f, strip, h.positions);
+            dtrain__attention_softmax(&h, at, n, strip);
+            dtrain__attention_values(&h, at, qkv, kept, out + h.out, h.row);
+        }
+    }
+    dtrain__fpmode_restore(mode);
+    return DTRAIN_OK;
+}
+
+/* Turns a strip's probabilities into the gradient of its scores, p (d - p . d): the mean p . d of a row is that of its
+ * output with the output's gradient. */
+static void dtrain__attention_scores(const dtrain__head *h, size_t at, const float *qkv, float *kept,
+                                     const float *d_out, const float *out)
+{
+    float tile[DTRAIN__ATTENTION_STRIP * DTRAIN__ATTENTION_TILE], mean[DTRAIN__ATTENTION_STRIP];
+    size_t seen, n = dtrain__attention_strip(h, at, &seen);
+    const float *slopes = d_out + h->out + at * h->row;
+    for (size_t i = 0; i < n; i++) {
+        double sum;
+        dtrain__tp_dot(out + (at + i) * h->qkv_row, slopes + i * h->row, h->channels, &sum);
+        mean[i] = (float)sum;
+    }
+    for (size_t j = 0; j < seen; j += DTRAIN__ATTENTION_TILE) {
+        size_t columns = seen - j < DTRAIN__ATTENTION_TILE ? seen - j : DTRAIN__ATTENTION_TILE;
+        dtrain_sgemm(0, 1, n, columns, h->channels, 1.0f, slopes, h->row, qkv + h->values + j * h->qkv_row, h->qkv_row,
+                     0.0f, tile, columns);
+        for (size_t i = 0; i < n; i++) {
+            size_t limit = h->causal ? at + i + 1 : h->positions, left = limit > j ? limit - j : 0;
+            dtrain__tp_slope(kept + h->kept + (at + i) * h->positions + j, tile + i * columns,
+                             left < columns ? left : columns, mean[i]);
+        }
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_attention_backward(const dtrain_attention *attention, const float *qkv, float *kept,
+                                                   const float *d_out, float *d_qkv)
+{
+    dtrain_status status = dtrain__attention_check("attention_backward", attention, qkv, kept, d_out, 1, d_qkv);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; i < dtrain__attention_heads(attention); i++) {
+        dtrain__head h = dtrain__attention_head(attention, i);
+        size_t t = h.positions, strip = DTRAIN__ATTENTION_STRIP;
+        float *scores = kept + h.kept, *d_queries = d_qkv + h.first;
+        dtrain_sgemm(1, 0, t, h.channels, t, 1.0f, scores, t, d_out + h.out, h.row, 0.0f, d_qkv + h.values, h.qkv_row);
+        for (size_t at = 0; at < t; at += strip)
+            dtrain__attention_values(&h, at, qkv, kept, d_queries, h.qkv_row);
+        for (size_t at = 0; at < t; at += strip)
+            dtrain__attention_scores(&h, at, qkv, kept, d_out, d_queries);
+        dtrain_sgemm(0, 0, t, h.channels, t, h.scale, scores, t, qkv + h.keys, h.qkv_row, 0.0f, d_queries, h.qkv_row);
+        dtrain_sgemm(1, 0, t, h.channels, t, h.scale, scores, t, qkv + h.first, h.qkv_row, 0.0f, d_qkv + h.keys,
+                     h.qkv_row);
+    }
+    dtrain__fpmode_restore(mode);
+    return DTRAIN_OK;
 }
 
 #endif
