@@ -1,9 +1,9 @@
 /* ---- >>bits ----
- * Prints two hashes: of the outputs of casts, folds, vector operations, norms, compressors, a server and random
- * numbers, which must be one under any flags, compiler and instruction set; and of matrix products, which may differ
- * between instruction sets only. Argument ftz: with subnormals flushed by the caller. Inputs are made of bits, so that
- * this file's own flags change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that casts
- * give are hashed. */
+ * Prints two hashes: of the outputs of casts, folds, vector operations, norms, compressors, a server, softmax and
+ * random numbers, which must be one under any flags, compiler and instruction set; and of matrix products, which may
+ * differ between instruction sets only. Argument ftz: with subnormals flushed by the caller. Inputs are made of bits,
+ * so that this file's own flags change nothing. NaN payloads and signs that arithmetic gives are nobody's; those that
+ * casts give are hashed. */
 #define DTRAIN_API static /* what is not called costs no time to compile */
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
@@ -316,6 +316,42 @@ static void randoms(void)
     }
 }
 
+/* Rows that are split, and of any length: without a group they are whole. */
+static void entropies(void)
+{
+    static int32_t targets[4] = {0, -1, 0, 0};
+    static float logits[4 * 300];
+    for (size_t vocab = 1; vocab < 300; vocab += vocab < 40 ? 1 : 13) {
+        double loss = 0;
+        targets[0] = (int32_t)vocab - 1;
+        fill((unsigned char *)work[0], DTRAIN_F32, 4 * vocab, vocab % 3 > 0);
+        memcpy(logits, work[0], 4 * vocab * sizeof logits[0]);
+        for (size_t i = 0; vocab % 3 == 1 && i < 4 * vocab; i++)
+            logits[i] *= 64.0f; /* a power of two: exact, whatever the flags */
+        if (dtrain_vocab_parallel_cross_entropy(NULL, logits, targets, 4, vocab, &loss) != DTRAIN_OK)
+            printf("%s: ", dtrain_last_error());
+        add_values(&loss, DTRAIN_F64, 1);
+        add_values(logits, DTRAIN_F32, 4 * vocab);
+    }
+}
+
+/* Their products are those of the instruction set. */
+static void attentions(void)
+{
+    dtrain_attention a = {1, 70, 2, 9, 0};
+    static float qkv[70 * 54], d_qkv[70 * 54], out[70 * 18], kept[2 * 70 * 70];
+    for (a.causal = 0; a.causal < 2; a.causal++) {
+        fill((unsigned char *)work[0], DTRAIN_F32, 70 * 54, 1);
+        memcpy(qkv, work[0], sizeof qkv);
+        if (dtrain_attention_forward(&a, qkv, kept, out) != DTRAIN_OK)
+            printf("%s: ", dtrain_last_error());
+        add_values(out, DTRAIN_F32, 70 * 18);
+        if (dtrain_attention_backward(&a, qkv, kept, out, d_qkv) != DTRAIN_OK)
+            printf("%s: ", dtrain_last_error());
+        add_values(d_qkv, DTRAIN_F32, 70 * 54);
+    }
+}
+
 static void products(void)
 {
     static const size_t shapes[][3] = {{1, 1, 1},    {3, 5, 7},     {8, 32, 16},   {9, 33, 17},
@@ -353,8 +389,10 @@ int main(int argc, char **argv)
     servers();
     biases();
     randoms();
+    entropies();
     printf("%s %016llx", dtrain_isa_name(), (unsigned long long)hash);
     products();
+    attentions();
     printf(" %016llx\n", (unsigned long long)hash);
     return 0;
 }
