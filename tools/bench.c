@@ -5,7 +5,8 @@
  *
  *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
  *                all-reduce as it is written by hand, tools/bench_ring.h), fsdp (steps of a sharded stack of layers
- *                beside the same unsharded, tools/bench_fsdp.h), gemm, adamw; tools/bench_compress.h: topk,
+ *                beside the same unsharded, tools/bench_fsdp.h), tp_overlap (the backward pass of a split layer,
+ *                tools/bench_tp.h), gemm, adamw; tools/bench_compress.h: topk,
  *                topk_add (with the residual), sparse_add, int8_pack and int8_unpack, on one thread; link_topk
  *                and link_int8, an aggregation over links of 100 Mbit/s, whose limit is the one that is not compressed;
  *                tools/bench_files.h: file_open, file_header, file_read, file_save, file_load (safetensors files);
@@ -24,7 +25,7 @@
  *   size=1024    gemm: all three sizes; file_open has 1,000 tensors, and file_header 100,000
  *   ratio=0.01   topk: what is selected
  *   strategy=full | grad | none | hybrid: fsdp; hybrid has two nodes
- *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run
+ *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run; width: also tp_overlap's
  *   work=100     fsdp: computation in % of communication
  *   sleep=0      1: fsdp computes as a device would, while the processors idle
  *
@@ -101,6 +102,7 @@ typedef enum bench_op {
     BARRIER,
     RING,
     FSDP,
+    TP_OVERLAP,
     GEMM,
     ADAMW,
     TOPK,
@@ -120,10 +122,10 @@ typedef enum bench_op {
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {
-    "all_reduce", "reduce_scatter", "all_gather",  "broadcast",  "reduce",    "all_to_all", "fused",
-    "barrier",    "ring",           "fsdp",        "gemm",       "adamw",     "topk",       "topk_add",
-    "sparse_add", "int8_pack",      "int8_unpack", "link_topk",  "link_int8", "file_open",  "file_header",
-    "file_read",  "file_save",      "file_load",   "save_async", "reload"};
+    "all_reduce",  "reduce_scatter", "all_gather", "broadcast",   "reduce",     "all_to_all", "fused",
+    "barrier",     "ring",           "fsdp",       "tp_overlap",  "gemm",       "adamw",      "topk",
+    "topk_add",    "sparse_add",     "int8_pack",  "int8_unpack", "link_topk",  "link_int8",  "file_open",
+    "file_header", "file_read",      "file_save",  "file_load",   "save_async", "reload"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -331,6 +333,7 @@ static double bench_median(const double *values, int n)
 #include "bench_ring.h"
 #include "bench_link.h"
 #include "bench_fsdp.h"
+#include "bench_tp.h"
 
 static void bench_print(const bench *b);
 #include "bench_compress.h"
@@ -721,9 +724,11 @@ int main(int argc, char **argv)
             return bench_complain(argv[i], "is unknown or out of range");
     if (b.transport == SLOW && op != FSDP)
         return bench_complain("transport=slow", "is for fsdp");
-    b.bytes = op == BARRIER || op == FSDP ? 0 : b.bytes / sizeof(float) * sizeof(float);
+    b.bytes = op == BARRIER || op == FSDP || op == TP_OVERLAP ? 0 : b.bytes / sizeof(float) * sizeof(float);
     b.count = b.bytes / sizeof(float);
     b.threads = processors > 0 && processors < b.ranks ? (int)processors : b.ranks;
+    if (op == TP_OVERLAP)
+        return tp_overlap(&b);
     if (op >= SAVE_ASYNC)
         return checkpoint_run(&b);
     if (op >= FILE_OPEN)

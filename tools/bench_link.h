@@ -11,7 +11,8 @@ typedef struct bench_link {
     bench *b;
     void (*body)(dtrain_comm *world, bench *b);
     int rank;
-    int64_t byte_ns, next_ns;
+    double byte_ns;
+    int64_t next_ns;
 } bench_link;
 
 static dtrain_status bench_link_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
@@ -31,7 +32,7 @@ static dtrain_status bench_link_send(void *self, int peer, const void *data, siz
             link->inner.send(link->inner.self, peer, (const char *)data + *moved, n, deadline_ns, &sent);
         if (link->next_ns < now - 1000000) /* it was idle */
             link->next_ns = now;
-        link->next_ns += (int64_t)sent * link->byte_ns;
+        link->next_ns += (int64_t)((double)sent * link->byte_ns);
         *moved += sent;
         if (status != DTRAIN_OK)
             return status;
@@ -74,7 +75,7 @@ static void *bench_link_rank(void *pointer)
 }
 
 /* Runs body on every rank over such links. */
-static int bench_links(bench *b, int64_t byte_ns, void (*body)(dtrain_comm *world, bench *b))
+static int bench_links(bench *b, double byte_ns, void (*body)(dtrain_comm *world, bench *b))
 {
     static bench_link links[BENCH_RANKS];
     pthread_t threads[BENCH_RANKS];
