@@ -27,7 +27,7 @@
  *   strategy=full | grad | none | hybrid: fsdp; hybrid has two nodes
  *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run; width: also tp_overlap's
  *   work=100     fsdp: computation in % of communication
- *   sleep=0      1: fsdp computes as a device would, while the processors idle
+ *   sleep=0      1: fsdp and tp_overlap compute as a device would, while the processors idle
  *
  * Prints op transport ranks bytes us algbw_GBps limit_GBps of_limit; algbw is bytes / us, of_limit the median of
  * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
@@ -37,6 +37,10 @@
  * fused is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets the
  * compiler vectorise its square root. */
 #define _GNU_SOURCE /* sched_setaffinity */
+#include <stddef.h>
+static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha, const float *a,
+                        size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
+#define DTRAIN_SGEMM bench_sgemm
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -154,6 +158,20 @@ typedef struct bench {
     size_t layers, width, work, steps;
     double step_us[3][BENCH_RUNS], step_cpu[3][BENCH_RUNS], comm_us, hidden;
 } bench;
+
+static int bench_sleeps; /* products only take their time, BENCH_SLEEP_FLOPS operations a nanosecond */
+#define BENCH_SLEEP_FLOPS 50
+
+static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha, const float *a,
+                        size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc)
+{
+    size_t ns = 2 * m * n * k / BENCH_SLEEP_FLOPS;
+    struct timespec pause = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    if (bench_sleeps)
+        nanosleep(&pause, NULL);
+    else
+        dtrain__gemm_builtin(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
 
 static int64_t bench_now_ns(void)
 {

@@ -113,18 +113,19 @@ static void tp_rank(dtrain_comm *world, bench *b)
 static int tp_overlap(bench *b)
 {
     double hidden[BENCH_RUNS], unblocked[BENCH_RUNS];
+    bench_sleeps = b->sleep;
     if (bench_links(b, 80, tp_rank) != 0)
         return 1;
     for (int i = 0; i < b->runs; i++) {
         hidden[i] = (b->step_us[1][i] - b->step_us[0][i]) / b->comm_us;
         unblocked[i] = 1.0 - b->step_cpu[0][i] / b->step_cpu[1][i];
     }
-    printf(
-        "op=tp_overlap transport=slow ranks=%d bytes=%zu us=%.0f bare_us=%.0f product_us=%.0f comm_us=%.0f hidden=%.3f "
-        "unblocked=%.3f\n",
-        b->ranks, b->width * b->width * sizeof(float), bench_median(b->step_us[0], b->runs),
-        bench_median(b->step_us[1], b->runs), b->us[0], b->comm_us, bench_median(hidden, b->runs),
-        bench_median(unblocked, b->runs));
+    printf("op=tp_overlap transport=slow ranks=%d bytes=%zu sleep=%d us=%.0f bare_us=%.0f product_us=%.0f comm_us=%.0f "
+           "hidden=%.3f "
+           "unblocked=%.3f\n",
+           b->ranks, b->width * b->width * sizeof(float), b->sleep, bench_median(b->step_us[0], b->runs),
+           bench_median(b->step_us[1], b->runs), b->us[0], b->comm_us, bench_median(hidden, b->runs),
+           bench_median(unblocked, b->runs));
     return 0;
 }
 
