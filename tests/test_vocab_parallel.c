@@ -189,6 +189,34 @@ TEST(cross_entropy_is_that_by_hand)
     everywhere(2, entropy_by_hand);
 }
 
+/* Exponentials over their whole range: of two logits that lie x apart the lesser has 1 / (1 + e^x), to a few units in
+ * the last place, or where it is subnormal, of the smallest number. */
+TEST(small_probabilities_are_exact_to_a_few_units)
+{
+    int32_t target = 0;
+    double loss;
+    for (float x = 0; x < 110; x += 0.0123f) {
+        float logits[2] = {5, 5 - x};
+        double p = 1 / (1 + exp((double)(5 - logits[1]))), unit = fmax(p * 2 * EPSILON, 1.4012984643e-45);
+        CHECK_EQ(dtrain_vocab_parallel_cross_entropy(NULL, logits, &target, 1, 2, &loss), DTRAIN_OK);
+        if (fabs((double)logits[1] - p) > 2.5 * unit)
+            TEST_FAIL("%g apart: %g, expected %g", (double)x, (double)logits[1], p);
+    }
+}
+
+TEST(equal_logits_lose_the_logarithm_of_their_number)
+{
+    static float logits[5000];
+    int32_t target = 3;
+    for (size_t n = 4; n < 5000; n += 1 + n / 50) {
+        double loss;
+        for (size_t i = 0; i < n; i++)
+            logits[i] = -2.5f;
+        CHECK_EQ(dtrain_vocab_parallel_cross_entropy(NULL, logits, &target, 1, n, &loss), DTRAIN_OK);
+        CHECK(fabs(loss - log((double)n)) <= 4.5e-16 * loss);
+    }
+}
+
 static void entropy_differences(dtrain_comm *world)
 {
     entropy_test t;
