@@ -41,7 +41,8 @@ DTRAIN__INLINE float dtrain__tp_exp(float x, uint32_t zero)
     memcpy(&low, &size, sizeof low);
     p = dtrain__rounded_f32((p + 1.0f) * high, zero) * low;
     memcpy(&size, &p, sizeof size);
-    size = bits > 0x7F800000u ? 0x7FC00000u : size;
+    /* NaN, for which size is 0 by now; a choice between two would be a branch, and the loop no vectors */
+    size |= (0u - ((0x7F800000u - bits) >> 31)) & 0x7FC00000u;
     memcpy(&p, &size, sizeof p);
     return p;
 }
