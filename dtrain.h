@@ -3255,7 +3255,8 @@ DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_lin
 /* Computes the gradients of a layer split by outputs.
  *
  * The input's are summed over the ranks while those of the weights are computed, with sequence reduce-scattered; and x
- * is gathered while those of the input are computed. Under DTRAIN_PROGRESS_POLL the group is polled meanwhile.
+ * is gathered while those of the input are computed. Under DTRAIN_PROGRESS_POLL the group is polled between slices of
+ * the weights' product.
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape, with gather_output the same on every rank

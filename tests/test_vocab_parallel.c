@@ -307,3 +307,71 @@ TEST(cross_entropy_holds_no_whole_logits)
     on_threads(4, entropy_memory, NULL);
     on_processes(2, entropy_memory, NULL);
 }
+
+/* ---- memory ---- */
+
+/* No memory for a temporary: an error, nothing lost, and the group goes on. */
+static size_t allowance;
+
+static void *stingy(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    (void)user;
+    (void)old_bytes;
+    void *memory = NULL;
+    if (new_bytes == 0) {
+        free(pointer);
+        return NULL;
+    }
+    if (pointer != NULL || new_bytes > __atomic_load_n(&allowance, __ATOMIC_SEQ_CST))
+        return NULL;
+    return posix_memalign(&memory, align, new_bytes) == 0 ? memory : NULL;
+}
+
+TEST(without_memory_there_is_an_error_and_nothing_is_lost)
+{
+    dtrain_allocator allocator;
+    dtrain_comm_desc desc;
+    dtrain_comm *ends[2];
+    float numbers[4] = {0}, y[4], logits[40] = {0};
+    int32_t targets[40] = {0};
+    double loss;
+    dtrain_parallel_linear layer;
+    memset(&allocator, 0, sizeof allocator);
+    memset(&desc, 0, sizeof desc);
+    memset(&layer, 0, sizeof layer);
+    allocator.resize = stingy;
+    desc.allocator = &allocator;
+    allowance = SIZE_MAX;
+    CHECK_EQ(dtrain_threads_create(ends, 2, &desc), DTRAIN_OK);
+    size_t before = allocator.bytes;
+    layer.group = ends[0];
+    layer.rows = layer.inputs = layer.outputs = 2;
+    layer.weight = numbers;
+    layer.sequence = 1;
+    allowance = 0;
+    CHECK_EQ(dtrain_row_parallel_linear(&layer, numbers, y), DTRAIN_ERR_MEMORY);
+    CHECK_CONTAINS(dtrain_comm_error(ends[0]), "row_parallel_linear on rank 0: no memory for 2 x 8 bytes");
+    CHECK_EQ(allocator.bytes, before);
+    allowance = 200; /* enough for the largest of 40 rows, not for their sums */
+    CHECK_EQ(dtrain_vocab_parallel_cross_entropy(ends[0], logits, targets, 40, 2, &loss), DTRAIN_ERR_MEMORY);
+    CHECK_EQ(allocator.bytes, before);
+    allowance = SIZE_MAX;
+    dtrain_comm_destroy(ends[0]);
+    dtrain_comm_destroy(ends[1]);
+    CHECK_EQ(allocator.bytes, 0);
+}
+
+TEST(temporary_memory_is_the_groups_and_given_back)
+{
+    dtrain_allocator allocator;
+    dtrain_comm_desc desc;
+    memset(&allocator, 0, sizeof allocator);
+    memset(&desc, 0, sizeof desc);
+    memset(seen, 0, sizeof seen);
+    desc.allocator = &allocator;
+    on_threads(3, embeddings, &desc);
+    CHECK_EQ(allocator.bytes, 0);
+    memset(seen, 0, sizeof seen);
+    on_threads(3, entropies, &desc);
+    CHECK_EQ(allocator.bytes, 0);
+}
