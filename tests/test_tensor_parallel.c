@@ -429,16 +429,12 @@ TEST(large_products_have_the_same_bits_polled_and_without_overlap)
 
 /* ---- what cannot be ---- */
 
-static void refusals(dtrain_comm *world)
+static void refused_layers(dtrain_comm *world)
 {
     float numbers[16] = {0};
-    int32_t tokens[2] = {1, 7};
-    double loss;
     dtrain_parallel_linear layer;
-    dtrain_parallel_vocab vocab;
     memset(&layer, 0, sizeof layer);
-    memset(&vocab, 0, sizeof vocab);
-    layer.group = vocab.group = world;
+    layer.group = world;
     layer.rows = layer.inputs = layer.outputs = 2;
     CHECK_EQ(dtrain_column_parallel_linear(NULL, numbers, numbers), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_row_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
@@ -461,6 +457,17 @@ static void refusals(dtrain_comm *world)
     layer.rows = SIZE_MAX / 2;
     CHECK_EQ(dtrain_column_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "more than memory can hold");
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK); /* nothing of all this was seen by a peer */
+}
+
+static void refused_vocabularies(dtrain_comm *world)
+{
+    float numbers[16] = {0};
+    int32_t tokens[2] = {1, 7};
+    double loss;
+    dtrain_parallel_vocab vocab;
+    memset(&vocab, 0, sizeof vocab);
+    vocab.group = world;
     vocab.rows = 2;
     vocab.vocab = 7;
     vocab.width = 1;
@@ -478,15 +485,17 @@ static void refusals(dtrain_comm *world)
     CHECK_EQ(dtrain_fuse_begin(world), DTRAIN_OK);
     CHECK_EQ(dtrain_sequence_parallel_sum(world, numbers, numbers, 1), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_fuse_end(world), DTRAIN_OK);
-    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK); /* nothing of all this was seen by a peer */
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
 }
 
 TEST(wrong_arguments_are_refused_before_anything_is_communicated)
 {
     dtrain_attention a = {1, 2, 1, 1, 0};
     float numbers[8] = {0};
-    on_threads(2, refusals, NULL);
-    on_processes(2, refusals, NULL);
+    on_threads(2, refused_layers, NULL);
+    on_processes(2, refused_layers, NULL);
+    on_threads(2, refused_vocabularies, NULL);
+    on_processes(2, refused_vocabularies, NULL);
     CHECK_EQ(dtrain_attention_forward(NULL, numbers, numbers, numbers), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_attention_forward(&a, numbers, NULL, numbers), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "kept is NULL, expected 4 elements");

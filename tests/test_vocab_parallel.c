@@ -13,7 +13,6 @@ static void one_embedding(dtrain_comm *world, size_t rows, size_t vocab, size_t 
     size_t begin, first = 0, part = dtrain_split(vocab, ranks, rank, &begin), mine = rows;
     float *table = draw(1, vocab * width), *d_whole = draw(2, rows * width), *out, *d_table;
     int32_t *tokens = (int32_t *)malloc((rows + 1) * sizeof *tokens);
-    dtrain_parallel_vocab layer;
     if (sequence)
         mine = dtrain_split(rows, ranks, rank, &first);
     out = (float *)malloc((mine * width + 1) * sizeof(float));
@@ -22,14 +21,7 @@ static void one_embedding(dtrain_comm *world, size_t rows, size_t vocab, size_t 
         table[i] = -0.0f;
     for (size_t i = 0; i < rows; i++)
         tokens[i] = (int32_t)(dtrain_random_u64(3, i) % vocab);
-    memset(&layer, 0, sizeof layer);
-    layer.group = world;
-    layer.rows = rows;
-    layer.vocab = vocab;
-    layer.width = width;
-    layer.table = table + begin * width;
-    layer.d_table = d_table;
-    layer.sequence = sequence;
+    dtrain_parallel_vocab layer = {world, rows, vocab, width, table + begin * width, d_table, sequence};
     CHECK_EQ(dtrain_vocab_parallel_embedding(&layer, tokens, out), DTRAIN_OK);
     for (size_t i = 0; i < mine; i++)
         CHECK(memcmp(out + i * width, table + (size_t)tokens[first + i] * width, width * sizeof(float)) == 0);
