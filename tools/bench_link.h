@@ -12,7 +12,7 @@ typedef struct bench_link {
     void (*body)(dtrain_comm *world, bench *b);
     int rank;
     double byte_ns;
-    int64_t next_ns;
+    int64_t next_ns, late_ns; /* late: by which a sender may be late, as one that had filled a socket's buffer */
 } bench_link;
 
 static dtrain_status bench_link_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
@@ -30,7 +30,7 @@ static dtrain_status bench_link_send(void *self, int peer, const void *data, siz
             return DTRAIN_ERR_TIMEOUT;
         dtrain_status status =
             link->inner.send(link->inner.self, peer, (const char *)data + *moved, n, deadline_ns, &sent);
-        if (link->next_ns < now - 1000000) /* it was idle */
+        if (link->next_ns < now - link->late_ns) /* it was idle */
             link->next_ns = now;
         link->next_ns += (int64_t)((double)sent * link->byte_ns);
         *moved += sent;
@@ -87,6 +87,7 @@ static int bench_links(bench *b, double byte_ns, void (*body)(dtrain_comm *world
         links[r].body = body;
         links[r].rank = r;
         links[r].byte_ns = byte_ns;
+        links[r].late_ns = 1000000;
         if (pthread_create(&threads[r], NULL, bench_link_rank, &links[r]) != 0)
             return 1;
     }
