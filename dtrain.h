@@ -2941,8 +2941,9 @@ extern "C" {
  * caller's own. */
 typedef struct dtrain_layer_context {
     int layer;              /* its index */
-    int micro_batch;        /* as given to dtrain_fsdp_forward; DTRAIN_EVALUATE: no backward follows */
-    void *batch;            /* the same */
+    int micro_batch;        /* the place, as given to dtrain_fsdp_forward; DTRAIN_EVALUATE: no backward follows. In a
+                             * pipeline micro-batches take turns in a place: batch says which it is */
+    void *batch;            /* as given to dtrain_fsdp_forward */
     float *const *params;   /* an address for each name of the layer; of a stacked one, its own layer's. Read only */
     float *const *grads;    /* in backward: to add to; NULL where the parameter is frozen */
     dtrain_tensor input;    /* read only */
@@ -2972,6 +2973,8 @@ typedef struct dtrain_layer {
     dtrain_layer_fn backward;         /* gradients of the input, and of the parameters where backward_weights is NULL */
     dtrain_layer_fn backward_weights; /* gradients of the parameters alone, at some time after backward; may be NULL */
     void *user;                       /* handed to all four */
+    int recompute; /* 1: what it saves is not kept; forward is called again, its output not used, just before backward,
+                    * and before backward_weights where that comes apart. The same each time */
 } dtrain_layer;
 
 typedef struct dtrain_module_desc {
@@ -3043,6 +3046,28 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
  * collective: every rank, same order; blocks up to timeout_ms a unit */
 DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                               const dtrain_tensor *d_output, const dtrain_tensor *d_input);
+
+/* Runs the half of a backward pass that others wait for: gradients of inputs. dtrain_fsdp_backward_weights does the
+ * rest at any later time, other micro-batches between; the two give the bits of dtrain_fsdp_backward.
+ *
+ * Layers without backward_weights do all here, and so do those that share a parameter with one of them; what they add
+ * is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the gradient of each
+ * other layer's output. d_output is read until the call returns. Where parameters are sharded, units are gathered once
+ * for each half.
+ *
+ * collective: every rank, same order; otherwise as dtrain_fsdp_backward; reduces nothing */
+DTRAIN_API dtrain_status dtrain_fsdp_backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
+                                                    const dtrain_tensor *d_output, const dtrain_tensor *d_input);
+
+/* Runs the second half: gradients of parameters, and reduces each unit's. Micro-batches are added up in the order of
+ * these calls, which need not be that of the first halves.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no dtrain_fsdp_backward_input in this place since its last forward; more micro-batches
+ *                                than announced. Nothing is changed
+ *            others as dtrain_fsdp_backward
+ *
+ * collective: every rank, same order; blocks up to timeout_ms a unit */
+DTRAIN_API dtrain_status dtrain_fsdp_backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch);
 
 #ifdef __cplusplus
 }
@@ -25730,20 +25755,17 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 
 #endif
 
-/* ---- >>module-run ----
- * Makes modules and drives them. Parameters come and go by the public calls of >>fsdp; here are the memory of each
- * micro-batch in flight, and the order of calls. A place holds the input, and each layer's output and what it saved; to
- * evaluate, two outputs take turns. Gradients of activations take turns in two halves of a block that all places share:
- * a backward pass runs to its end before the next begins.
- *
- * What fails on one rank must not keep others waiting: from then on callbacks are left out, gathers and reductions are
- * not. */
+/* ---- >>module-create ----
+ * What a module holds, and making one: parameters are found by name, and layers get the unit that is gathered for them.
+ * What is computed for a micro-batch lies in >>module-memory, the passes are in >>module-run. */
 #ifndef DTRAIN__MODULE
 #define DTRAIN__MODULE
 
 typedef struct dtrain__module_use {
     size_t param, offset; /* of the table; elements to the layer's part of a stacked one */
-    int unit;
+    size_t count;         /* elements of that part */
+    size_t twin;          /* the first use of the same part */
+    int unit, layer;
 } dtrain__module_use;
 
 typedef struct dtrain__module_layer {
@@ -25751,6 +25773,7 @@ typedef struct dtrain__module_layer {
     size_t first_use;
     int unit;        /* that is gathered for it; -1: none */
     int first, last; /* layers of that unit */
+    int defers;      /* its weights' gradients are left to the second half where backward comes in halves */
 } dtrain__module_layer;
 
 /* A layer's input, and what the layer saves. */
@@ -25758,14 +25781,19 @@ typedef struct dtrain__module_value {
     dtrain_tensor tensor;
     size_t saved_bytes;
     void *saved;
+    void *gradient; /* of the tensor, between the halves of a backward pass; NULL: not kept */
 } dtrain__module_value;
 
+enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* how far a place's micro-batch is */
+
 typedef struct dtrain__module_place {
-    unsigned char *block;
-    size_t bytes, half;           /* of the block; of the room for one gradient */
+    unsigned char *block, *kept;  /* values and what was saved; what is kept between the halves of a backward pass */
+    size_t bytes, kept_bytes;     /* of these */
+    size_t half;                  /* of the room for one gradient */
     dtrain__module_value *values; /* of each layer; the last is the output */
     void *batch;
-    int sized, live;      /* values have shapes and memory; a forward was run, and no backward since */
+    int sized, state;     /* sized: values have shapes and memory */
+    int seeded;           /* the first half of a backward pass was given a d_output */
     dtrain_status failed; /* why callbacks are left out */
 } dtrain__module_place;
 
@@ -25778,22 +25806,14 @@ struct dtrain_module {
     size_t table_count, use_count, text_bytes, text_used, gradient_bytes;
     char *text; /* names */
     dtrain__module_use *uses;
-    float **addresses; /* of parameters, then of their gradients, a use */
+    float **addresses; /* a use: of parameters; of their gradients; of what one micro-batch adds to these */
     dtrain__module_place *places;
     dtrain__module_value *values; /* of all places */
     unsigned char *gradients;
+    unsigned char *again; /* what layers save that recompute */
+    size_t again_bytes;
     dtrain__error error;
 };
-
-/* One pass over the layers. */
-typedef struct dtrain__module_run {
-    dtrain_fsdp *fsdp;
-    dtrain_module *module;
-    dtrain__module_place *place;
-    const char *call;
-    int backward;
-    dtrain_layer_context context;
-} dtrain__module_run;
 
 /* ---- making one ---- */
 
@@ -25829,6 +25849,8 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
     const dtrain_param *param = &module->table[i];
     int steps = layer->desc.unit - param->unit, layers = (int)dtrain__params_layers(param);
     use->param = i;
+    use->layer = index;
+    use->count = dtrain_param_elements(param) / (size_t)layers;
     use->unit = param->stacked ? layer->desc.unit : param->unit;
     if (param->stacked && (steps < 0 || steps >= layers))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -25836,7 +25858,7 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
                             "%d to %d: give it one of these",
                             layer->desc.name, layer->desc.unit, name, param->unit, param->unit + layers - 1);
     if (param->stacked)
-        use->offset = dtrain_param_elements(param) / (size_t)layers * (size_t)steps;
+        use->offset = use->count * (size_t)steps;
     if (use->unit == layer->desc.unit && use->unit >= highest)
         layer->unit = use->unit;
     else if (!param->tied || !dtrain__module_has_unit(module, index, use->unit))
@@ -25845,6 +25867,31 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
                             "order layers by unit, or where an earlier layer has that unit too, set tied in the table",
                             layer->desc.name, layer->desc.unit, highest, name, use->unit);
     return DTRAIN_OK;
+}
+
+/* Which layers leave their weights to the second half of a backward pass: those that can, unless one that cannot adds
+ * to the same gradient, whose order of sums would be another then. */
+static void dtrain__module_defer(dtrain_module *module)
+{
+    int changes = 1;
+    for (int i = 0; i < module->layer_count; i++)
+        module->layers[i].defers = module->layers[i].desc.backward_weights != NULL;
+    for (size_t i = 0; i < module->use_count; i++) {
+        dtrain__module_use *use = &module->uses[i];
+        while (module->uses[use->twin].param != use->param || module->uses[use->twin].offset != use->offset)
+            use->twin++;
+    }
+    while (changes) {
+        changes = 0;
+        for (size_t i = 0; i < module->use_count; i++) {
+            int *mine = &module->layers[module->uses[i].layer].defers;
+            int *first = &module->layers[module->uses[module->uses[i].twin].layer].defers;
+            if (*mine == *first || module->table[module->uses[i].param].frozen)
+                continue;
+            *mine = *first = 0;
+            changes = 1;
+        }
+    }
 }
 
 static dtrain_status dtrain__module_link(dtrain_module *module, const dtrain_layer *layers)
@@ -25876,6 +25923,7 @@ static dtrain_status dtrain__module_link(dtrain_module *module, const dtrain_lay
             }
         }
     }
+    dtrain__module_defer(module);
     return DTRAIN_OK;
 }
 
@@ -25912,7 +25960,7 @@ static dtrain_status dtrain__module_allocate(dtrain_module *module)
     module->table = (dtrain_param *)dtrain__alloc(memory, module->table_count * sizeof *module->table);
     module->text = (char *)dtrain__alloc(memory, module->text_bytes);
     module->uses = (dtrain__module_use *)dtrain__alloc(memory, module->use_count * sizeof *module->uses);
-    module->addresses = (float **)dtrain__alloc(memory, 2 * module->use_count * sizeof *module->addresses);
+    module->addresses = (float **)dtrain__alloc(memory, 3 * module->use_count * sizeof *module->addresses);
     module->places = (dtrain__module_place *)dtrain__alloc(memory, places * sizeof *module->places);
     module->values = (dtrain__module_value *)dtrain__alloc(memory, places * (layers + 1) * sizeof *module->values);
     if (module->layers == NULL || module->table == NULL || module->text == NULL || module->uses == NULL ||
@@ -25971,14 +26019,17 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
         return;
     dtrain_allocator *memory = module->allocator, last;
     size_t layers = (size_t)module->layer_count, places = (size_t)module->place_count;
-    for (size_t i = 0; module->places != NULL && i < places; i++)
+    for (size_t i = 0; module->places != NULL && i < places; i++) {
         dtrain__free(memory, module->places[i].block, module->places[i].bytes);
+        dtrain__free(memory, module->places[i].kept, module->places[i].kept_bytes);
+    }
     dtrain__free(memory, module->gradients, module->gradient_bytes);
+    dtrain__free(memory, module->again, module->again_bytes);
     dtrain__free(memory, module->layers, layers * sizeof *module->layers);
     dtrain__free(memory, module->table, module->table_count * sizeof *module->table);
     dtrain__free(memory, module->text, module->text_bytes);
     dtrain__free(memory, module->uses, module->use_count * sizeof *module->uses);
-    dtrain__free(memory, module->addresses, 2 * module->use_count * sizeof *module->addresses);
+    dtrain__free(memory, module->addresses, 3 * module->use_count * sizeof *module->addresses);
     dtrain__free(memory, module->places, places * sizeof *module->places);
     dtrain__free(memory, module->values, places * (layers + 1) * sizeof *module->values);
     last = module->own;
@@ -25990,7 +26041,28 @@ DTRAIN_API const char *dtrain_module_error(const dtrain_module *module)
     return module != NULL ? module->error.text : "";
 }
 
-/* ---- memory of a micro-batch ---- */
+#endif
+
+/* ---- >>module-memory ----
+ * What a module computes for a micro-batch in flight. A place holds the input, and each layer's output and what it
+ * saved; to evaluate, two outputs take turns. Gradients of activations take turns in two halves of a block that all
+ * places share, as a backward pass runs to its end before the next begins; where it comes in halves, the place keeps
+ * those that the second half reads, and what layers that do all in the first have added. */
+#ifndef DTRAIN__MODULE_MEMORY
+#define DTRAIN__MODULE_MEMORY
+
+/* Which pass it is: of backward, both halves at once, or one. */
+enum { DTRAIN__MODULE_AHEAD, DTRAIN__MODULE_BACK, DTRAIN__MODULE_INPUTS, DTRAIN__MODULE_WEIGHTS };
+
+/* One pass over the layers. */
+typedef struct dtrain__module_run {
+    dtrain_fsdp *fsdp;
+    dtrain_module *module;
+    dtrain__module_place *place;
+    const char *call;
+    int pass;
+    dtrain_layer_context context;
+} dtrain__module_run;
 
 /* Adds bytes, rounded up to whole cache lines; 0: they overflow. */
 static int dtrain__module_add(size_t *total, size_t bytes)
@@ -26058,16 +26130,28 @@ static void dtrain__module_shapes(dtrain__module_run *run)
     }
 }
 
-/* Counts what a place needs: *need, of it *most for one value where values take turns. 0: more than memory. */
-static int dtrain__module_count(dtrain__module_run *run, size_t *need, size_t *most)
+/* Whether what a layer saves stays in its place until backward. */
+static int dtrain__module_keeps(const dtrain_module *module, int layer)
+{
+    return layer < module->layer_count && !module->layers[layer].desc.recompute;
+}
+
+/* Counts what a place needs: *need, of it *most for one value where values take turns; and *again, for what is saved
+ * by layers that recompute. 0: more than memory. */
+static int dtrain__module_count(dtrain__module_run *run, size_t *need, size_t *most, size_t *again)
 {
     int layers = run->module->layer_count, evaluates = run->context.micro_batch == DTRAIN_EVALUATE, fits = 1;
     size_t largest = 0, all = 0, saved = 0;
+    *again = 0;
     for (int i = 0; i <= layers; i++) {
         const dtrain__module_value *value = &run->place->values[i];
         largest = i > 0 && value->tensor.bytes > largest ? value->tensor.bytes : largest;
         saved = value->saved_bytes > saved ? value->saved_bytes : saved;
-        fits = fits && dtrain__module_add(&all, value->tensor.bytes) && dtrain__module_add(&all, value->saved_bytes);
+        fits = fits && dtrain__module_add(&all, value->tensor.bytes);
+        if (dtrain__module_keeps(run->module, i))
+            fits = fits && dtrain__module_add(&all, value->saved_bytes);
+        else
+            *again = value->saved_bytes > *again ? value->saved_bytes : *again;
     }
     *most = 0;
     fits = fits && dtrain__module_add(most, largest) && dtrain__mul_size(*most, 2, need);
@@ -26087,7 +26171,9 @@ static void dtrain__module_lay_out(dtrain__module_run *run, const dtrain_tensor 
         value->tensor.data = place->block + (evaluates ? (size_t)(i & 1) * most : at);
         dtrain__module_add(&at, value->tensor.bytes);
         value->saved = place->block + (evaluates ? 2 * most : at);
-        dtrain__module_add(&at, value->saved_bytes);
+        if (dtrain__module_keeps(run->module, i))
+            dtrain__module_add(&at, value->saved_bytes);
+        value->gradient = NULL;
     }
     if (evaluates)
         place->values[0].tensor.data = input->data;
@@ -26103,22 +26189,90 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     dtrain_module *module = run->module;
     dtrain__module_place *place = run->place;
     int evaluates = run->context.micro_batch == DTRAIN_EVALUATE;
-    size_t need, most;
+    size_t need, most, again;
     place->failed = DTRAIN_OK;
-    place->sized = place->live = 0;
+    place->sized = 0;
+    place->state = DTRAIN__MODULE_FREE;
     place->batch = run->context.batch;
     place->values[0].tensor = *input;
     dtrain__module_shapes(run);
     if (place->failed != DTRAIN_OK)
         return;
-    if (!dtrain__module_count(run, &need, &most) || !dtrain__module_room(module, &place->block, &place->bytes, need) ||
-        (!evaluates && !dtrain__module_room(module, &module->gradients, &module->gradient_bytes, 2 * most)))
+    if (!dtrain__module_count(run, &need, &most, &again) ||
+        !dtrain__module_room(module, &place->block, &place->bytes, need) ||
+        (!evaluates && !dtrain__module_room(module, &module->gradients, &module->gradient_bytes, 2 * most)) ||
+        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, &module->again_bytes, again)))
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for activations");
     else
         dtrain__module_lay_out(run, input, most);
 }
 
-/* ---- passes ---- */
+/* Finds the addresses of what is kept between the halves of a backward pass, and counts it; 0: more than memory. What
+ * comes is the same for the same values, so that either half may ask. */
+static int dtrain__module_lay_out_kept(dtrain__module_run *run, size_t *bytes)
+{
+    dtrain_module *module = run->module;
+    dtrain__module_place *place = run->place;
+    float **added = module->addresses + 2 * module->use_count;
+    int fits = 1;
+    *bytes = 0;
+    for (int i = 0; i < module->layer_count; i++) {
+        dtrain__module_value *value = &place->values[i + 1];
+        value->gradient = module->layers[i].defers && place->kept != NULL ? place->kept + *bytes : NULL;
+        fits = fits && (!module->layers[i].defers || dtrain__module_add(bytes, value->tensor.bytes));
+    }
+    if (!place->seeded)
+        place->values[module->layer_count].gradient = NULL;
+    for (size_t i = 0; i < module->use_count; i++) {
+        const dtrain__module_use *use = &module->uses[i];
+        added[i] = use->twin < i ? added[use->twin] : NULL;
+        if (run->fsdp == NULL || use->twin < i || module->layers[use->layer].defers || module->table[use->param].frozen)
+            continue;
+        added[i] = place->kept != NULL ? (float *)(void *)(place->kept + *bytes) : NULL;
+        fits = fits && dtrain__module_add(bytes, use->count * sizeof(float));
+    }
+    return fits;
+}
+
+/* Takes memory for what is kept: zeros, where gradients are added to. */
+static void dtrain__module_keep_halves(dtrain__module_run *run)
+{
+    dtrain__module_place *place = run->place;
+    size_t need;
+    if (!dtrain__module_lay_out_kept(run, &need) ||
+        !dtrain__module_room(run->module, &place->kept, &place->kept_bytes, need)) {
+        dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for what is kept until backward_weights");
+        return;
+    }
+    dtrain__module_lay_out_kept(run, &need);
+    memset(place->kept, 0, need);
+}
+
+/* Adds what a layer's parameters got in the first half to their gradients. */
+static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
+{
+    const dtrain_module *module = run->module;
+    const dtrain__module_layer *layer = &module->layers[index];
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t k = 0; k < layer->desc.param_count; k++) {
+        size_t use = layer->first_use + k;
+        float *sum = module->addresses[module->use_count + use],
+              *added = module->addresses[2 * module->use_count + use];
+        if (module->uses[use].twin == use && added != NULL && sum != NULL)
+            dtrain__train_kernels_get()->add(sum, sum, added, module->uses[use].count);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+#endif
+
+/* ---- >>module-run ----
+ * Drives modules. Parameters come and go by the public calls of >>fsdp; here is the order of calls.
+ *
+ * What fails on one rank must not keep others waiting: from then on callbacks are left out, gathers and reductions are
+ * not. */
+#ifndef DTRAIN__MODULE_RUN
+#define DTRAIN__MODULE_RUN
 
 /* Looks the addresses of parameters up: another object of FSDP may have come since. */
 static dtrain_status dtrain__module_bind(dtrain__module_run *run)
@@ -26150,7 +26304,7 @@ static dtrain_status dtrain__module_bind(dtrain__module_run *run)
 static dtrain_status dtrain__module_enter(dtrain__module_run *run, const char *call, dtrain_fsdp *fsdp,
                                           dtrain_module *module, int micro_batch)
 {
-    int lowest = run->backward ? 0 : DTRAIN_EVALUATE;
+    int lowest = run->pass != DTRAIN__MODULE_AHEAD ? 0 : DTRAIN_EVALUATE;
     if (module == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: module is NULL: create it first", call);
     if (micro_batch < lowest || micro_batch >= module->place_count - 1)
@@ -26165,12 +26319,18 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, const char *c
     return dtrain__module_bind(run);
 }
 
+/* Whether gradients go where FSDP reduces them from; in the first of two halves they are kept apart. */
+static int dtrain__module_adds(const dtrain__module_run *run)
+{
+    return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
+}
+
 /* Makes the unit of a tied parameter readable, beside those that rotate: it was gathered by an earlier layer, so that
  * nothing is on its way here in most passes, and the direction of the pass is not disturbed. */
-static dtrain_status dtrain__module_attend(dtrain_fsdp *fsdp, int unit, int backward)
+static dtrain_status dtrain__module_attend(dtrain_fsdp *fsdp, int unit, int adds)
 {
     dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
-    if (status == DTRAIN_OK && backward)
+    if (status == DTRAIN_OK && adds)
         dtrain__fsdp_page_grads(fsdp, unit, 1);
     if (status == DTRAIN_OK && !fsdp->layout.resident && fsdp->units[unit].state == DTRAIN__ABSENT)
         status = dtrain__fsdp_gather_start(fsdp, unit);
@@ -26187,18 +26347,23 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
     dtrain_status status = DTRAIN_OK;
     for (size_t k = 0; run->fsdp != NULL && status == DTRAIN_OK && k < layer->desc.param_count; k++)
         if (module->uses[layer->first_use + k].unit != layer->unit)
-            status = dtrain__module_attend(run->fsdp, module->uses[layer->first_use + k].unit, run->backward);
+            status =
+                dtrain__module_attend(run->fsdp, module->uses[layer->first_use + k].unit, dtrain__module_adds(run));
     if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 &&
-        index == (run->backward ? layer->last : layer->first))
+        index == (run->pass != DTRAIN__MODULE_AHEAD ? layer->last : layer->first))
         status = dtrain_fsdp_gather(run->fsdp, layer->unit);
-    if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && run->backward)
+    if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && dtrain__module_adds(run))
         dtrain__fsdp_page_grads(run->fsdp, layer->unit, 1); /* FSDP may take this for another forward pass */
     run->context.layer = index;
     run->context.params = module->addresses + layer->first_use;
     run->context.grads = module->addresses + module->use_count + layer->first_use;
+    if (run->fsdp != NULL && run->pass == DTRAIN__MODULE_INPUTS)
+        run->context.grads += module->use_count;
     run->context.input = run->place->values[index].tensor;
     run->context.output = run->place->values[index + 1].tensor;
     run->context.saved = run->place->values[index].saved;
+    if (layer->desc.recompute && run->context.micro_batch != DTRAIN_EVALUATE)
+        run->context.saved = module->again;
     return status;
 }
 
@@ -26215,6 +26380,24 @@ static dtrain_status dtrain__module_leave(dtrain__module_run *run, dtrain_status
         run->module->error = dtrain__thread_error;
     else if (run->place->failed != DTRAIN_OK && (run->fsdp == NULL || run->context.micro_batch == DTRAIN_EVALUATE))
         return dtrain__report(&run->module->error);
+    return status;
+}
+
+/* Runs all layers forward, in a place that is prepared. */
+static dtrain_status dtrain__module_ahead(dtrain__module_run *run)
+{
+    dtrain_module *module = run->module;
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; dtrain__module_goes_on(run, status) && i < module->layer_count; i++) {
+        const dtrain__module_layer *layer = &module->layers[i];
+        status = dtrain__module_open(run, i);
+        if (status == DTRAIN_OK && run->place->failed == DTRAIN_OK)
+            dtrain__module_returned(run, i, "forward", layer->desc.forward(layer->desc.user, &run->context));
+        if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && i == layer->last)
+            status = dtrain_fsdp_release(run->fsdp, layer->unit);
+    }
+    if (run->context.micro_batch >= 0 && dtrain__module_goes_on(run, status))
+        run->place->state = DTRAIN__MODULE_FORWARD;
     return status;
 }
 
@@ -26236,15 +26419,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
                                              : dtrain_last_error());
     run.context.batch = batch;
     dtrain__module_prepare(&run, &checked);
-    for (int i = 0; dtrain__module_goes_on(&run, status) && i < module->layer_count; i++) {
-        const dtrain__module_layer *layer = &module->layers[i];
-        status = dtrain__module_open(&run, i);
-        if (status == DTRAIN_OK && run.place->failed == DTRAIN_OK)
-            dtrain__module_returned(&run, i, "forward", layer->desc.forward(layer->desc.user, &run.context));
-        if (status == DTRAIN_OK && fsdp != NULL && layer->unit >= 0 && i == layer->last)
-            status = dtrain_fsdp_release(fsdp, layer->unit);
-    }
-    run.place->live = micro_batch >= 0 && dtrain__module_goes_on(&run, status);
+    status = dtrain__module_ahead(&run);
     memset(output, 0, sizeof *output);
     if (run.place->sized)
         *output = run.place->values[module->layer_count].tensor;
@@ -26252,6 +26427,43 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
         memset(output->data, 0, output->bytes);
     return dtrain__module_leave(&run, status);
 }
+
+/* Takes part in what other ranks gather and reduce in a micro-batch that this rank has no input for; its backward does
+ * so too. */
+static dtrain_status dtrain__module_forward_blank(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
+{
+    dtrain__module_run run;
+    memset(&run, 0, sizeof run);
+    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_forward", fsdp, module, micro_batch);
+    if (status != DTRAIN_OK)
+        return status;
+    run.place->sized = 0;
+    run.place->state = DTRAIN__MODULE_FREE;
+    run.place->failed = DTRAIN_ERR_ABORTED;
+    status = dtrain__module_ahead(&run);
+    if (status != DTRAIN_OK)
+        module->error = dtrain__thread_error;
+    return status;
+}
+
+/* Says what a module makes of an input, by its layers' shapes. */
+static dtrain_status dtrain__module_shape_of(dtrain_module *module, const dtrain_tensor *input, dtrain_tensor *output)
+{
+    dtrain__module_run run;
+    memset(&run, 0, sizeof run);
+    run.call = "dtrain_pipeline_agree";
+    run.module = module;
+    run.context.micro_batch = DTRAIN_EVALUATE;
+    run.place = &module->places[module->place_count - 1];
+    run.place->failed = DTRAIN_OK;
+    run.place->sized = 0;
+    run.place->values[0].tensor = *input;
+    dtrain__module_shapes(&run);
+    *output = run.place->values[module->layer_count].tensor;
+    return run.place->failed == DTRAIN_OK ? DTRAIN_OK : dtrain__report(&module->error);
+}
+
+/* ---- backward ---- */
 
 /* Says whether a gradient that the caller gives fits the value it belongs to. */
 static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, const char *name,
@@ -26266,7 +26478,7 @@ static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, cons
         memcmp(checked.shape, value->shape, sizeof checked.shape) == 0)
         return DTRAIN_OK;
     return dtrain__fail(&run->module->error, DTRAIN_ERR_INVALID,
-                        "dtrain_fsdp_backward: %s is %s%s, expected %s as the forward pass had it", name,
+                        "%s: %s is %s%s, expected %s as the forward pass had it", run->call, name,
                         dtrain__tensor_text(gradient).text, gradient->data == NULL ? " without data" : "",
                         dtrain__tensor_text(value).text);
 }
@@ -26275,18 +26487,21 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
                                                    const dtrain_tensor *d_input)
 {
     const dtrain__module_value *values = run->place->values;
-    if (!run->place->live)
+    int half = run->pass == DTRAIN__MODULE_WEIGHTS;
+    if (run->place->state != (half ? DTRAIN__MODULE_HALF : DTRAIN__MODULE_FORWARD))
         return dtrain__fail(&run->module->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_backward: micro_batch %d has had no forward since its last backward: run "
-                            "dtrain_fsdp_forward in this place first",
-                            run->context.micro_batch);
+                            "%s: micro_batch %d has had no %s since its last backward: run %s in this place first",
+                            run->call, run->context.micro_batch, half ? "backward_input" : "forward",
+                            half ? "dtrain_fsdp_backward_input" : "dtrain_fsdp_forward");
     dtrain_status status =
         dtrain__module_check_gradient(run, "d_output", d_output, &values[run->module->layer_count].tensor);
     if (status == DTRAIN_OK)
         status = dtrain__module_check_gradient(run, "d_input", d_input, &values[0].tensor);
     for (int i = 0; status == DTRAIN_OK && run->fsdp != NULL && i < run->module->layer_count; i++) {
         int unit = run->module->layers[i].unit;
-        if (unit >= 0 && run->fsdp->layout.units[unit].trained > 0)
+        if (run->pass == DTRAIN__MODULE_INPUTS)
+            status = dtrain__fsdp_check_open(run->fsdp, run->call);
+        else if (unit >= 0 && run->fsdp->layout.units[unit].trained > 0)
             status = dtrain__fsdp_check_missing(run->fsdp, unit, run->call);
         if (status != DTRAIN_OK)
             run->module->error = dtrain__thread_error;
@@ -26294,25 +26509,109 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
     return status;
 }
 
-/* Calls a layer's backward; values of odd and even numbers have their gradients in halves of one block. */
-static void dtrain__module_backward(dtrain__module_run *run, int index, const dtrain_tensor *d_output,
-                                    const dtrain_tensor *d_input)
+/* Sets where a layer's gradients of values are; those of odd and even numbers take turns in halves of one block. */
+static void dtrain__module_aim(dtrain__module_run *run, int index, const dtrain_tensor *d_output,
+                               const dtrain_tensor *d_input)
 {
     dtrain_module *module = run->module;
-    const dtrain_layer *layer = &module->layers[index].desc;
+    const dtrain__module_value *values = run->place->values;
     dtrain_layer_context *context = &run->context;
+    int halves = run->pass != DTRAIN__MODULE_BACK, last = index == module->layer_count - 1;
     context->d_output = context->output;
     context->d_output.data = module->gradients + (size_t)((index + 1) & 1) * run->place->half;
-    if (index == module->layer_count - 1)
+    if (last)
         context->d_output.data = d_output != NULL ? d_output->data : NULL;
+    if (halves && values[index + 1].gradient != NULL) {
+        if (last && run->pass == DTRAIN__MODULE_INPUTS && context->output.bytes > 0)
+            memcpy(values[index + 1].gradient, d_output->data, context->output.bytes);
+        context->d_output.data = values[index + 1].gradient;
+    }
     context->d_input = context->input;
     context->d_input.data = module->gradients + (size_t)(index & 1) * run->place->half;
+    if (halves && index > 0 && values[index].gradient != NULL)
+        context->d_input.data = values[index].gradient;
     if (index == 0)
         context->d_input.data = d_input != NULL ? d_input->data : NULL;
-    if (context->d_input.data != NULL || layer->backward_weights == NULL)
-        dtrain__module_returned(run, index, "backward", layer->backward(layer->user, context));
-    if (run->place->failed == DTRAIN_OK && layer->backward_weights != NULL)
-        dtrain__module_returned(run, index, "backward_weights", layer->backward_weights(layer->user, context));
+    if (run->pass == DTRAIN__MODULE_WEIGHTS)
+        context->d_input.data = NULL;
+}
+
+/* Runs a layer forward again for what it saves. Its output is written where the gradient of its input will be: nothing
+ * is there yet. */
+static void dtrain__module_again(dtrain__module_run *run, int index)
+{
+    const dtrain_layer *layer = &run->module->layers[index].desc;
+    dtrain_layer_context context = run->context;
+    context.output.data = run->module->gradients + (size_t)(index & 1) * run->place->half;
+    context.grads = NULL;
+    context.d_output.data = context.d_input.data = NULL;
+    dtrain__module_returned(run, index, "forward", layer->forward(layer->user, &context));
+}
+
+/* Calls what a layer has for this pass. */
+static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain_tensor *d_output,
+                                const dtrain_tensor *d_input)
+{
+    const dtrain__module_layer *layer = &run->module->layers[index];
+    const dtrain_layer *desc = &layer->desc;
+    dtrain_layer_context *context = &run->context;
+    dtrain__module_aim(run, index, d_output, d_input);
+    int inputs =
+        run->pass != DTRAIN__MODULE_WEIGHTS && (context->d_input.data != NULL || desc->backward_weights == NULL);
+    int weights = desc->backward_weights != NULL &&
+                  (run->pass == DTRAIN__MODULE_BACK || layer->defers == (run->pass == DTRAIN__MODULE_WEIGHTS));
+    if (desc->recompute && (inputs || weights))
+        dtrain__module_again(run, index);
+    if (inputs && run->place->failed == DTRAIN_OK)
+        dtrain__module_returned(run, index, "backward", desc->backward(desc->user, context));
+    if (weights && run->place->failed == DTRAIN_OK)
+        dtrain__module_returned(run, index, "backward_weights", desc->backward_weights(desc->user, context));
+    if (run->pass == DTRAIN__MODULE_WEIGHTS && run->fsdp != NULL && !layer->defers)
+        dtrain__module_add_kept(run, index);
+}
+
+/* Ends a layer's unit in a pass: its gradients are complete, or, in the first of two halves, not there yet, so that
+ * FSDP must not take it for one that was left out. */
+static dtrain_status dtrain__module_close(dtrain__module_run *run, int unit)
+{
+    dtrain_fsdp *fsdp = run->fsdp;
+    if (run->pass != DTRAIN__MODULE_INPUTS)
+        return dtrain_fsdp_reduce(fsdp, unit);
+    fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+    dtrain__fsdp_page_grads(fsdp, unit, 0);
+    return dtrain_fsdp_release(fsdp, unit);
+}
+
+/* One pass backward. */
+static dtrain_status dtrain__module_backward(dtrain__module_run *run, const dtrain_tensor *d_output,
+                                             const dtrain_tensor *d_input)
+{
+    dtrain_module *module = run->module;
+    dtrain__module_place *place = run->place;
+    size_t kept;
+    dtrain_status status = dtrain__module_check_backward(run, d_output, d_input);
+    if (status != DTRAIN_OK)
+        return status;
+    place->state = DTRAIN__MODULE_FREE;
+    run->context.batch = place->batch;
+    if (run->pass == DTRAIN__MODULE_INPUTS) {
+        place->seeded = d_output != NULL;
+        if (place->failed == DTRAIN_OK)
+            dtrain__module_keep_halves(run);
+    } else if (run->pass == DTRAIN__MODULE_WEIGHTS && place->failed == DTRAIN_OK) {
+        dtrain__module_lay_out_kept(run, &kept);
+    }
+    for (int i = module->layer_count - 1; dtrain__module_goes_on(run, status) && i >= 0; i--) {
+        const dtrain__module_layer *layer = &module->layers[i];
+        status = dtrain__module_open(run, i);
+        if (status == DTRAIN_OK && place->failed == DTRAIN_OK)
+            dtrain__module_back(run, i, d_output, d_input);
+        if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && i == layer->first)
+            status = dtrain__module_close(run, layer->unit);
+    }
+    if (run->pass == DTRAIN__MODULE_INPUTS && dtrain__module_goes_on(run, status))
+        place->state = DTRAIN__MODULE_HALF;
+    return dtrain__module_leave(run, status);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
@@ -26320,23 +26619,28 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *
 {
     dtrain__module_run run;
     memset(&run, 0, sizeof run);
-    run.backward = 1;
+    run.pass = DTRAIN__MODULE_BACK;
     dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_backward", fsdp, module, micro_batch);
-    if (status == DTRAIN_OK)
-        status = dtrain__module_check_backward(&run, d_output, d_input);
-    if (status != DTRAIN_OK)
-        return status;
-    run.place->live = 0;
-    run.context.batch = run.place->batch;
-    for (int i = module->layer_count - 1; dtrain__module_goes_on(&run, status) && i >= 0; i--) {
-        const dtrain__module_layer *layer = &module->layers[i];
-        status = dtrain__module_open(&run, i);
-        if (status == DTRAIN_OK && run.place->failed == DTRAIN_OK)
-            dtrain__module_backward(&run, i, d_output, d_input);
-        if (status == DTRAIN_OK && fsdp != NULL && layer->unit >= 0 && i == layer->first)
-            status = dtrain_fsdp_reduce(fsdp, layer->unit);
-    }
-    return dtrain__module_leave(&run, status);
+    return status == DTRAIN_OK ? dtrain__module_backward(&run, d_output, d_input) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
+                                                    const dtrain_tensor *d_output, const dtrain_tensor *d_input)
+{
+    dtrain__module_run run;
+    memset(&run, 0, sizeof run);
+    run.pass = DTRAIN__MODULE_INPUTS;
+    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_backward_input", fsdp, module, micro_batch);
+    return status == DTRAIN_OK ? dtrain__module_backward(&run, d_output, d_input) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
+{
+    dtrain__module_run run;
+    memset(&run, 0, sizeof run);
+    run.pass = DTRAIN__MODULE_WEIGHTS;
+    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_backward_weights", fsdp, module, micro_batch);
+    return status == DTRAIN_OK ? dtrain__module_backward(&run, NULL, NULL) : status;
 }
 
 #endif

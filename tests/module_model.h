@@ -180,6 +180,22 @@ static dtrain_status scale_backward(void *user, const dtrain_layer_context *c)
     return verdict((layer_user *)user, "backward");
 }
 
+static dtrain_status scale_inputs(void *user, const dtrain_layer_context *c)
+{
+    (void)user;
+    for (size_t i = 0; i < c->input.count; i++)
+        ((float *)c->d_input.data)[i] = ((const float *)c->d_output.data)[i] * c->params[0][i % IN];
+    return DTRAIN_OK;
+}
+
+static dtrain_status scale_weights(void *user, const dtrain_layer_context *c)
+{
+    (void)user;
+    for (size_t i = 0; i < c->input.count; i++)
+        c->grads[0][i % IN] += in_of(c)[i] * ((const float *)c->d_output.data)[i];
+    return DTRAIN_OK;
+}
+
 static dtrain_status soft_shape(void *user, const dtrain_tensor *input, dtrain_tensor *output, size_t *saved_bytes)
 {
     (void)user, (void)output;
@@ -308,6 +324,27 @@ static void model_layers(model *m)
     m->layers[LOSS].backward = loss_backward;
 }
 
+/* How the layers of models made from here on differ: set before ranks are started. */
+static struct variant {
+    int apart;     /* linear layers have backward_weights; 2: and so does the tied layer at the end; 3: and all */
+    int recompute; /* of the layers that save, and one that does not */
+} variant;
+
+static void model_vary(model *m)
+{
+    for (int i = 0; i < LAYERS; i++) {
+        if (variant.apart >= 1 && m->layers[i].backward == linear_both) {
+            m->layers[i].backward = linear_inputs;
+            m->layers[i].backward_weights = linear_weights;
+        }
+        if (i == UNSCALE ? variant.apart >= 2 : i == SCALE && variant.apart == 3) {
+            m->layers[i].backward = scale_inputs;
+            m->layers[i].backward_weights = scale_weights;
+        }
+        m->layers[i].recompute = variant.recompute && (m->layers[i].shape == soft_shape || i == LOSS || i == FIRST);
+    }
+}
+
 /* owns: parameters are in memory of the model's, for a run without FSDP. */
 static model *model_create(int owns, int micro_batches, dtrain_allocator *allocator)
 {
@@ -322,6 +359,7 @@ static model *model_create(int owns, int micro_batches, dtrain_allocator *alloca
         m->table[p].grad = m->table[p].frozen ? NULL : m->grads + m->begin[p];
     }
     model_layers(m);
+    model_vary(m);
     CHECK_EQ(dtrain_module_create(&m->module, m->layers, LAYERS, m->table, PARAMS, &desc), DTRAIN_OK);
     memset(m->layers, 0x55, sizeof m->layers); /* copied: nobody reads them again */
     return m;

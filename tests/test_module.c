@@ -127,7 +127,7 @@ static dtrain_status twenty(dtrain_comm *world, void *user)
     float ten[] = {1, 2, 3, 4}, two = 2;
     size_t one = 1;
     dtrain_param table[] = {{"weight", DTRAIN_F32, {4}, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL}};
-    dtrain_layer layer = {"sum", names, 1, 0, sum_shape, sum_forward, no_backward, NULL, NULL};
+    dtrain_layer layer = {"sum", names, 1, 0, sum_shape, sum_forward, no_backward, NULL, NULL, 0};
     dtrain_tensor input, output;
     dtrain_fsdp *fsdp;
     dtrain_module *module;
@@ -427,7 +427,7 @@ static dtrain_status big(dtrain_comm *world, void *user)
     memset(layers, 0, sizeof layers);
     desc.micro_batches = 2;
     for (int i = 0; i < BIG_UNITS; i++) {
-        dtrain_layer layer = {"big", names, 1, i, NULL, touch, touch_back, NULL, &rank};
+        dtrain_layer layer = {"big", names, 1, i, NULL, touch, touch_back, NULL, &rank, 0};
         layers[i] = layer;
     }
     batch_init(&b, 0);

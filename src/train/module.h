@@ -27,8 +27,9 @@ extern "C" {
  * caller's own. */
 typedef struct dtrain_layer_context {
     int layer;              /* its index */
-    int micro_batch;        /* as given to dtrain_fsdp_forward; DTRAIN_EVALUATE: no backward follows */
-    void *batch;            /* the same */
+    int micro_batch;        /* the place, as given to dtrain_fsdp_forward; DTRAIN_EVALUATE: no backward follows. In a
+                             * pipeline micro-batches take turns in a place: batch says which it is */
+    void *batch;            /* as given to dtrain_fsdp_forward */
     float *const *params;   /* an address for each name of the layer; of a stacked one, its own layer's. Read only */
     float *const *grads;    /* in backward: to add to; NULL where the parameter is frozen */
     dtrain_tensor input;    /* read only */
@@ -58,6 +59,8 @@ typedef struct dtrain_layer {
     dtrain_layer_fn backward;         /* gradients of the input, and of the parameters where backward_weights is NULL */
     dtrain_layer_fn backward_weights; /* gradients of the parameters alone, at some time after backward; may be NULL */
     void *user;                       /* handed to all four */
+    int recompute; /* 1: what it saves is not kept; forward is called again, its output not used, just before backward,
+                    * and before backward_weights where that comes apart. The same each time */
 } dtrain_layer;
 
 typedef struct dtrain_module_desc {
@@ -129,6 +132,28 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
  * collective: every rank, same order; blocks up to timeout_ms a unit */
 DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                               const dtrain_tensor *d_output, const dtrain_tensor *d_input);
+
+/* Runs the half of a backward pass that others wait for: gradients of inputs. dtrain_fsdp_backward_weights does the
+ * rest at any later time, other micro-batches between; the two give the bits of dtrain_fsdp_backward.
+ *
+ * Layers without backward_weights do all here, and so do those that share a parameter with one of them; what they add
+ * is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the gradient of each
+ * other layer's output. d_output is read until the call returns. Where parameters are sharded, units are gathered once
+ * for each half.
+ *
+ * collective: every rank, same order; otherwise as dtrain_fsdp_backward; reduces nothing */
+DTRAIN_API dtrain_status dtrain_fsdp_backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
+                                                    const dtrain_tensor *d_output, const dtrain_tensor *d_input);
+
+/* Runs the second half: gradients of parameters, and reduces each unit's. Micro-batches are added up in the order of
+ * these calls, which need not be that of the first halves.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no dtrain_fsdp_backward_input in this place since its last forward; more micro-batches
+ *                                than announced. Nothing is changed
+ *            others as dtrain_fsdp_backward
+ *
+ * collective: every rank, same order; blocks up to timeout_ms a unit */
+DTRAIN_API dtrain_status dtrain_fsdp_backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch);
 
 #ifdef __cplusplus
 }

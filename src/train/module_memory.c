@@ -1,0 +1,223 @@
+/* ---- >>module-memory ----
+ * What a module computes for a micro-batch in flight. A place holds the input, and each layer's output and what it
+ * saved; to evaluate, two outputs take turns. Gradients of activations take turns in two halves of a block that all
+ * places share, as a backward pass runs to its end before the next begins; where it comes in halves, the place keeps
+ * those that the second half reads, and what layers that do all in the first have added. */
+#ifndef DTRAIN__MODULE_MEMORY
+#define DTRAIN__MODULE_MEMORY
+#include "module.c"
+
+/* Which pass it is: of backward, both halves at once, or one. */
+enum { DTRAIN__MODULE_AHEAD, DTRAIN__MODULE_BACK, DTRAIN__MODULE_INPUTS, DTRAIN__MODULE_WEIGHTS };
+
+/* One pass over the layers. */
+typedef struct dtrain__module_run {
+    dtrain_fsdp *fsdp;
+    dtrain_module *module;
+    dtrain__module_place *place;
+    const char *call;
+    int pass;
+    dtrain_layer_context context;
+} dtrain__module_run;
+
+/* Adds bytes, rounded up to whole cache lines; 0: they overflow. */
+static int dtrain__module_add(size_t *total, size_t bytes)
+{
+    size_t rounded;
+    return dtrain__add_size(bytes, DTRAIN__CACHE_LINE - 1, &rounded) &&
+           dtrain__add_size(*total, rounded / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE, total);
+}
+
+/* Sees to it that a block has as many bytes; what it holds is lost when it grows, but kept when it cannot: other places
+ * may count on it. */
+static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t *have, size_t need)
+{
+    if (*block != NULL && need <= *have)
+        return 1;
+    unsigned char *more = (unsigned char *)dtrain__alloc(module->allocator, need);
+    if (more == NULL)
+        return 0;
+    dtrain__free(module->allocator, *block, *have);
+    *block = more;
+    *have = need;
+    return 1;
+}
+
+/* This rank leaves the callbacks out from here on. Where a step follows, it ends for all; else the caller is told. */
+static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status, const char *why)
+{
+    int steps = run->fsdp != NULL && run->context.micro_batch != DTRAIN_EVALUATE;
+    run->place->failed = status;
+    dtrain__fail(&run->module->error, status, "%s on rank %d: %s%s", run->call,
+                 run->fsdp != NULL ? dtrain__fsdp_rank(run->fsdp) : 0, why,
+                 steps ? ": the step will be dropped on all ranks" : "");
+    if (steps)
+        dtrain_fsdp_fail(run->fsdp, why);
+}
+
+/* A layer's callback has returned. */
+static void dtrain__module_returned(dtrain__module_run *run, int index, const char *what, dtrain_status status)
+{
+    char why[DTRAIN__FSDP_WHY];
+    if (status == DTRAIN_OK)
+        return;
+    snprintf(why, sizeof why, "layer %.48s: %s returned %s (%d)", run->module->layers[index].desc.name, what,
+             dtrain_status_name(status), (int)status);
+    dtrain__module_give_up(run, status, why);
+}
+
+/* Asks each layer for its output's shape. */
+static void dtrain__module_shapes(dtrain__module_run *run)
+{
+    dtrain__module_place *place = run->place;
+    for (int i = 0; place->failed == DTRAIN_OK && i < run->module->layer_count; i++) {
+        const dtrain_layer *layer = &run->module->layers[i].desc;
+        dtrain_tensor input = place->values[i].tensor, output = input;
+        dtrain_status status = DTRAIN_OK;
+        place->values[i].saved_bytes = 0;
+        input.data = output.data = NULL;
+        if (layer->shape != NULL)
+            status = layer->shape(layer->user, &input, &output, &place->values[i].saved_bytes);
+        dtrain__module_returned(run, i, "shape", status);
+        if (status == DTRAIN_OK)
+            status = dtrain__tensor_shape(&place->values[i + 1].tensor, output.dtype, output.ndim, output.shape);
+        if (place->failed == DTRAIN_OK)
+            dtrain__module_returned(run, i, "shape, whose output is no tensor,", status);
+    }
+}
+
+/* Whether what a layer saves stays in its place until backward. */
+static int dtrain__module_keeps(const dtrain_module *module, int layer)
+{
+    return layer < module->layer_count && !module->layers[layer].desc.recompute;
+}
+
+/* Counts what a place needs: *need, of it *most for one value where values take turns; and *again, for what is saved
+ * by layers that recompute. 0: more than memory. */
+static int dtrain__module_count(dtrain__module_run *run, size_t *need, size_t *most, size_t *again)
+{
+    int layers = run->module->layer_count, evaluates = run->context.micro_batch == DTRAIN_EVALUATE, fits = 1;
+    size_t largest = 0, all = 0, saved = 0;
+    *again = 0;
+    for (int i = 0; i <= layers; i++) {
+        const dtrain__module_value *value = &run->place->values[i];
+        largest = i > 0 && value->tensor.bytes > largest ? value->tensor.bytes : largest;
+        saved = value->saved_bytes > saved ? value->saved_bytes : saved;
+        fits = fits && dtrain__module_add(&all, value->tensor.bytes);
+        if (dtrain__module_keeps(run->module, i))
+            fits = fits && dtrain__module_add(&all, value->saved_bytes);
+        else
+            *again = value->saved_bytes > *again ? value->saved_bytes : *again;
+    }
+    *most = 0;
+    fits = fits && dtrain__module_add(most, largest) && dtrain__mul_size(*most, 2, need);
+    if (!evaluates)
+        *need = all;
+    return fits && (!evaluates || dtrain__module_add(need, saved));
+}
+
+/* Gives values and what is saved their addresses in the block. */
+static void dtrain__module_lay_out(dtrain__module_run *run, const dtrain_tensor *input, size_t most)
+{
+    dtrain__module_place *place = run->place;
+    int evaluates = run->context.micro_batch == DTRAIN_EVALUATE;
+    size_t at = 0;
+    for (int i = 0; i <= run->module->layer_count; i++) {
+        dtrain__module_value *value = &place->values[i];
+        value->tensor.data = place->block + (evaluates ? (size_t)(i & 1) * most : at);
+        dtrain__module_add(&at, value->tensor.bytes);
+        value->saved = place->block + (evaluates ? 2 * most : at);
+        if (dtrain__module_keeps(run->module, i))
+            dtrain__module_add(&at, value->saved_bytes);
+        value->gradient = NULL;
+    }
+    if (evaluates)
+        place->values[0].tensor.data = input->data;
+    else if (input->bytes > 0)
+        memcpy(place->values[0].tensor.data, input->data, input->bytes);
+    place->half = most;
+    place->sized = 1;
+}
+
+/* Makes a place ready for an input. */
+static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor *input)
+{
+    dtrain_module *module = run->module;
+    dtrain__module_place *place = run->place;
+    int evaluates = run->context.micro_batch == DTRAIN_EVALUATE;
+    size_t need, most, again;
+    place->failed = DTRAIN_OK;
+    place->sized = 0;
+    place->state = DTRAIN__MODULE_FREE;
+    place->batch = run->context.batch;
+    place->values[0].tensor = *input;
+    dtrain__module_shapes(run);
+    if (place->failed != DTRAIN_OK)
+        return;
+    if (!dtrain__module_count(run, &need, &most, &again) ||
+        !dtrain__module_room(module, &place->block, &place->bytes, need) ||
+        (!evaluates && !dtrain__module_room(module, &module->gradients, &module->gradient_bytes, 2 * most)) ||
+        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, &module->again_bytes, again)))
+        dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for activations");
+    else
+        dtrain__module_lay_out(run, input, most);
+}
+
+/* Finds the addresses of what is kept between the halves of a backward pass, and counts it; 0: more than memory. What
+ * comes is the same for the same values, so that either half may ask. */
+static int dtrain__module_lay_out_kept(dtrain__module_run *run, size_t *bytes)
+{
+    dtrain_module *module = run->module;
+    dtrain__module_place *place = run->place;
+    float **added = module->addresses + 2 * module->use_count;
+    int fits = 1;
+    *bytes = 0;
+    for (int i = 0; i < module->layer_count; i++) {
+        dtrain__module_value *value = &place->values[i + 1];
+        value->gradient = module->layers[i].defers && place->kept != NULL ? place->kept + *bytes : NULL;
+        fits = fits && (!module->layers[i].defers || dtrain__module_add(bytes, value->tensor.bytes));
+    }
+    if (!place->seeded)
+        place->values[module->layer_count].gradient = NULL;
+    for (size_t i = 0; i < module->use_count; i++) {
+        const dtrain__module_use *use = &module->uses[i];
+        added[i] = use->twin < i ? added[use->twin] : NULL;
+        if (run->fsdp == NULL || use->twin < i || module->layers[use->layer].defers || module->table[use->param].frozen)
+            continue;
+        added[i] = place->kept != NULL ? (float *)(void *)(place->kept + *bytes) : NULL;
+        fits = fits && dtrain__module_add(bytes, use->count * sizeof(float));
+    }
+    return fits;
+}
+
+/* Takes memory for what is kept: zeros, where gradients are added to. */
+static void dtrain__module_keep_halves(dtrain__module_run *run)
+{
+    dtrain__module_place *place = run->place;
+    size_t need;
+    if (!dtrain__module_lay_out_kept(run, &need) ||
+        !dtrain__module_room(run->module, &place->kept, &place->kept_bytes, need)) {
+        dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for what is kept until backward_weights");
+        return;
+    }
+    dtrain__module_lay_out_kept(run, &need);
+    memset(place->kept, 0, need);
+}
+
+/* Adds what a layer's parameters got in the first half to their gradients. */
+static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
+{
+    const dtrain_module *module = run->module;
+    const dtrain__module_layer *layer = &module->layers[index];
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t k = 0; k < layer->desc.param_count; k++) {
+        size_t use = layer->first_use + k;
+        float *sum = module->addresses[module->use_count + use],
+              *added = module->addresses[2 * module->use_count + use];
+        if (module->uses[use].twin == use && added != NULL && sum != NULL)
+            dtrain__train_kernels_get()->add(sum, sum, added, module->uses[use].count);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+#endif
