@@ -3078,7 +3078,18 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward_weights(dtrain_fsdp *fsdp, dtrain_
 /* ---- >>pipeline ----
  * Pipelines: layers cut into stages, one or more a rank, through which a step's micro-batches go one after the other.
  * What each rank does, in which order, is planned before anything runs, and can be looked at: how long ranks idle, how
- * many micro-batches they hold. */
+ * many micro-batches they hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
+ *
+ *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
+ *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
+ *     for (...) {
+ *         DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, micro_batches, weight));
+ *         DTRAIN_CHECK(dtrain_pipeline_step(pipeline, rank == 0 ? inputs : NULL, batches));
+ *         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *     }
+ *
+ * Gradients have the same bits under every schedule and on any number of ranks: each stage adds micro-batches up in
+ * the order of their numbers. */
 #ifndef DTRAIN__PIPELINE_H
 #define DTRAIN__PIPELINE_H
 
@@ -3199,6 +3210,107 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *p
  *
  * one thread per object */
 DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan);
+
+/* One rank's end of a pipeline. */
+typedef struct dtrain_pipeline dtrain_pipeline;
+
+/* What a pipeline runs; the same numbers on every rank. Zero means the default. */
+typedef struct dtrain_pipeline_desc {
+    dtrain_pipeline_schedule schedule; /* 0: 1F1B */
+    int micro_batches;                 /* of a step; 0: 1; fewer than ranks is legal */
+    int chunks;                        /* a rank; 0: 1, interleaved 2. Others than interleaved have 1 */
+    dtrain_module *const *modules;     /* of each chunk: chunk c of rank r is stage c * ranks + r. The last stage's last
+                                        * layer is the loss. As many micro-batches in flight as the plan has of the
+                                        * chunk at once; plan.peak of the rank is always enough */
+    dtrain_fsdp *const *fsdps;         /* of each chunk, over the ranks that hold the same stage of several pipelines;
+                                        * NULL, or NULL in it: parameters are in memory of the table's */
+    dtrain_allocator *allocator;       /* must outlive the pipeline; NULL: the C library */
+} dtrain_pipeline_desc;
+
+/* Makes this rank's end of a pipeline over a group; nothing is communicated.
+ *
+ *   group    the ranks in the order of their stages; one rank is legal. It must outlive the pipeline, which sends by it
+ *            during its own calls alone
+ *   desc     modules and fsdps must outlive the pipeline; the arrays are copied
+ *   errors   DTRAIN_ERR_INVALID  no group, desc or module; a module for fewer micro-batches than the plan holds, with
+ *                                what it needs; those of dtrain_pipeline_plan_create
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtrain_comm *group,
+                                                const dtrain_pipeline_desc *desc);
+
+/* Tells every stage the shapes of a step's micro-batches, and takes the memory for what will travel. Before the first
+ * step, and again whenever shapes change.
+ *
+ *   inputs   as many as micro-batches, of the first stage: dtype and shape are read, data is not. They may differ among
+ *            each other. Read on rank 0; NULL elsewhere
+ *   errors   on every rank: DTRAIN_ERR_MISMATCH  ranks have other schedules, micro-batches or chunks
+ *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a layer's shape that fails, no
+ * memory; the text has the rank and why. It can be called again those of dtrain_send and dtrain_recv: the pipeline is
+ * broken
+ *
+ * collective: every rank of group, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs);
+
+/* Makes one step's forward and backward passes in the order of the plan. Gradients are left where dtrain_fsdp_backward
+ * leaves them; a step of FSDP is opened and ended by the caller.
+ *
+ * Activations and their gradients are received while the task before is computed. A callback that fails keeps nobody
+ * waiting: from then on its rank passes zeros on, takes part in what its FSDP gathers and reduces, and leaves out
+ * callbacks where there is no FSDP. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP the step is ended all
+ * the same by dtrain_fsdp_step, which drops it on every rank, those of other pipelines included.
+ *
+ *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
+ *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
+ *   errors    on every rank: DTRAIN_ERR_ABORTED  a callback or its rank failed; the text has the rank, the layer and
+ * its status DTRAIN_ERR_INVALID  dtrain_pipeline_agree has not been called DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and
+ * others of group or of an FSDP: the pipeline, group and the fsdps are broken, so that no rank of any of them waits for
+ * this one
+ *
+ * collective: every rank of group, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,
+                                              void *const *batches);
+
+/* Runs one input forward through all stages; no backward follows, and a step is not disturbed.
+ *
+ *   input    of any shape; read on rank 0; NULL elsewhere
+ *   batch    handed to this rank's callbacks; may be NULL
+ *   output   out: of the last stage, on the last rank; good until the next call of this kind. Elsewhere and on an error
+ *            without dtype, shape and data; may be NULL there
+ *   errors   as dtrain_pipeline_step; needs no dtrain_pipeline_agree, and lets no step of FSDP fail
+ *
+ * collective: every rank of group, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, const dtrain_tensor *input, void *batch,
+                                                  dtrain_tensor *output);
+
+/* Returns the plan that is run, with all times equal; NULL for NULL.
+ *
+ * one thread per object */
+DTRAIN_API const dtrain_pipeline_plan *dtrain_pipeline_get_plan(const dtrain_pipeline *pipeline);
+
+/* What the last step was on this rank. */
+typedef struct dtrain_pipeline_stats {
+    int64_t step_ns;     /* the call, to the end of the slowest rank */
+    int64_t computed_ns; /* of it in modules, and what these waited for FSDP */
+    double bubble;       /* the share that was neither */
+    int peak;            /* chunks of micro-batches that were held at once, at most */
+} dtrain_pipeline_stats;
+
+/* Returns the figures of the last step; zeros before the first, and for NULL.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_pipeline_stats dtrain_pipeline_get_stats(const dtrain_pipeline *pipeline);
+
+/* Returns the text of the last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_pipeline_error(const dtrain_pipeline *pipeline);
+
+/* Frees this end; NULL is legal. Group, modules and fsdps stay.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline);
 
 #ifdef __cplusplus
 }
@@ -26092,9 +26204,11 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
 {
     int steps = run->fsdp != NULL && run->context.micro_batch != DTRAIN_EVALUATE;
     run->place->failed = status;
-    dtrain__fail(&run->module->error, status, "%s on rank %d: %s%s", run->call,
-                 run->fsdp != NULL ? dtrain__fsdp_rank(run->fsdp) : 0, why,
-                 steps ? ": the step will be dropped on all ranks" : "");
+    if (run->fsdp != NULL)
+        dtrain__fail(&run->module->error, status, "%s on rank %d: %s%s", run->call, dtrain__fsdp_rank(run->fsdp), why,
+                     steps ? ": the step will be dropped on all ranks" : "");
+    else
+        dtrain__fail(&run->module->error, status, "%s: %s", run->call, why);
     if (steps)
         dtrain_fsdp_fail(run->fsdp, why);
 }
@@ -28338,6 +28452,969 @@ DTRAIN_API dtrain_status dtrain_attention_backward(const dtrain_attention *atten
     }
     dtrain__fpmode_restore(mode);
     return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>pipeline-route ----
+ * What one rank sends and receives when it runs its plan, found out before anything runs: in which order messages come
+ * from each neighbour, when to ask for each, and which block of memory each is in. A step follows it and decides
+ * nothing.
+ *
+ * Messages from one rank come in the order of its tasks, which between two ranks alone, where both ways go to the same
+ * one, need not be the order in which they are used: what comes earlier is asked for earlier. A result waits for room
+ * no longer than in the plan's walk, so that what the plan allows cannot lock. */
+#ifndef DTRAIN__PIPELINE_ROUTE
+#define DTRAIN__PIPELINE_ROUTE
+
+#define DTRAIN__PIPE_SENDS 2 /* gradients that leave a rank at once */
+#define DTRAIN__PIPE_WHY 184
+#define DTRAIN__PIPE_WORDS (2 + DTRAIN_MAX_DIMS) /* dtype, dimensions, sizes */
+
+/* What a task of this rank needs and leaves. */
+typedef struct dtrain__pipe_move {
+    int place;            /* of its micro-batch in the module */
+    int in;               /* slot where its input is; -1: it has none, or it is in the module before */
+    int out;              /* slot where the gradient of its input goes; -1: nobody wants one */
+    int to;               /* rank that its result is sent to; -1: none */
+    ptrdiff_t after;      /* the move whose result was sent from the same memory; -1: none */
+    ptrdiff_t letter;     /* what it waits for; -1: nothing */
+    dtrain_work *sending; /* NULL: nothing, or it has ended */
+} dtrain__pipe_move;
+
+/* A message to be received. */
+typedef struct dtrain__pipe_letter {
+    size_t task, when; /* that uses it; before which it is asked for */
+    int peer, slot;
+    dtrain_work *receiving;
+} dtrain__pipe_letter;
+
+/* Why a rank could not go on, as it is told to the others. */
+typedef struct dtrain__pipe_note {
+    uint64_t status;
+    char why[DTRAIN__PIPE_WHY];
+} dtrain__pipe_note;
+
+struct dtrain_pipeline {
+    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator *allocator;
+    dtrain_comm *group;
+    dtrain_pipeline_plan *plan;
+    int rank, ranks, chunks, micro_batches;
+    dtrain_module **modules;
+    dtrain_fsdp **fsdps;
+    const dtrain_pipeline_task *tasks; /* of this rank */
+    size_t task_count;
+    dtrain__pipe_move *moves; /* of each task */
+    dtrain__pipe_letter *letters;
+    size_t letter_count, posted; /* posted: in this step */
+    int *places;                 /* of micro-batch i in chunk c: [c * micro_batches + i] */
+    int slots;
+    dtrain_tensor *inputs, *outputs; /* of a chunk, without data, as places */
+    unsigned char *memory;           /* slots, then one of zeros */
+    size_t slot_bytes, memory_bytes;
+    unsigned char *evaluated; /* what was received to evaluate */
+    size_t evaluated_bytes;
+    uint64_t *shapes; /* of all micro-batches, as they travel */
+    dtrain__pipe_note note, *notes;
+    int agreed;
+    const char *call;
+    dtrain_pipeline_stats stats;
+    dtrain__error broken, error;
+};
+
+/* Scratch of one making. */
+typedef struct dtrain__pipe_maker {
+    dtrain_pipeline *pipeline;
+    size_t *tasks;   /* the task of a way, chunk and micro-batch: [way * cells + chunk * micro_batches + i] */
+    size_t *arrives; /* of both neighbours: the tasks that use what they send, in its order */
+    size_t *known;   /* of a task: 1 + where it is in arrives; 0: its input does not travel */
+    char *busy;      /* slots */
+    size_t cells, count[2];
+    int peers[2];
+} dtrain__pipe_maker;
+
+static size_t dtrain__pipe_cell(const dtrain_pipeline *pipeline, int chunk, int micro_batch)
+{
+    return (size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch;
+}
+
+/* Lists the results of a neighbour's tasks that are sent to this rank. */
+static void dtrain__pipe_list(dtrain__pipe_maker *maker, int which)
+{
+    const dtrain_pipeline *pipeline = maker->pipeline;
+    const dtrain_pipeline_plan *plan = pipeline->plan;
+    int peer = maker->peers[which];
+    for (size_t i = 0; i < pipeline->task_count; i++) {
+        const dtrain_pipeline_task *task = &plan->tasks[(size_t)peer * plan->rank_tasks + i];
+        int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
+        if (way == DTRAIN__PIPELINE_HERE ||
+            dtrain__pipeline_neighbour(plan, peer, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk) != pipeline->rank)
+            continue;
+        size_t at = (size_t)which * 2 * maker->cells + maker->count[which]++;
+        size_t user = maker->tasks[(size_t)way * maker->cells + dtrain__pipe_cell(pipeline, chunk, task->micro_batch)];
+        maker->arrives[at] = user;
+        maker->known[user] = at + 1;
+    }
+}
+
+/* Puts messages in the order in which they are asked for, one task ahead. */
+static void dtrain__pipe_order(dtrain__pipe_maker *maker)
+{
+    dtrain_pipeline *pipeline = maker->pipeline;
+    size_t asked[2] = {0, 0};
+    for (size_t t = 0; t < pipeline->task_count; t++) {
+        if (maker->known[t] == 0)
+            continue;
+        size_t at = maker->known[t] - 1, which = at / (2 * maker->cells), place = at % (2 * maker->cells);
+        for (; asked[which] <= place; asked[which]++) {
+            dtrain__pipe_letter *letter = &pipeline->letters[pipeline->letter_count];
+            letter->task = maker->arrives[which * 2 * maker->cells + asked[which]];
+            letter->when = t > 0 ? t - 1 : 0;
+            letter->peer = maker->peers[which];
+            pipeline->moves[letter->task].letter = (ptrdiff_t)pipeline->letter_count++;
+        }
+    }
+}
+
+static int dtrain__pipe_take(dtrain__pipe_maker *maker)
+{
+    int slot = 0;
+    while (maker->busy[slot])
+        slot++;
+    maker->busy[slot] = 1;
+    if (slot >= maker->pipeline->slots)
+        maker->pipeline->slots = slot + 1;
+    return slot;
+}
+
+/* Gives what is received, and what one chunk hands to another of the same rank, memory for as long as it is needed. */
+static void dtrain__pipe_slots(dtrain__pipe_maker *maker)
+{
+    dtrain_pipeline *pipeline = maker->pipeline;
+    size_t asked = 0;
+    for (size_t t = 0; t < pipeline->task_count; t++) {
+        const dtrain_pipeline_task *task = &pipeline->tasks[t];
+        dtrain__pipe_move *move = &pipeline->moves[t];
+        for (; asked < pipeline->letter_count && pipeline->letters[asked].when <= t; asked++) {
+            pipeline->letters[asked].slot = dtrain__pipe_take(maker);
+            pipeline->moves[pipeline->letters[asked].task].in = pipeline->letters[asked].slot;
+        }
+        if (pipeline->ranks == 1 && dtrain__pipeline_way(task->part) == DTRAIN__PIPELINE_BACK && task->chunk > 0) {
+            size_t user = maker->tasks[DTRAIN__PIPELINE_BACK * maker->cells +
+                                       dtrain__pipe_cell(pipeline, task->chunk - 1, task->micro_batch)];
+            move->out = pipeline->moves[user].in = dtrain__pipe_take(maker);
+        }
+        if (move->in >= 0)
+            maker->busy[move->in] = 0;
+    }
+}
+
+/* Says where results go, and what must have left their memory before. Activations are sent from the module. */
+static void dtrain__pipe_results(dtrain__pipe_maker *maker)
+{
+    dtrain_pipeline *pipeline = maker->pipeline;
+    ptrdiff_t sent[DTRAIN__PIPE_SENDS] = {-1, -1};
+    int next = 0, gradients = pipeline->slots;
+    for (size_t t = 0; t < pipeline->task_count; t++) {
+        const dtrain_pipeline_task *task = &pipeline->tasks[t];
+        dtrain__pipe_move *move = &pipeline->moves[t];
+        int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
+        if (way == DTRAIN__PIPELINE_HERE)
+            continue;
+        move->to =
+            dtrain__pipeline_neighbour(pipeline->plan, pipeline->rank, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk);
+        move->to = move->to == pipeline->rank ? -1 : move->to;
+        if (way == DTRAIN__PIPELINE_AHEAD || move->to < 0)
+            continue;
+        move->out = gradients + next;
+        move->after = sent[next];
+        sent[next] = (ptrdiff_t)t;
+        pipeline->slots = gradients + DTRAIN__PIPE_SENDS;
+        next = (next + 1) % DTRAIN__PIPE_SENDS;
+    }
+}
+
+/* Gives every micro-batch a place of its chunk's module, from its forward pass until its gradients are complete.
+ * Returns how many of a chunk's are in use at once; last[place]: the move that used it last. */
+static int dtrain__pipe_seat(dtrain_pipeline *pipeline, int chunk, char *busy, ptrdiff_t *last)
+{
+    int most = 0, place;
+    memset(busy, 0, (size_t)pipeline->micro_batches);
+    for (int i = 0; i < pipeline->micro_batches; i++)
+        last[i] = -1;
+    for (size_t t = 0; t < pipeline->task_count; t++) {
+        const dtrain_pipeline_task *task = &pipeline->tasks[t];
+        int *seat = &pipeline->places[dtrain__pipe_cell(pipeline, chunk, task->micro_batch)];
+        if (task->chunk != chunk)
+            continue;
+        if (task->part == DTRAIN_PART_FORWARD) {
+            for (place = 0; busy[place];)
+                place++;
+            most = place >= most ? place + 1 : most;
+            busy[place] = 1;
+            *seat = place;
+            pipeline->moves[t].after = last[place];
+            last[place] = (ptrdiff_t)t;
+        }
+        pipeline->moves[t].place = *seat;
+        if (task->part == DTRAIN_PART_BACKWARD || task->part == DTRAIN_PART_WEIGHTS)
+            busy[*seat] = 0;
+    }
+    return most;
+}
+
+/* Finds everything out; memory of the pipeline's is there. */
+static dtrain_status dtrain__pipe_route(dtrain__pipe_maker *maker)
+{
+    dtrain_pipeline *pipeline = maker->pipeline;
+    for (size_t t = 0; t < pipeline->task_count; t++) {
+        const dtrain_pipeline_task *task = &pipeline->tasks[t];
+        int way = dtrain__pipeline_way(task->part);
+        dtrain__pipe_move *move = &pipeline->moves[t];
+        move->in = move->out = move->to = -1;
+        move->after = move->letter = -1;
+        maker->tasks[(size_t)way * maker->cells + dtrain__pipe_cell(pipeline, task->chunk, task->micro_batch)] = t;
+    }
+    for (int c = 0; c < pipeline->chunks; c++) {
+        int need = dtrain__pipe_seat(pipeline, c, maker->busy, (ptrdiff_t *)(void *)maker->arrives);
+        int have = pipeline->modules[c]->place_count - 1;
+        if (have < need)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "dtrain_pipeline_create: the module of chunk %d on rank %d is made for %d micro-batches "
+                "in flight, the schedule needs %d: set micro_batches of its desc to at least that",
+                c, pipeline->rank, have, need);
+    }
+    memset(maker->busy, 0, 4 * maker->cells + 1);
+    maker->peers[0] = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
+    maker->peers[1] = (pipeline->rank + 1) % pipeline->ranks;
+    for (int which = 0; which < 2 && pipeline->ranks > 1; which++)
+        if (which == 0 || maker->peers[1] != maker->peers[0])
+            dtrain__pipe_list(maker, which);
+    dtrain__pipe_order(maker);
+    dtrain__pipe_slots(maker);
+    dtrain__pipe_results(maker);
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>pipeline-agree ----
+ * What the ranks of a pipeline tell each other beside its data: shapes, and at the end of each call who could not go on
+ * and why. What breaks one of the groups that a rank is in is told in all of them, so that nobody waits for a rank that
+ * has left. */
+#ifndef DTRAIN__PIPELINE_AGREE
+#define DTRAIN__PIPELINE_AGREE
+
+/* Keeps why this rank cannot go on: the first cause. */
+static void dtrain__pipe_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
+{
+    if (pipeline->note.status != 0)
+        return;
+    pipeline->note.status = (uint64_t)status;
+    snprintf(pipeline->note.why, sizeof pipeline->note.why, "%.*s", DTRAIN__PIPE_WHY - 1, why);
+}
+
+/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
+static dtrain_status dtrain__pipe_told(dtrain_status status)
+{
+    return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
+                                                                                                  : status;
+}
+
+/* Ends the operations under way, whose buffers are then free. */
+static dtrain_status dtrain__pipe_settle(dtrain_pipeline *pipeline)
+{
+    dtrain_status first = DTRAIN_OK, status;
+    for (size_t i = 0; i < pipeline->task_count + pipeline->letter_count; i++) {
+        dtrain_work **work = i < pipeline->task_count ? &pipeline->moves[i].sending
+                                                      : &pipeline->letters[i - pipeline->task_count].receiving;
+        if (*work == NULL)
+            continue;
+        status = dtrain_work_wait(*work);
+        *work = NULL;
+        first = first == DTRAIN_OK ? status : first;
+    }
+    return first;
+}
+
+/* The first failure of a group is kept, and told in the others. */
+static dtrain_status dtrain__pipe_break(dtrain_pipeline *pipeline, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error, told;
+    dtrain__fail(&pipeline->broken, status, "%s on rank %d of the pipeline: %.560s", pipeline->call, pipeline->rank,
+                 cause.text);
+    dtrain__fail(&told, dtrain__pipe_told(status), "rank %d has broken off: %.560s", pipeline->rank, cause.text);
+    if (pipeline->ranks > 1)
+        dtrain__comm_break(pipeline->group, &told);
+    for (int c = 0; c < pipeline->chunks; c++) {
+        dtrain_fsdp *fsdp = pipeline->fsdps[c];
+        if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)
+            continue;
+        dtrain__fail(&fsdp->broken, dtrain__pipe_told(status), "fsdp on rank %d: its pipeline has broken off: %.560s",
+                     dtrain__fsdp_rank(fsdp), cause.text);
+        dtrain__fsdp_tell(fsdp);
+    }
+    dtrain__pipe_settle(pipeline);
+    pipeline->error = pipeline->broken;
+    return dtrain__report(&pipeline->broken);
+}
+
+/* Begins a public call. */
+static dtrain_status dtrain__pipe_enter(dtrain_pipeline *pipeline, const char *call)
+{
+    if (pipeline == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
+    if (pipeline->broken.status != DTRAIN_OK)
+        return dtrain__report(&pipeline->broken);
+    pipeline->call = call;
+    memset(&pipeline->note, 0, sizeof pipeline->note);
+    return DTRAIN_OK;
+}
+
+/* Gives a step up: for the other pipelines too, and micro-batches that are on their way are forgotten. */
+static void dtrain__pipe_drop(dtrain_pipeline *pipeline, const char *cause)
+{
+    char why[DTRAIN__FSDP_WHY];
+    snprintf(why, sizeof why, "%.*s", DTRAIN__FSDP_WHY - 1, cause);
+    for (int c = 0; c < pipeline->chunks; c++) {
+        dtrain_module *module = pipeline->modules[c];
+        dtrain_fsdp_fail(pipeline->fsdps[c], why);
+        for (int i = 0; i < module->place_count - 1; i++)
+            module->places[i].state = DTRAIN__MODULE_FREE;
+    }
+}
+
+/* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
+static dtrain_status dtrain__pipe_verdict(dtrain_pipeline *pipeline, int fails_step)
+{
+    dtrain__pipe_note *notes = pipeline->notes;
+    notes[pipeline->rank] = pipeline->note;
+    if (pipeline->ranks > 1) {
+        dtrain_status status = dtrain_all_gather(pipeline->group, &pipeline->note, notes,
+                                                 sizeof *notes * (size_t)pipeline->ranks, DTRAIN_U8);
+        if (status != DTRAIN_OK)
+            return dtrain__pipe_break(pipeline, status);
+    }
+    int rank = 0;
+    while (rank < pipeline->ranks && notes[rank].status == 0)
+        rank++;
+    if (rank == pipeline->ranks)
+        return DTRAIN_OK;
+    notes[rank].why[DTRAIN__PIPE_WHY - 1] = 0;
+    if (fails_step)
+        dtrain__pipe_drop(pipeline, notes[rank].why);
+    return dtrain__fail(&pipeline->error, DTRAIN_ERR_ABORTED, "%s: rank %d of the pipeline could not go on, %s: %s",
+                        pipeline->call, rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
+}
+
+/* ---- shapes ---- */
+
+static void dtrain__pipe_write_shape(uint64_t *words, const dtrain_tensor *tensor)
+{
+    words[0] = (uint64_t)tensor->dtype;
+    words[1] = (uint64_t)tensor->ndim;
+    for (int i = 0; i < DTRAIN_MAX_DIMS; i++)
+        words[2 + i] = i < tensor->ndim ? tensor->shape[i] : 0;
+}
+
+/* 0: there is none, as a rank before could not make it. */
+static int dtrain__pipe_read_shape(const uint64_t *words, dtrain_tensor *tensor)
+{
+    size_t shape[DTRAIN_MAX_DIMS];
+    memset(tensor, 0, sizeof *tensor);
+    for (int i = 0; i < DTRAIN_MAX_DIMS; i++)
+        shape[i] = (size_t)words[2 + i];
+    return words[0] != 0 && words[1] <= DTRAIN_MAX_DIMS &&
+           dtrain__tensor_shape(tensor, (dtrain_dtype)words[0], (int)words[1], shape) == DTRAIN_OK;
+}
+
+static int dtrain__pipe_alike(const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+
+/* The shapes of the first stage's inputs. */
+static void dtrain__pipe_first_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
+{
+    memset(pipeline->shapes, 0, (size_t)pipeline->micro_batches * DTRAIN__PIPE_WORDS * sizeof *pipeline->shapes);
+    if (inputs == NULL)
+        dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID, "inputs is NULL: rank 0 gives the shapes of all");
+    for (int i = 0; inputs != NULL && i < pipeline->micro_batches; i++) {
+        dtrain_tensor checked;
+        if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)
+            dtrain__pipe_write_shape(pipeline->shapes + (size_t)i * DTRAIN__PIPE_WORDS, &checked);
+        else
+            dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID, dtrain_last_error());
+    }
+}
+
+/* Lets a stage say what it makes of its inputs, in pipeline->shapes. */
+static void dtrain__pipe_stage_shapes(dtrain_pipeline *pipeline, int chunk)
+{
+    for (int i = 0; i < pipeline->micro_batches; i++) {
+        uint64_t *words = pipeline->shapes + (size_t)i * DTRAIN__PIPE_WORDS;
+        size_t cell = dtrain__pipe_cell(pipeline, chunk, i);
+        dtrain_tensor *input = &pipeline->inputs[cell], *output = &pipeline->outputs[cell];
+        memset(output, 0, sizeof *output);
+        if (!dtrain__pipe_read_shape(words, input))
+            continue;
+        dtrain_status status = dtrain__module_shape_of(pipeline->modules[chunk], input, output);
+        if (status != DTRAIN_OK) {
+            dtrain__pipe_note_down(pipeline, status, pipeline->modules[chunk]->error.text);
+            memset(output, 0, sizeof *output);
+        }
+        dtrain__pipe_write_shape(words, output);
+        output->data = NULL;
+    }
+}
+
+/* Shapes go through the stages as data will. */
+static dtrain_status dtrain__pipe_pass_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
+{
+    size_t words = (size_t)pipeline->micro_batches * DTRAIN__PIPE_WORDS;
+    int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
+    int after = (pipeline->rank + 1) % pipeline->ranks, last = pipeline->rank == pipeline->ranks - 1;
+    dtrain_status status = DTRAIN_OK;
+    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
+        if (c == 0 && pipeline->rank == 0)
+            dtrain__pipe_first_shapes(pipeline, inputs);
+        else if (pipeline->ranks > 1)
+            status = dtrain_recv(pipeline->group, pipeline->shapes, words, DTRAIN_U64, before);
+        if (status == DTRAIN_OK)
+            dtrain__pipe_stage_shapes(pipeline, c);
+        if (status == DTRAIN_OK && pipeline->ranks > 1 && !(last && c == pipeline->chunks - 1))
+            status = dtrain_send(pipeline->group, pipeline->shapes, words, DTRAIN_U64, after);
+    }
+    return status;
+}
+
+/* Takes the slots, each as large as the largest that travels. */
+static void dtrain__pipe_take_memory(dtrain_pipeline *pipeline)
+{
+    size_t largest = 0, need, line = DTRAIN__CACHE_LINE;
+    for (int c = 0; c < pipeline->chunks; c++)
+        for (int i = 0; i < pipeline->micro_batches; i++) {
+            size_t cell = dtrain__pipe_cell(pipeline, c, i);
+            int first = c == 0 && pipeline->rank == 0;
+            int last = c == pipeline->chunks - 1 && pipeline->rank == pipeline->ranks - 1;
+            if (!first && pipeline->inputs[cell].bytes > largest)
+                largest = pipeline->inputs[cell].bytes;
+            if (!last && pipeline->outputs[cell].bytes > largest)
+                largest = pipeline->outputs[cell].bytes;
+        }
+    int fits = dtrain__add_size(largest, line - 1, &need);
+    pipeline->slot_bytes = need / line * line;
+    fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
+    if (fits && pipeline->memory != NULL && pipeline->memory_bytes >= need) {
+        memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
+        return;
+    }
+    dtrain__free(pipeline->allocator, pipeline->memory, pipeline->memory_bytes);
+    pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
+    pipeline->memory_bytes = pipeline->memory != NULL ? need : 0;
+    if (pipeline->memory == NULL)
+        dtrain__pipe_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
+}
+
+/* Compares what must be the same on all ranks. */
+static dtrain_status dtrain__pipe_compare(dtrain_pipeline *pipeline)
+{
+    const dtrain_pipeline_plan_desc *desc = &pipeline->plan->desc;
+    uint64_t *all = (uint64_t *)(void *)pipeline->notes;
+    uint64_t mine[3] = {(uint64_t)desc->schedule, (uint64_t)desc->micro_batches, (uint64_t)desc->chunks};
+    if (pipeline->ranks == 1)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_all_gather(pipeline->group, mine, all, 3 * (size_t)pipeline->ranks, DTRAIN_U64);
+    if (status != DTRAIN_OK)
+        return dtrain__pipe_break(pipeline, status);
+    for (int rank = 1; rank < pipeline->ranks; rank++) {
+        const uint64_t *theirs = all + 3 * rank;
+        if (memcmp(theirs, all, sizeof mine) != 0)
+            return dtrain__fail(&pipeline->error, DTRAIN_ERR_MISMATCH,
+                                "%s: rank %d has schedule %d, %d micro-batches, %d chunks a rank; rank 0 has schedule "
+                                "%d, %d micro-batches, %d chunks: give all the same",
+                                pipeline->call, rank, (int)theirs[0], (int)theirs[1], (int)theirs[2], (int)all[0],
+                                (int)all[1], (int)all[2]);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
+{
+    dtrain_status status = dtrain__pipe_enter(pipeline, "dtrain_pipeline_agree");
+    if (status == DTRAIN_OK)
+        status = dtrain__pipe_compare(pipeline);
+    if (status != DTRAIN_OK)
+        return status;
+    pipeline->agreed = 0;
+    status = dtrain__pipe_pass_shapes(pipeline, inputs);
+    if (status != DTRAIN_OK)
+        return dtrain__pipe_break(pipeline, status);
+    if (pipeline->note.status == 0)
+        dtrain__pipe_take_memory(pipeline);
+    status = dtrain__pipe_verdict(pipeline, 0);
+    pipeline->agreed = status == DTRAIN_OK;
+    return status;
+}
+
+#endif
+
+/* ---- >>pipeline-run ----
+ * Runs a plan: each task of this rank in its order, what it needs asked for one task ahead. Whatever happens to a
+ * callback, all messages of a step are sent and received: who waits for one need not know. */
+#ifndef DTRAIN__PIPELINE_RUN
+#define DTRAIN__PIPELINE_RUN
+
+static unsigned char *dtrain__pipe_slot(const dtrain_pipeline *pipeline, int slot)
+{
+    return pipeline->memory + (size_t)slot * pipeline->slot_bytes;
+}
+
+static dtrain_status dtrain__pipe_wait(dtrain_work **work)
+{
+    dtrain_work *waited = *work;
+    *work = NULL;
+    return waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
+}
+
+/* ---- one task ---- */
+
+/* What a task is run with; tensors without data: none. */
+typedef struct dtrain__pipe_run {
+    size_t index, cell;
+    const dtrain_pipeline_task *task;
+    dtrain__pipe_move *move;
+    dtrain_module *module;
+    dtrain_fsdp *fsdp;
+    dtrain_tensor in, out; /* in: a stage's input, or the gradient of its output; out: the other end */
+} dtrain__pipe_run;
+
+/* Asks for what a task, and the one after it, will use. */
+static dtrain_status dtrain__pipe_post(dtrain_pipeline *pipeline, size_t task)
+{
+    while (pipeline->posted < pipeline->letter_count && pipeline->letters[pipeline->posted].when <= task) {
+        dtrain__pipe_letter *letter = &pipeline->letters[pipeline->posted++];
+        const dtrain_pipeline_task *user = &pipeline->tasks[letter->task];
+        size_t cell = dtrain__pipe_cell(pipeline, user->chunk, user->micro_batch);
+        const dtrain_tensor *shape =
+            user->part == DTRAIN_PART_FORWARD ? &pipeline->inputs[cell] : &pipeline->outputs[cell];
+        dtrain_status status = dtrain_recv_async(pipeline->group, dtrain__pipe_slot(pipeline, letter->slot),
+                                                 shape->count, shape->dtype, letter->peer, &letter->receiving);
+        if (status != DTRAIN_OK)
+            return status;
+    }
+    return DTRAIN_OK;
+}
+
+/* Finds a forward task's input; without data where there is none. */
+static void dtrain__pipe_input(dtrain_pipeline *pipeline, dtrain__pipe_run *run, const dtrain_tensor *inputs)
+{
+    int micro = run->task->micro_batch, chunk = run->task->chunk;
+    run->in = pipeline->inputs[run->cell];
+    if (run->move->in >= 0) {
+        run->in.data = dtrain__pipe_slot(pipeline, run->move->in);
+    } else if (chunk > 0) {
+        const dtrain_module *before = pipeline->modules[chunk - 1];
+        int place = pipeline->places[dtrain__pipe_cell(pipeline, chunk - 1, micro)];
+        if (before->places[place].sized)
+            run->in.data = before->places[place].values[before->layer_count].tensor.data;
+    } else if (inputs == NULL || !dtrain__pipe_alike(&inputs[micro], &run->in) ||
+               (inputs[micro].data == NULL && run->in.bytes > 0)) {
+        char why[DTRAIN__PIPE_WHY];
+        snprintf(
+            why, sizeof why, "input %d is %.48s%s, agreed on was %.48s: call dtrain_pipeline_agree when shapes change",
+            micro, inputs != NULL ? dtrain__tensor_text(&inputs[micro]).text : "NULL",
+            inputs != NULL && inputs[micro].data == NULL ? " without data" : "", dtrain__tensor_text(&run->in).text);
+        dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID, why);
+        run->in.dtype = (dtrain_dtype)0;
+    } else {
+        run->in.data = inputs[micro].data;
+    }
+}
+
+/* Takes note of a call of the module's that went wrong on this rank alone. What broke FSDP is returned. */
+static dtrain_status dtrain__pipe_judge(dtrain_pipeline *pipeline, const dtrain__pipe_run *run, dtrain_status status)
+{
+    if (run->fsdp != NULL && run->fsdp->broken.status != DTRAIN_OK)
+        return dtrain__report(&run->fsdp->broken);
+    if (status == DTRAIN_OK)
+        status = run->module->places[run->move->place].failed;
+    if (status != DTRAIN_OK)
+        dtrain__pipe_note_down(pipeline, status, run->module->error.text);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__pipe_forward(dtrain_pipeline *pipeline, dtrain__pipe_run *run, void *batch)
+{
+    int failed = pipeline->note.status != 0;
+    dtrain_status status = DTRAIN_OK;
+    dtrain_tensor *shape = &pipeline->outputs[run->cell];
+    memset(&run->out, 0, sizeof run->out);
+    if (failed && run->fsdp == NULL)
+        run->module->places[run->move->place].sized = 0; /* nobody takes an earlier output for this one */
+    else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0))
+        status = dtrain__module_forward_blank(run->fsdp, run->module, run->move->place);
+    else
+        status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
+    if (!(failed && run->fsdp == NULL))
+        status = dtrain__pipe_judge(pipeline, run, status);
+    if (run->out.dtype != 0 && !dtrain__pipe_alike(&run->out, shape)) {
+        char why[DTRAIN__PIPE_WHY];
+        snprintf(why, sizeof why, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
+                 run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
+                 dtrain__tensor_text(shape).text);
+        dtrain__pipe_note_down(pipeline, DTRAIN_ERR_MISMATCH, why);
+        run->module->places[run->move->place].sized = 0;
+        run->out.data = NULL;
+    }
+    if (run->out.data == NULL)
+        run->out.data = dtrain__pipe_slot(pipeline, pipeline->slots);
+    return status;
+}
+
+static dtrain_status dtrain__pipe_backward(dtrain_pipeline *pipeline, dtrain__pipe_run *run)
+{
+    int failed = pipeline->note.status != 0, place = run->move->place;
+    const dtrain_tensor *d_output = run->move->in >= 0 ? &run->in : NULL;
+    const dtrain_tensor *d_input = run->move->out >= 0 ? &run->out : NULL;
+    dtrain_status status = DTRAIN_OK;
+    run->in = pipeline->outputs[run->cell];
+    run->out = pipeline->inputs[run->cell];
+    if (d_output != NULL)
+        run->in.data = dtrain__pipe_slot(pipeline, run->move->in);
+    if (d_input != NULL)
+        run->out.data = dtrain__pipe_slot(pipeline, run->move->out);
+    if (failed && run->fsdp == NULL)
+        status = DTRAIN_OK;
+    else if (run->task->part == DTRAIN_PART_BACKWARD)
+        status = dtrain_fsdp_backward(run->fsdp, run->module, place, d_output, d_input);
+    else if (run->task->part == DTRAIN_PART_INPUT)
+        status = dtrain_fsdp_backward_input(run->fsdp, run->module, place, d_output, d_input);
+    else
+        status = dtrain_fsdp_backward_weights(run->fsdp, run->module, place);
+    if (!(failed && run->fsdp == NULL))
+        status = dtrain__pipe_judge(pipeline, run, status);
+    if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != 0)
+        memset(run->out.data, 0, run->out.bytes);
+    return status;
+}
+
+/* Chunks of micro-batches that this rank's modules hold now. */
+static int dtrain__pipe_held(const dtrain_pipeline *pipeline)
+{
+    int held = 0;
+    for (int c = 0; c < pipeline->chunks; c++)
+        for (int i = 0; i < pipeline->modules[c]->place_count - 1; i++)
+            held += pipeline->modules[c]->places[i].state != DTRAIN__MODULE_FREE;
+    return held;
+}
+
+static dtrain_status dtrain__pipe_task(dtrain_pipeline *pipeline, size_t index, const dtrain_tensor *inputs,
+                                       void *const *batches)
+{
+    dtrain__pipe_run run;
+    memset(&run, 0, sizeof run);
+    run.task = &pipeline->tasks[index];
+    run.move = &pipeline->moves[index];
+    run.cell = dtrain__pipe_cell(pipeline, run.task->chunk, run.task->micro_batch);
+    run.module = pipeline->modules[run.task->chunk];
+    run.fsdp = pipeline->fsdps[run.task->chunk];
+    int ahead = run.task->part == DTRAIN_PART_FORWARD;
+    dtrain_status status = dtrain__pipe_post(pipeline, index);
+    if (status == DTRAIN_OK && run.move->letter >= 0)
+        status = dtrain__pipe_wait(&pipeline->letters[run.move->letter].receiving);
+    if (status == DTRAIN_OK && run.move->after >= 0)
+        status = dtrain__pipe_wait(&pipeline->moves[run.move->after].sending);
+    if (status != DTRAIN_OK)
+        return status;
+    if (ahead)
+        dtrain__pipe_input(pipeline, &run, inputs);
+    int64_t begin = dtrain__os_now_ns();
+    status = ahead ? dtrain__pipe_forward(pipeline, &run, batches != NULL ? batches[run.task->micro_batch] : NULL)
+                   : dtrain__pipe_backward(pipeline, &run);
+    pipeline->stats.computed_ns += dtrain__os_now_ns() - begin;
+    int held = ahead ? dtrain__pipe_held(pipeline) : 0;
+    pipeline->stats.peak = held > pipeline->stats.peak ? held : pipeline->stats.peak;
+    if (status != DTRAIN_OK || run.move->to < 0)
+        return status;
+    const dtrain_tensor *shape = ahead ? &pipeline->outputs[run.cell] : &run.out;
+    return dtrain_send_async(pipeline->group, run.out.data, shape->count, shape->dtype, run.move->to,
+                             &run.move->sending);
+}
+
+DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,
+                                              void *const *batches)
+{
+    int64_t begin = dtrain__os_now_ns();
+    dtrain_status status = dtrain__pipe_enter(pipeline, "dtrain_pipeline_step");
+    if (status != DTRAIN_OK)
+        return status;
+    if (!pipeline->agreed)
+        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
+                            "dtrain_pipeline_step: the shapes of micro-batches are not known on rank %d: call "
+                            "dtrain_pipeline_agree first",
+                            pipeline->rank);
+    memset(&pipeline->stats, 0, sizeof pipeline->stats);
+    pipeline->posted = 0;
+    for (size_t t = 0; status == DTRAIN_OK && t < pipeline->task_count; t++)
+        status = dtrain__pipe_task(pipeline, t, inputs, batches);
+    if (status == DTRAIN_OK)
+        status = dtrain__pipe_settle(pipeline);
+    status = status == DTRAIN_OK ? dtrain__pipe_verdict(pipeline, 1) : dtrain__pipe_break(pipeline, status);
+    dtrain_pipeline_stats *stats = &pipeline->stats;
+    stats->step_ns = dtrain__os_now_ns() - begin;
+    if (stats->step_ns > 0)
+        stats->bubble = 1.0 - (double)stats->computed_ns / (double)stats->step_ns;
+    return status;
+}
+
+/* ---- evaluation ---- */
+
+/* Receives a stage's input, which says its shape first; without dtype where a rank before could not make it. */
+static dtrain_status dtrain__pipe_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
+{
+    uint64_t words[DTRAIN__PIPE_WORDS];
+    int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
+    dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPE_WORDS, DTRAIN_U64, before);
+    if (status != DTRAIN_OK || !dtrain__pipe_read_shape(words, input))
+        return status;
+    if (pipeline->evaluated_bytes < input->bytes || pipeline->evaluated == NULL) {
+        dtrain__free(pipeline->allocator, pipeline->evaluated, pipeline->evaluated_bytes);
+        pipeline->evaluated_bytes = 0;
+        pipeline->evaluated = (unsigned char *)dtrain__alloc(pipeline->allocator, input->bytes);
+        if (pipeline->evaluated == NULL)
+            return dtrain__fail(&pipeline->error, DTRAIN_ERR_MEMORY, "no memory for %s to evaluate",
+                                dtrain__tensor_text(input).text);
+        pipeline->evaluated_bytes = input->bytes;
+    }
+    input->data = pipeline->evaluated;
+    return dtrain_recv(pipeline->group, input->data, input->count, input->dtype, before);
+}
+
+static dtrain_status dtrain__pipe_evaluate_send(dtrain_pipeline *pipeline, const dtrain_tensor *output)
+{
+    uint64_t words[DTRAIN__PIPE_WORDS];
+    int after = (pipeline->rank + 1) % pipeline->ranks;
+    dtrain__pipe_write_shape(words, output);
+    dtrain_status status = dtrain_send(pipeline->group, words, DTRAIN__PIPE_WORDS, DTRAIN_U64, after);
+    if (status != DTRAIN_OK || output->dtype == 0)
+        return status;
+    return dtrain_send(pipeline->group, output->data, output->count, output->dtype, after);
+}
+
+/* Runs one stage; output is without dtype where it could not be made. */
+static dtrain_status dtrain__pipe_evaluate_stage(dtrain_pipeline *pipeline, int chunk, const dtrain_tensor *input,
+                                                 void *batch, dtrain_tensor *output)
+{
+    dtrain_module *module = pipeline->modules[chunk];
+    dtrain_fsdp *fsdp = pipeline->fsdps[chunk];
+    dtrain_status status = DTRAIN_OK;
+    memset(output, 0, sizeof *output);
+    if (input->dtype != 0)
+        status = dtrain_fsdp_forward(fsdp, module, DTRAIN_EVALUATE, input, batch, output);
+    else if (fsdp != NULL)
+        status = dtrain__module_forward_blank(fsdp, module, DTRAIN_EVALUATE);
+    if (fsdp != NULL && fsdp->broken.status != DTRAIN_OK)
+        return dtrain__report(&fsdp->broken);
+    if (status == DTRAIN_OK)
+        return status;
+    dtrain__pipe_note_down(pipeline, status, module->error.text);
+    memset(output, 0, sizeof *output);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, const dtrain_tensor *input, void *batch,
+                                                  dtrain_tensor *output)
+{
+    dtrain_tensor in, out;
+    dtrain_status status = dtrain__pipe_enter(pipeline, "dtrain_pipeline_evaluate");
+    if (output != NULL)
+        memset(output, 0, sizeof *output);
+    if (status != DTRAIN_OK)
+        return status;
+    int last = pipeline->rank == pipeline->ranks - 1;
+    memset(&out, 0, sizeof out);
+    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
+        in = out;
+        if (c == 0 && pipeline->rank == 0) {
+            if (input == NULL ||
+                dtrain_tensor_view(&in, input->dtype, input->ndim, input->shape, input->data) != DTRAIN_OK) {
+                dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID,
+                                       input == NULL ? "input is NULL on rank 0" : dtrain_last_error());
+                memset(&in, 0, sizeof in);
+            }
+        } else if (pipeline->ranks > 1) {
+            status = dtrain__pipe_evaluate_receive(pipeline, &in);
+        }
+        if (status == DTRAIN_OK)
+            status = dtrain__pipe_evaluate_stage(pipeline, c, &in, batch, &out);
+        if (status == DTRAIN_OK && pipeline->ranks > 1 && !(last && c == pipeline->chunks - 1))
+            status = dtrain__pipe_evaluate_send(pipeline, &out);
+    }
+    status = status == DTRAIN_OK ? dtrain__pipe_verdict(pipeline, 0) : dtrain__pipe_break(pipeline, status);
+    if (status == DTRAIN_OK && last && output != NULL)
+        *output = out;
+    return status;
+}
+
+#endif
+
+/* ---- >>pipeline-create ----
+ * Makes and frees a rank's end of a pipeline. */
+#ifndef DTRAIN__PIPELINE_CREATE
+#define DTRAIN__PIPELINE_CREATE
+
+static dtrain_status dtrain__pipe_check(dtrain_comm *group, const dtrain_pipeline_desc *desc, int chunks)
+{
+    for (int c = 0; group != NULL && desc != NULL && desc->modules != NULL && c < chunks; c++)
+        if (desc->modules[c] == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "dtrain_pipeline_create: the module of chunk %d is NULL: each of the %d chunks of a "
+                                "rank needs one",
+                                c, chunks);
+    if (group == NULL || desc == NULL || desc->modules == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_pipeline_create: %s is NULL: expected a group, and a desc with a module a chunk",
+                            group == NULL  ? "group"
+                            : desc == NULL ? "desc"
+                                           : "modules");
+    return DTRAIN_OK;
+}
+
+/* Every array but what travels, whose size is not known yet. */
+static int dtrain__pipe_allocate(dtrain_pipeline *pipeline)
+{
+    dtrain_allocator *memory = pipeline->allocator;
+    size_t chunks = (size_t)pipeline->chunks, micro = (size_t)pipeline->micro_batches, cells = chunks * micro;
+    pipeline->modules = (dtrain_module **)dtrain__alloc(memory, chunks * sizeof *pipeline->modules);
+    pipeline->fsdps = (dtrain_fsdp **)dtrain__alloc(memory, chunks * sizeof *pipeline->fsdps);
+    pipeline->moves = (dtrain__pipe_move *)dtrain__alloc(memory, pipeline->task_count * sizeof *pipeline->moves);
+    pipeline->letters = (dtrain__pipe_letter *)dtrain__alloc(memory, 2 * cells * sizeof *pipeline->letters);
+    pipeline->places = (int *)dtrain__alloc(memory, cells * sizeof *pipeline->places);
+    pipeline->inputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->inputs);
+    pipeline->outputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->outputs);
+    pipeline->shapes = (uint64_t *)dtrain__alloc(memory, micro * DTRAIN__PIPE_WORDS * sizeof *pipeline->shapes);
+    pipeline->notes = (dtrain__pipe_note *)dtrain__alloc(memory, (size_t)pipeline->ranks * sizeof *pipeline->notes);
+    return pipeline->modules != NULL && pipeline->fsdps != NULL && pipeline->moves != NULL &&
+           pipeline->letters != NULL && pipeline->places != NULL && pipeline->inputs != NULL &&
+           pipeline->outputs != NULL && pipeline->shapes != NULL && pipeline->notes != NULL;
+}
+
+static dtrain_status dtrain__pipe_make_route(dtrain_pipeline *pipeline)
+{
+    dtrain__pipe_maker maker;
+    memset(&maker, 0, sizeof maker);
+    maker.pipeline = pipeline;
+    maker.cells = (size_t)pipeline->chunks * (size_t)pipeline->micro_batches;
+    size_t words = (DTRAIN__PIPELINE_WAYS + 4) * maker.cells + pipeline->task_count, busy = 4 * maker.cells + 1;
+    size_t *block = (size_t *)dtrain__alloc(pipeline->allocator, words * sizeof *block);
+    maker.busy = (char *)dtrain__alloc(pipeline->allocator, busy);
+    maker.tasks = block;
+    maker.arrives = block != NULL ? block + DTRAIN__PIPELINE_WAYS * maker.cells : NULL;
+    maker.known = block != NULL ? maker.arrives + 4 * maker.cells : NULL;
+    dtrain_status status = block != NULL && maker.busy != NULL
+                               ? dtrain__pipe_route(&maker)
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                              "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
+    dtrain__free(pipeline->allocator, block, words * sizeof *block);
+    dtrain__free(pipeline->allocator, maker.busy, busy);
+    return status;
+}
+
+/* Fills a pipeline in whose plan is there. */
+static dtrain_status dtrain__pipe_fill(dtrain_pipeline *pipeline, dtrain_comm *group, const dtrain_pipeline_desc *desc)
+{
+    const dtrain_pipeline_plan *plan = pipeline->plan;
+    pipeline->group = group;
+    pipeline->rank = dtrain_comm_rank(group);
+    pipeline->ranks = plan->desc.ranks;
+    pipeline->chunks = plan->desc.chunks;
+    pipeline->micro_batches = plan->desc.micro_batches;
+    pipeline->task_count = plan->rank_tasks;
+    pipeline->tasks = plan->tasks + (size_t)pipeline->rank * plan->rank_tasks;
+    if (!dtrain__pipe_allocate(pipeline))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu tasks",
+                            pipeline->task_count);
+    dtrain_status status = dtrain__pipe_check(group, desc, pipeline->chunks);
+    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
+        pipeline->modules[c] = desc->modules[c];
+        pipeline->fsdps[c] = desc->fsdps != NULL ? desc->fsdps[c] : NULL;
+    }
+    return status == DTRAIN_OK ? dtrain__pipe_make_route(pipeline) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtrain_comm *group,
+                                                const dtrain_pipeline_desc *desc)
+{
+    dtrain_pipeline_plan_desc plan;
+    dtrain_allocator own;
+    memset(&own, 0, sizeof own);
+    memset(&plan, 0, sizeof plan);
+    if (pipeline == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_pipeline_create: pipeline is NULL: nowhere to put it");
+    *pipeline = NULL;
+    dtrain_status status = dtrain__pipe_check(group, desc, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_allocator *memory = desc->allocator != NULL ? desc->allocator : &own;
+    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__alloc(memory, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu bytes", sizeof *made);
+    made->own = own;
+    made->allocator = memory == &own ? &made->own : memory;
+    plan.schedule = desc->schedule;
+    plan.ranks = dtrain_comm_size(group);
+    plan.micro_batches = desc->micro_batches;
+    plan.chunks = desc->chunks;
+    status = dtrain_pipeline_plan_create(&made->plan, &plan, made->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__pipe_fill(made, group, desc);
+    if (status == DTRAIN_OK)
+        *pipeline = made;
+    else
+        dtrain_pipeline_destroy(made);
+    return status;
+}
+
+DTRAIN_API const dtrain_pipeline_plan *dtrain_pipeline_get_plan(const dtrain_pipeline *pipeline)
+{
+    return pipeline != NULL ? pipeline->plan : NULL;
+}
+
+DTRAIN_API dtrain_pipeline_stats dtrain_pipeline_get_stats(const dtrain_pipeline *pipeline)
+{
+    dtrain_pipeline_stats none;
+    memset(&none, 0, sizeof none);
+    return pipeline != NULL ? pipeline->stats : none;
+}
+
+DTRAIN_API const char *dtrain_pipeline_error(const dtrain_pipeline *pipeline)
+{
+    return pipeline != NULL ? pipeline->error.text : "";
+}
+
+DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
+{
+    if (pipeline == NULL)
+        return;
+    dtrain_allocator *memory = pipeline->allocator, last;
+    size_t chunks = (size_t)pipeline->chunks, micro = (size_t)pipeline->micro_batches, cells = chunks * micro;
+    dtrain__free(memory, pipeline->modules, chunks * sizeof *pipeline->modules);
+    dtrain__free(memory, pipeline->fsdps, chunks * sizeof *pipeline->fsdps);
+    dtrain__free(memory, pipeline->moves, pipeline->task_count * sizeof *pipeline->moves);
+    dtrain__free(memory, pipeline->letters, 2 * cells * sizeof *pipeline->letters);
+    dtrain__free(memory, pipeline->places, cells * sizeof *pipeline->places);
+    dtrain__free(memory, pipeline->inputs, cells * sizeof *pipeline->inputs);
+    dtrain__free(memory, pipeline->outputs, cells * sizeof *pipeline->outputs);
+    dtrain__free(memory, pipeline->shapes, micro * DTRAIN__PIPE_WORDS * sizeof *pipeline->shapes);
+    dtrain__free(memory, pipeline->notes, (size_t)pipeline->ranks * sizeof *pipeline->notes);
+    dtrain__free(memory, pipeline->memory, pipeline->memory_bytes);
+    dtrain__free(memory, pipeline->evaluated, pipeline->evaluated_bytes);
+    dtrain_pipeline_plan_destroy(pipeline->plan);
+    last = pipeline->own;
+    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline, sizeof *pipeline);
 }
 
 #endif

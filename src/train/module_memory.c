@@ -48,9 +48,11 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
 {
     int steps = run->fsdp != NULL && run->context.micro_batch != DTRAIN_EVALUATE;
     run->place->failed = status;
-    dtrain__fail(&run->module->error, status, "%s on rank %d: %s%s", run->call,
-                 run->fsdp != NULL ? dtrain__fsdp_rank(run->fsdp) : 0, why,
-                 steps ? ": the step will be dropped on all ranks" : "");
+    if (run->fsdp != NULL)
+        dtrain__fail(&run->module->error, status, "%s on rank %d: %s%s", run->call, dtrain__fsdp_rank(run->fsdp), why,
+                     steps ? ": the step will be dropped on all ranks" : "");
+    else
+        dtrain__fail(&run->module->error, status, "%s: %s", run->call, why);
     if (steps)
         dtrain_fsdp_fail(run->fsdp, why);
 }

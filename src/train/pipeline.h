@@ -1,10 +1,22 @@
 /* ---- >>pipeline ----
  * Pipelines: layers cut into stages, one or more a rank, through which a step's micro-batches go one after the other.
  * What each rank does, in which order, is planned before anything runs, and can be looked at: how long ranks idle, how
- * many micro-batches they hold. */
+ * many micro-batches they hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
+ *
+ *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
+ *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
+ *     for (...) {
+ *         DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, micro_batches, weight));
+ *         DTRAIN_CHECK(dtrain_pipeline_step(pipeline, rank == 0 ? inputs : NULL, batches));
+ *         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *     }
+ *
+ * Gradients have the same bits under every schedule and on any number of ranks: each stage adds micro-batches up in
+ * the order of their numbers. */
 #ifndef DTRAIN__PIPELINE_H
 #define DTRAIN__PIPELINE_H
-#include "../base/base.h"
+#include "module.h"
+#include "../comm/comm.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -123,6 +135,107 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *p
  *
  * one thread per object */
 DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan);
+
+/* One rank's end of a pipeline. */
+typedef struct dtrain_pipeline dtrain_pipeline;
+
+/* What a pipeline runs; the same numbers on every rank. Zero means the default. */
+typedef struct dtrain_pipeline_desc {
+    dtrain_pipeline_schedule schedule; /* 0: 1F1B */
+    int micro_batches;                 /* of a step; 0: 1; fewer than ranks is legal */
+    int chunks;                        /* a rank; 0: 1, interleaved 2. Others than interleaved have 1 */
+    dtrain_module *const *modules;     /* of each chunk: chunk c of rank r is stage c * ranks + r. The last stage's last
+                                        * layer is the loss. As many micro-batches in flight as the plan has of the
+                                        * chunk at once; plan.peak of the rank is always enough */
+    dtrain_fsdp *const *fsdps;         /* of each chunk, over the ranks that hold the same stage of several pipelines;
+                                        * NULL, or NULL in it: parameters are in memory of the table's */
+    dtrain_allocator *allocator;       /* must outlive the pipeline; NULL: the C library */
+} dtrain_pipeline_desc;
+
+/* Makes this rank's end of a pipeline over a group; nothing is communicated.
+ *
+ *   group    the ranks in the order of their stages; one rank is legal. It must outlive the pipeline, which sends by it
+ *            during its own calls alone
+ *   desc     modules and fsdps must outlive the pipeline; the arrays are copied
+ *   errors   DTRAIN_ERR_INVALID  no group, desc or module; a module for fewer micro-batches than the plan holds, with
+ *                                what it needs; those of dtrain_pipeline_plan_create
+ *            DTRAIN_ERR_MEMORY
+ *
+ * any thread */
+DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtrain_comm *group,
+                                                const dtrain_pipeline_desc *desc);
+
+/* Tells every stage the shapes of a step's micro-batches, and takes the memory for what will travel. Before the first
+ * step, and again whenever shapes change.
+ *
+ *   inputs   as many as micro-batches, of the first stage: dtype and shape are read, data is not. They may differ among
+ *            each other. Read on rank 0; NULL elsewhere
+ *   errors   on every rank: DTRAIN_ERR_MISMATCH  ranks have other schedules, micro-batches or chunks
+ *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a layer's shape that fails, no
+ * memory; the text has the rank and why. It can be called again those of dtrain_send and dtrain_recv: the pipeline is
+ * broken
+ *
+ * collective: every rank of group, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs);
+
+/* Makes one step's forward and backward passes in the order of the plan. Gradients are left where dtrain_fsdp_backward
+ * leaves them; a step of FSDP is opened and ended by the caller.
+ *
+ * Activations and their gradients are received while the task before is computed. A callback that fails keeps nobody
+ * waiting: from then on its rank passes zeros on, takes part in what its FSDP gathers and reduces, and leaves out
+ * callbacks where there is no FSDP. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP the step is ended all
+ * the same by dtrain_fsdp_step, which drops it on every rank, those of other pipelines included.
+ *
+ *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
+ *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
+ *   errors    on every rank: DTRAIN_ERR_ABORTED  a callback or its rank failed; the text has the rank, the layer and
+ * its status DTRAIN_ERR_INVALID  dtrain_pipeline_agree has not been called DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and
+ * others of group or of an FSDP: the pipeline, group and the fsdps are broken, so that no rank of any of them waits for
+ * this one
+ *
+ * collective: every rank of group, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,
+                                              void *const *batches);
+
+/* Runs one input forward through all stages; no backward follows, and a step is not disturbed.
+ *
+ *   input    of any shape; read on rank 0; NULL elsewhere
+ *   batch    handed to this rank's callbacks; may be NULL
+ *   output   out: of the last stage, on the last rank; good until the next call of this kind. Elsewhere and on an error
+ *            without dtype, shape and data; may be NULL there
+ *   errors   as dtrain_pipeline_step; needs no dtrain_pipeline_agree, and lets no step of FSDP fail
+ *
+ * collective: every rank of group, same order; blocks up to timeout_ms a message */
+DTRAIN_API dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, const dtrain_tensor *input, void *batch,
+                                                  dtrain_tensor *output);
+
+/* Returns the plan that is run, with all times equal; NULL for NULL.
+ *
+ * one thread per object */
+DTRAIN_API const dtrain_pipeline_plan *dtrain_pipeline_get_plan(const dtrain_pipeline *pipeline);
+
+/* What the last step was on this rank. */
+typedef struct dtrain_pipeline_stats {
+    int64_t step_ns;     /* the call, to the end of the slowest rank */
+    int64_t computed_ns; /* of it in modules, and what these waited for FSDP */
+    double bubble;       /* the share that was neither */
+    int peak;            /* chunks of micro-batches that were held at once, at most */
+} dtrain_pipeline_stats;
+
+/* Returns the figures of the last step; zeros before the first, and for NULL.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_pipeline_stats dtrain_pipeline_get_stats(const dtrain_pipeline *pipeline);
+
+/* Returns the text of the last error; empty before the first, never NULL.
+ *
+ * one thread per object */
+DTRAIN_API const char *dtrain_pipeline_error(const dtrain_pipeline *pipeline);
+
+/* Frees this end; NULL is legal. Group, modules and fsdps stay.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline);
 
 #ifdef __cplusplus
 }
