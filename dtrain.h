@@ -21,7 +21,7 @@
  *     >>local-sgd    local SGD and DiLoCo: many steps alone, then a round with whoever is there
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
- *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn
+ *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn, run over modules
  *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from
@@ -26359,7 +26359,11 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
         return;
     }
     dtrain__module_lay_out_kept(run, &need);
-    memset(place->kept, 0, need);
+    for (size_t i = 0; i < run->module->use_count; i++) {
+        float *added = run->module->addresses[2 * run->module->use_count + i];
+        if (added != NULL && run->module->uses[i].twin == i)
+            memset(added, 0, run->module->uses[i].count * sizeof(float));
+    }
 }
 
 /* Adds what a layer's parameters got in the first half to their gradients. */

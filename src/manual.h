@@ -21,7 +21,7 @@
  *     >>local-sgd    local SGD and DiLoCo: many steps alone, then a round with whoever is there
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
- *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn
+ *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn, run over modules
  *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from

@@ -82,7 +82,7 @@ TEST(halves_and_recomputed_layers_give_the_bits_of_whole_passes)
                 CHECK_EQ(m->users[FIRST].backwards, MICRO);
                 model_destroy(m);
             }
-    variant_create(1, 0, 0, 1);
+    variant.apart = variant.recompute = 0;
     model_destroy(reference);
 }
 

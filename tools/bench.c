@@ -11,7 +11,7 @@
  *                and link_int8, an aggregation over links of 100 Mbit/s, whose limit is the one that is not compressed;
  *                tools/bench_files.h: file_open, file_header, file_read, file_save, file_load (safetensors files);
  *                tools/bench_checkpoint.h: save_async (how long it holds the caller up, beside one memcpy of the
- *                state), reload
+ *                state), reload; tools/bench_pipeline.h: pipeline_bubble, the share of a step in which ranks idle
  *   ranks=2      threads that take part
  *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
@@ -27,6 +27,7 @@
  *   strategy=full | grad | none | hybrid: fsdp; hybrid has two nodes
  *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run; width: also tp_overlap's
  *   work=100     fsdp: computation in % of communication
+ *   schedule=1f1b | gpipe | interleaved | zb_h1, micro=8, chunks=1 (interleaved 2): pipeline_bubble, which has 4 ranks
  *   sleep=0      1: fsdp and tp_overlap compute as a device would, while the processors idle
  *
  * Prints op transport ranks bytes us algbw_GBps limit_GBps of_limit; algbw is bytes / us, of_limit the median of
@@ -107,6 +108,7 @@ typedef enum bench_op {
     RING,
     FSDP,
     TP_OVERLAP,
+    PIPELINE_BUBBLE,
     GEMM,
     ADAMW,
     TOPK,
@@ -126,10 +128,10 @@ typedef enum bench_op {
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {
-    "all_reduce",  "reduce_scatter", "all_gather", "broadcast",   "reduce",     "all_to_all", "fused",
-    "barrier",     "ring",           "fsdp",       "tp_overlap",  "gemm",       "adamw",      "topk",
-    "topk_add",    "sparse_add",     "int8_pack",  "int8_unpack", "link_topk",  "link_int8",  "file_open",
-    "file_header", "file_read",      "file_save",  "file_load",   "save_async", "reload"};
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast",  "reduce",          "all_to_all", "fused",
+    "barrier",    "ring",           "fsdp",       "tp_overlap", "pipeline_bubble", "gemm",       "adamw",
+    "topk",       "topk_add",       "sparse_add", "int8_pack",  "int8_unpack",     "link_topk",  "link_int8",
+    "file_open",  "file_header",    "file_read",  "file_save",  "file_load",       "save_async", "reload"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -157,6 +159,8 @@ typedef struct bench {
     int strategy, sleep; /* from here on: of fsdp */
     size_t layers, width, work, steps;
     double step_us[3][BENCH_RUNS], step_cpu[3][BENCH_RUNS], comm_us, hidden;
+    int micro, chunks; /* of pipeline_bubble, as the next */
+    dtrain_pipeline_schedule schedule;
 } bench;
 
 static int bench_sleeps; /* products only take their time, BENCH_SLEEP_FLOPS operations a nanosecond */
@@ -633,6 +637,7 @@ static int bench_adam_run(bench *b)
 
 #include "bench_files.h"
 #include "bench_checkpoint.h"
+#include "bench_pipeline.h"
 
 static int bench_complain(const char *what, const char *why)
 {
@@ -653,12 +658,12 @@ static int bench_key(bench *b, const char *argument)
 {
     const char *value = strchr(argument, '=');
     size_t length = value != NULL ? (size_t)(value - argument) : 0, number = 0, k;
-    static const char *const keys[] = {"ranks", "runs",   "huge",  "bytes", "size",  "count", "chunk",
-                                       "pin",   "layers", "width", "work",  "steps", "sleep"};
-    static const size_t least[] = {1, 7, 0, 0, 1, 0, 1024, 0, 2, 1, 0, 1, 0};
+    static const char *const keys[] = {"ranks",  "runs",  "huge", "bytes", "size",  "count", "chunk", "pin",
+                                       "layers", "width", "work", "steps", "sleep", "micro", "chunks"};
+    static const size_t least[] = {1, 7, 0, 0, 1, 0, 1024, 0, 2, 1, 0, 1, 0, 1, 0};
     static const size_t most[] = {
         BENCH_RANKS, BENCH_RUNS, 1,     (size_t)1 << 40, 1000000, (size_t)1 << 38, (size_t)1 << 30, 1,
-        1000,        32768,      10000, 10000,           1};
+        1000,        32768,      10000, 10000,           1,       BENCH_RANKS,     PIPELINE_CHUNKS};
     if (value == NULL)
         return 0;
     value++;
@@ -674,6 +679,13 @@ static int bench_key(bench *b, const char *argument)
                 return 1;
         return 0;
     }
+    if (strncmp(argument, "schedule=", 9) == 0) {
+        b->schedule = DTRAIN_PIPELINE_DEFAULT;
+        for (k = 0; k < 4; k++)
+            if (strcmp(value, pipeline_names[k]) == 0)
+                b->schedule = (dtrain_pipeline_schedule)(DTRAIN_PIPELINE_GPIPE + k);
+        return b->schedule != DTRAIN_PIPELINE_DEFAULT;
+    }
     if (strncmp(argument, "against=", 8) == 0) {
         b->against_ring = strcmp(value, "ring") == 0;
         return b->against_ring || strcmp(value, "limit") == 0;
@@ -685,10 +697,10 @@ static int bench_key(bench *b, const char *argument)
     }
     if (strncmp(argument, "algorithm=", 10) == 0)
         return dtrain__plan_named(value, strlen(value), &b->algorithm);
-    for (k = 0; k < 13; k++)
+    for (k = 0; k < 15; k++)
         if (strlen(keys[k]) == length && strncmp(argument, keys[k], length) == 0)
             break;
-    if (k == 13 || !bench_number(value, least[k], most[k], &number))
+    if (k == 15 || !bench_number(value, least[k], most[k], &number))
         return 0;
     switch (k) {
     case 0: b->ranks = (int)number; break;
@@ -703,6 +715,8 @@ static int bench_key(bench *b, const char *argument)
     case 9: b->width = number; break;
     case 10: b->work = number; break;
     case 11: b->steps = number; break;
+    case 13: b->micro = (int)number; break;
+    case 14: b->chunks = (int)number; break;
     default: b->sleep = (int)number; break;
     }
     return 1;
@@ -721,7 +735,7 @@ int main(int argc, char **argv)
         return bench_complain(argv[1], "is no operation");
     b.op = (bench_op)op;
     int links = op == LINK_TOPK || op == LINK_INT8;
-    b.ranks = links ? 4 : op >= ADAMW ? 1 : 2;
+    b.ranks = links || op == PIPELINE_BUBBLE ? 4 : op >= ADAMW ? 1 : 2;
     b.runs = 11;
     b.ratio = 0.01;
     b.bytes = op >= SAVE_ASYNC  ? (size_t)256 << 20
@@ -737,6 +751,8 @@ int main(int argc, char **argv)
     b.width = 512;
     b.work = 100;
     b.steps = 1;
+    b.micro = 8;
+    b.schedule = DTRAIN_PIPELINE_1F1B;
     for (int i = 2; i < argc; i++)
         if (!bench_key(&b, argv[i]))
             return bench_complain(argv[i], "is unknown or out of range");
@@ -755,6 +771,8 @@ int main(int argc, char **argv)
         return op == GEMM ? bench_gemm(&b) : bench_adam_run(&b);
     if (op >= TOPK)
         return links ? compress_links(&b) : compress_alone(&b);
+    if (op == PIPELINE_BUBBLE)
+        return pipeline_run(&b);
     if (b.transport == SLOW)
         return fsdp_slow_threads(&b);
     return b.transport != THREADS && b.ranks > 1 ? bench_processes(&b) : bench_collective(&b);

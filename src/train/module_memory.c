@@ -203,7 +203,11 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
         return;
     }
     dtrain__module_lay_out_kept(run, &need);
-    memset(place->kept, 0, need);
+    for (size_t i = 0; i < run->module->use_count; i++) {
+        float *added = run->module->addresses[2 * run->module->use_count + i];
+        if (added != NULL && run->module->uses[i].twin == i)
+            memset(added, 0, run->module->uses[i].count * sizeof(float));
+    }
 }
 
 /* Adds what a layer's parameters got in the first half to their gradients. */
