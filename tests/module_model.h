@@ -418,7 +418,8 @@ __attribute__((unused)) static dtrain_fsdp *fsdp_create(dtrain_comm *world, mode
 }
 
 /* Runs body under every strategy on 1 to 4 ranks. */
-static void under_every_strategy(dtrain_status (*body)(dtrain_comm *world, void *user), run *r, int least_ranks)
+__attribute__((unused)) static void under_every_strategy(dtrain_status (*body)(dtrain_comm *world, void *user), run *r,
+                                                         int least_ranks)
 {
     for (int ranks = least_ranks; ranks <= 4; ranks++)
         for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_HYBRID_SHARD; strategy++) {

@@ -86,6 +86,49 @@ TEST(halves_and_recomputed_layers_give_the_bits_of_whole_passes)
     model_destroy(reference);
 }
 
+/* The first linear layer alone, whose weights wait for the second half: what it is given for its output is gone then.
+ */
+TEST(the_gradient_that_a_module_is_given_is_kept_for_the_second_half)
+{
+    static const char *const names[] = {"w_in", "b_in"};
+    float sums[2][IN * HIDDEN + HIDDEN], d[2][ROWS * HIDDEN];
+    model *m = (model *)calloc(1, sizeof *m);
+    dtrain_param table[2] = {table_of_model[W_IN], table_of_model[B_IN]};
+    dtrain_module_desc desc = {2, NULL};
+    dtrain_tensor output, d_output;
+    linear_init(m, FIRST, "first", names, 0, IN, HIDDEN);
+    for (size_t e = 0; e < WEIGHTS; e++)
+        m->weights[e] = weight(e);
+    for (int halves = 0; halves < 2; halves++) {
+        batch b;
+        memset(sums[halves], 0, sizeof sums[halves]);
+        table[0].unit = table[1].unit = 0;
+        table[0].data = m->weights;
+        table[1].data = m->weights + IN * HIDDEN;
+        table[0].grad = sums[halves];
+        table[1].grad = sums[halves] + IN * HIDDEN;
+        CHECK_EQ(dtrain_module_create(&m->module, &m->layers[FIRST], 1, table, 2, &desc), DTRAIN_OK);
+        for (int j = 0; j < 2; j++) {
+            for (size_t i = 0; i < ROWS * HIDDEN; i++)
+                d[j][i] = dtrain_random_normal(20 + (uint64_t)j, i);
+            batch_init(&b, j);
+            CHECK_EQ(dtrain_fsdp_forward(NULL, m->module, j, &b.input, NULL, &output), DTRAIN_OK);
+            dtrain_tensor_view(&d_output, DTRAIN_F32, 2, output.shape, d[j]);
+            if (halves)
+                CHECK_EQ(dtrain_fsdp_backward_input(NULL, m->module, j, &d_output, NULL), DTRAIN_OK);
+            else
+                CHECK_EQ(dtrain_fsdp_backward(NULL, m->module, j, &d_output, NULL), DTRAIN_OK);
+            memset(d[j], 0x55, sizeof d[j]);
+        }
+        for (int j = 0; halves && j < 2; j++)
+            CHECK_EQ(dtrain_fsdp_backward_weights(NULL, m->module, j), DTRAIN_OK);
+        dtrain_module_destroy(m->module);
+    }
+    CHECK(memcmp(sums[0], sums[1], sizeof sums[0]) == 0);
+    CHECK(sums[0][0] != 0.0f);
+    free(m);
+}
+
 /* ---- over ranks ---- */
 
 static float tree(const float *x, int n)

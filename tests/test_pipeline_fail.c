@@ -4,6 +4,7 @@
 #include "test.h"
 #include "processes.h"
 #include "pipeline_model.h"
+#include <sys/mman.h>
 
 /* ---- callbacks ---- */
 
@@ -369,6 +370,8 @@ typedef struct victim {
     const char *in;
 } victim;
 
+static int
+    *told; /* of all processes: how many survivors know; none leaves before all do, so that none learns by that */
 static const char *dies_in;
 static int dies_after;
 
@@ -412,6 +415,12 @@ static int until_one_dies(dtrain_comm *world, scene *scene_of_test)
     if (status != DTRAIN_ERR_PEER_LOST)
         TEST_FAIL("rank %d ended with %d: %s", rank, (int)status, dtrain_last_error());
     CHECK_CONTAINS(dtrain_last_error(), "rank ");
+    __atomic_add_fetch(told, 1, __ATOMIC_SEQ_CST);
+    for (double until = now_s() + 30; __atomic_load_n(told, __ATOMIC_SEQ_CST) < scene_of_test->ranks - 1;) {
+        if (now_s() > until)
+            return 1;
+        usleep(1000);
+    }
     CHECK_EQ(rank_step(r), DTRAIN_ERR_PEER_LOST);
     CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->inputs, NULL, NULL), DTRAIN_ERR_PEER_LOST);
     rank_destroy(r);
@@ -428,10 +437,13 @@ static void one_dies(victim v, int ranks)
     scene_begin(&s, ranks, 1);
     s.desc.timeout_ms = 60000;
     s.user = &v;
+    told = (int *)mmap(NULL, sizeof *told, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(told != MAP_FAILED);
     for (int rank = 0; rank < ranks; rank++)
         pids[rank] = start_rank(&s, rank, until_one_dies);
     for (int rank = 0; rank < ranks; rank++)
         CHECK_EQ(end_of(pids[rank], 40), rank == v.rank ? 128 + SIGKILL : 0);
+    munmap(told, sizeof *told);
     if (test_failures != before)
         TEST_FAIL("rank %d of %d, schedule %d, %s", v.rank, ranks, (int)v.s.schedule, v.in);
 }
