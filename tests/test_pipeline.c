@@ -2,7 +2,7 @@
  * 1 to 9 micro-batches, with FSDP over several pipelines; that model against float64; evaluation; memory. */
 #include "../dtrain.h"
 #include "test.h"
-#include "processes.h"
+#include "worlds.h"
 #include "pipeline_model.h"
 
 /* ---- the reference against float64 ---- */
@@ -278,19 +278,22 @@ TEST(an_evaluation_goes_through_all_stages_and_disturbs_no_step)
 
 /* ---- progress, memory ---- */
 
-static dtrain_status steps_by_poll(dtrain_comm *world, void *user)
+static setting everywhere_setting;
+
+static void steps_of_a_world(dtrain_comm *world)
 {
-    return steps(world, user);
+    CHECK_EQ(steps(world, &everywhere_setting), DTRAIN_OK);
 }
 
-TEST(a_pipeline_needs_no_service_thread)
+TEST(a_pipeline_needs_no_service_thread_and_no_transport_that_has_more_than_send_and_recv)
 {
-    dtrain_comm_desc desc;
-    setting s = {DTRAIN_PIPELINE_INTERLEAVED, 2, 6, 0};
-    memset(&desc, 0, sizeof desc);
-    desc.progress = DTRAIN_PROGRESS_POLL;
+    static const setting some[] = {{DTRAIN_PIPELINE_INTERLEAVED, 2, 4, 0}, {DTRAIN_PIPELINE_ZB_H1, 0, 5, 0}};
     reference_of(1);
-    CHECK_EQ(dtrain_run_threads(3, steps_by_poll, &s, &desc), DTRAIN_OK);
+    for (int i = 0; i < 2; i++)
+        for (int ranks = 2; ranks <= 3; ranks++) {
+            everywhere_setting = some[i];
+            everywhere(ranks, steps_of_a_world);
+        }
 }
 
 typedef struct counted {
