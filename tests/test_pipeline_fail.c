@@ -362,6 +362,52 @@ TEST(a_rank_without_memory_is_told_to_all_and_may_try_again)
     CHECK_EQ(dtrain_run_threads(3, lacks_memory, NULL, NULL), DTRAIN_OK);
 }
 
+/* ---- groups that break ---- */
+
+/* How many ranks know that it is over; none leaves before all do, so that none learns by that. 0: not in time. */
+static int all_know(int *know, int ranks)
+{
+    __atomic_add_fetch(know, 1, __ATOMIC_SEQ_CST);
+    for (double until = now_s() + 30; __atomic_load_n(know, __ATOMIC_SEQ_CST) < ranks;) {
+        if (now_s() > until)
+            return 0;
+        usleep(1000);
+    }
+    return 1;
+}
+
+/* One rank aborts the group of its pipeline: the other pipeline is not in it. */
+static dtrain_status aborts(dtrain_comm *world, void *user)
+{
+    static const setting s = {DTRAIN_PIPELINE_1F1B, 0, 4, 0};
+    dtrain_comm *group = NULL, *same = NULL;
+    int rank = dtrain_comm_rank(world);
+    CHECK_EQ(dtrain_comm_split(world, rank % 2, rank, &group), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, rank / 2, rank, &same), DTRAIN_OK);
+    rank_of_pipeline *r = rank_create(group, &s, same, NULL, rank % 2, 2);
+    CHECK_EQ(rank_agree(r), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (rank == 0)
+        CHECK_EQ(dtrain_comm_abort(group, "enough"), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_begin(r->fsdps[0], r->micro, 1), DTRAIN_OK);
+    CHECK_EQ(rank_step(r), DTRAIN_ERR_ABORTED);
+    CHECK_CONTAINS(dtrain_last_error(), "enough");
+    CHECK_EQ(rank_step(r), DTRAIN_ERR_ABORTED);
+    CHECK_EQ(dtrain_fsdp_gather(r->fsdps[0], 0), DTRAIN_ERR_ABORTED);
+    if (!all_know((int *)user, 4))
+        TEST_FAIL("rank %d: others were not told", rank);
+    rank_destroy(r);
+    dtrain_comm_destroy(same);
+    dtrain_comm_destroy(group);
+    return DTRAIN_OK;
+}
+
+TEST(a_pipeline_that_breaks_is_told_to_the_others_by_the_groups_of_fsdp)
+{
+    int know = 0;
+    CHECK_EQ(dtrain_run_threads(4, aborts, &know, NULL), DTRAIN_OK);
+}
+
 /* ---- processes that are killed ---- */
 
 typedef struct victim {
@@ -415,12 +461,8 @@ static int until_one_dies(dtrain_comm *world, scene *scene_of_test)
     if (status != DTRAIN_ERR_PEER_LOST)
         TEST_FAIL("rank %d ended with %d: %s", rank, (int)status, dtrain_last_error());
     CHECK_CONTAINS(dtrain_last_error(), "rank ");
-    __atomic_add_fetch(told, 1, __ATOMIC_SEQ_CST);
-    for (double until = now_s() + 30; __atomic_load_n(told, __ATOMIC_SEQ_CST) < scene_of_test->ranks - 1;) {
-        if (now_s() > until)
-            return 1;
-        usleep(1000);
-    }
+    if (!all_know(told, scene_of_test->ranks - 1))
+        TEST_FAIL("rank %d: others were not told", rank);
     CHECK_EQ(rank_step(r), DTRAIN_ERR_PEER_LOST);
     CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->inputs, NULL, NULL), DTRAIN_ERR_PEER_LOST);
     rank_destroy(r);
