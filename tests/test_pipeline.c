@@ -139,6 +139,35 @@ TEST(every_schedule_on_processes_gives_the_bits_of_one_rank)
     run_schedules(8, 5, 0);
 }
 
+/* Micro-batches 2 and 3 have one and two rows, 0 and 1 three and four. */
+static dtrain_status grows(dtrain_comm *world, void *user)
+{
+    const setting *s = (const setting *)user;
+    rank_of_pipeline *r = rank_create(world, s, NULL, NULL, 2, 1);
+    CHECK_EQ(rank_agree(r), DTRAIN_OK);
+    CHECK_EQ(rank_step(r), DTRAIN_OK);
+    for (int i = 0; i < r->micro; i++) {
+        batch_init(&r->batches[i], i);
+        r->inputs[i] = r->batches[i].input;
+    }
+    CHECK_EQ(rank_agree(r), DTRAIN_OK);
+    rank_clear(r);
+    CHECK_EQ(rank_step(r), DTRAIN_OK);
+    rank_check(r, reference_of(r->micro));
+    rank_destroy(r);
+    return DTRAIN_OK;
+}
+
+TEST(micro_batches_may_grow_when_their_shapes_are_agreed_on_again)
+{
+    for (size_t i = 0; i < sizeof schedules / sizeof schedules[0]; i++)
+        for (int ranks = 1; ranks <= 3; ranks++) {
+            setting s = schedules[i];
+            s.micro = 2;
+            CHECK_EQ(dtrain_run_threads(ranks, grows, &s, NULL), DTRAIN_OK);
+        }
+}
+
 /* ---- with FSDP: several pipelines ---- */
 
 typedef struct mesh {
