@@ -39,6 +39,8 @@ build/slow_link: examples/train_gpt.c
 build/bench: CFLAGS += -fno-math-errno
 build/bench: $(wildcard tools/bench_*.h)
 
+build/plan: $(wildcard tools/plan_*.h) examples/report.h
+
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
@@ -52,6 +54,8 @@ $(test_dir)/libdtrain.a: dtrain.h | $(test_dir)
 
 $(test_dir)/%: tests/%.c $(wildcard tests/*.h) $(test_dir)/libdtrain.a $(wildcard examples/*) | $(test_dir)
 	$(CC) $(subst -O2,-O1,$(test_flags)) -I. $< -o $@ $(test_dir)/libdtrain.a $(LIBS)
+
+$(test_dir)/test_plan: $(wildcard tools/plan_*.h)
 
 test: $(if $(SAN),,all) $(test_programs)
 	@sh tests/run.sh $(test_dir)

@@ -1,0 +1,166 @@
+/* Says how to lay out a training run over its ranks: for every layout of train_gpt --mesh the memory that a rank needs,
+ * the bytes that it sends and the time of a step, and which is the fastest that fits.
+ *
+ * cc -O2 -I. tools/plan.c -o build/plan -lpthread -lm
+ * build/plan --layers 24 --heads 16 --width 2048 --context 1024 --sequences 256 --micro 64 --ranks 16 --bandwidth 12
+ * build/plan --layers 8 --width 512 --ranks 4 --measure
+ *
+ * Layouts are all dp x pp x tp that make up the ranks, FSDP's strategies none, grad and full over dp, and the schedules
+ * gpipe, 1f1b, interleaved and zb over pp. Those that cannot be are named at the end, with why and what would fit. How
+ * memory, bytes and time are found is in tools/plan_model.h; in the table a step is the sum of compute, bubble, tp, pp
+ * and dp. Ends with 0; with 1 when no layout fits; with 2 for a wrong call or what the system refuses. */
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#define REPORT_PROGRAM "plan"
+#include "examples/report.h"
+#include "plan_flags.h"
+#include "plan_measure.h"
+
+static int plan_complain(const char *what)
+{
+    fflush(stdout);
+    fprintf(stderr, "plan: %s\n", what);
+    return 2;
+}
+
+static void plan_print_input(const plan_input *in, int measured)
+{
+    printf("%ld layers, %ld heads, width %ld, context %ld, vocab %ld; %ld sequences a step in %ld micro-batches of "
+           "%ld; %ld ranks\n",
+           in->layers, in->heads, in->width, in->context, in->vocab, in->sequences, in->micro,
+           in->sequences / in->micro, in->ranks);
+    printf("%s: %.4g GFLOP/s, %.4g GB/s copied, %.4g GB/s and %.4g us a link", measured ? "measured" : "given",
+           in->rate * 1e-9, in->copy_rate * 1e-9, in->bandwidth * 1e-9, in->latency * 1e6);
+    if (in->processors > 0)
+        printf(", %ld processors for all", in->processors);
+    if (in->memory > 0)
+        printf("; %.4g GB of memory a rank", in->memory * 1e-9);
+    printf("\n\n%25s %-11s %-8s %41s %8s   %s\n", "", "", "", "MB a rank needs at most", "MB", "ms of a step");
+    printf("%4s %4s %4s  %-10s %-11s %9s %9s %9s %9s %10s %8s %9s %9s %8s %8s %8s %8s %8s\n", "dp", "pp", "tp",
+           "strategy", "schedule", "weights", "gradients", "optimizer", "activ.", "all", "sent", "step", "compute",
+           "bubble", "tp", "pp", "dp", "dp hid.");
+}
+
+static void plan_print_result(const plan_result *r)
+{
+    const plan_memory *m = &r->memory;
+    printf("%4d %4d %4d  %-10s %-11s %9.1f %9.1f %9.1f %9.1f %9.1f%c %8.1f %9.2f %9.2f %8.2f %8.2f %8.2f %8.2f %8.2f\n",
+           r->layout.dp, r->layout.pp, r->layout.tp, plan_strategy_name(&r->layout),
+           r->layout.pp > 1 ? plan_schedule_name(&r->layout) : "-", m->weights * 1e-6, m->gradients * 1e-6,
+           m->optimizer * 1e-6, m->activations * 1e-6, m->all * 1e-6, r->fits ? ' ' : '!', r->sent * 1e-6,
+           r->step * 1e3, r->compute * 1e3, r->bubble * 1e3, r->tp * 1e3, r->pp * 1e3, r->dp * 1e3, r->dp_hidden * 1e3);
+}
+
+/* A line for each layout that cannot be: of those that differ in schedule and strategy alone, of the first. */
+static void plan_print_left_out(const plan_result *results, size_t count)
+{
+    const plan_result *before = NULL;
+    for (size_t i = 0; i < count; i++) {
+        const plan_layout *l = &results[i].layout;
+        if (results[i].why[0] == 0)
+            continue;
+        if (before == NULL || before->layout.dp != l->dp || before->layout.pp != l->pp || before->layout.tp != l->tp ||
+            strcmp(before->why, results[i].why) != 0)
+            printf("left out: dp=%d,pp=%d,tp=%d%s: %s\n", l->dp, l->pp, l->tp, l->chunks > 1 ? " interleaved" : "",
+                   results[i].why);
+        before = &results[i];
+    }
+}
+
+/* Says which layout is the best, or why there is none; gives the exit code. */
+static int plan_print_verdict(const plan_input *in, const plan_result *results, size_t count)
+{
+    const plan_result *least, *best = plan_best(results, count, &least);
+    char flags[200];
+    if (best != NULL) {
+        printf("best: train_gpt --layers %ld --heads %ld --width %ld --context %ld --batch %ld %s\n", in->layers,
+               in->heads, in->width, in->context, in->sequences / in->micro,
+               plan_flags(in, &best->layout, flags, sizeof flags));
+        return 0;
+    }
+    if (least == NULL) {
+        printf("no layout: of %ld ranks none can be, see above\n", in->ranks);
+        return 1;
+    }
+    printf("no layout fits in %.4g GB a rank: the least is %.4g GB, of which %.4g GB weights, %.4g gradients, %.4g "
+           "optimizer, %.4g activations, with %s; more ranks%s would need less\n",
+           in->memory * 1e-9, least->memory.all * 1e-9, least->memory.weights * 1e-9, least->memory.gradients * 1e-9,
+           least->memory.optimizer * 1e-9, least->memory.activations * 1e-9,
+           plan_flags(in, &least->layout, flags, sizeof flags),
+           in->sequences > in->micro ? ", or more and smaller micro-batches," : "");
+    return 1;
+}
+
+static void plan_write_csv(FILE *file, const plan_result *results, size_t count)
+{
+    fprintf(file, "dp,pp,tp,strategy,schedule,chunks,fits,live,weights,gradients,optimizer,activations,other,memory,"
+                  "sent_tp,sent_pp,sent_dp,sent,step_s,compute_s,bubble_s,tp_s,pp_s,dp_s,tp_hidden_s,dp_hidden_s,"
+                  "bubble_share,left_out\n");
+    for (size_t i = 0; i < count; i++) {
+        const plan_result *r = &results[i];
+        const plan_memory *m = &r->memory;
+        fprintf(file, "%d,%d,%d,%s,%s,%d,", r->layout.dp, r->layout.pp, r->layout.tp, plan_strategy_name(&r->layout),
+                plan_schedule_name(&r->layout), r->layout.chunks);
+        if (r->why[0] != 0)
+            fprintf(file, "0,,,,,,,,,,,,,,,,,,,,,\"%s\"\n", r->why);
+        else
+            fprintf(file,
+                    "%d,%d,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.9g,%.9g,%.9g,%.9g,%.9g,%.9g,"
+                    "%.9g,%.9g,%.6f,\n",
+                    r->fits, r->live, m->weights, m->gradients, m->optimizer, m->activations, m->other, m->all,
+                    r->sent_tp, r->sent_pp, r->sent_dp, r->sent, r->step, r->compute, r->bubble, r->tp, r->pp, r->dp,
+                    r->tp_hidden, r->dp_hidden, r->bubble_share);
+    }
+}
+
+/* Prints all layouts; gives the exit code. */
+static int plan_print(const plan_options *options, const plan_result *results, size_t count, report_file *csv)
+{
+    int unfit = 0, code;
+    plan_print_input(&options->in, options->measure);
+    for (size_t i = 0; i < count && results[i].why[0] == 0; i++) {
+        plan_print_result(&results[i]);
+        unfit += !results[i].fits;
+    }
+    printf("%s\n", unfit > 0 ? "!: needs more than the memory of a rank" : "");
+    plan_print_left_out(results, count);
+    code = plan_print_verdict(&options->in, results, count);
+    if (csv->file != NULL) {
+        plan_write_csv(csv->file, results, count);
+        if (report_close(csv) != 0)
+            return 2;
+    }
+    return fflush(stdout) != 0 || ferror(stdout) ? plan_complain("writing the output failed; is the disk full?") : code;
+}
+
+int main(int argc, char **argv)
+{
+    plan_options options;
+    plan_result *results = NULL;
+    report_file csv;
+    size_t count;
+    char why[400];
+    int code = 2;
+    memset(&csv, 0, sizeof csv);
+    if (plan_parse(&options, argc, argv, why, sizeof why) != 0)
+        return plan_complain(why);
+    if (options.help)
+        return plan_help();
+    if (options.csv != NULL && report_open(&csv, options.csv) != 0)
+        return 2;
+    dtrain_status status = options.measure ? plan_measure(&options.in) : DTRAIN_OK;
+    plan_defaults(&options.in);
+    if (status == DTRAIN_OK)
+        status = plan_all(&options.in, &results, &count);
+    if (status == DTRAIN_OK)
+        code = plan_print(&options, results, count, &csv);
+    else if (status == DTRAIN_ERR_MEMORY)
+        plan_complain("there is not enough memory to plan so many ranks and micro-batches");
+    else
+        plan_complain(dtrain_last_error());
+    report_discard(&csv);
+    free(results);
+    return code;
+}

@@ -1,0 +1,163 @@
+/* What this machine can do, for tools/plan.c: matrix products and copies of the model's sizes, on as many threads as
+ * ranks can run at once, and a message between two. The best of several runs, as what disturbs them only takes longer.
+ * Include dtrain.h first. */
+#ifndef PLAN_MEASURE_H
+#define PLAN_MEASURE_H
+
+#include "plan_model.h"
+
+#include <time.h>
+#include <unistd.h>
+
+#define PLAN_RUNS 9
+#define PLAN_RUN_SECONDS 0.01 /* that a run lasts at least */
+
+typedef struct plan_measured {
+    size_t rows, width, wide;                   /* of the products: [rows, width] x [width, wide] */
+    double rate, copy_rate, latency, bandwidth; /* as plan_input; each rank's own, the slowest's */
+} plan_measured;
+
+static inline double plan_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* Memory of one rank: a linear layer's matrices; out has room for two. */
+typedef struct plan_memories {
+    float *in, *weight, *out;
+} plan_memories;
+
+/* A linear layer forward and back: 6 operations for each of rows * width * wide. */
+static inline void plan_products(const plan_measured *m, const plan_memories *a)
+{
+    float *spare = a->out + m->rows * m->wide; /* the inputs stay: numbers neither grow nor vanish */
+    dtrain_sgemm(0, 1, m->rows, m->wide, m->width, 1, a->in, m->width, a->weight, m->width, 0, a->out, m->wide);
+    dtrain_sgemm(0, 0, m->rows, m->width, m->wide, 1, a->out, m->wide, a->weight, m->width, 0, spare, m->width);
+    dtrain_sgemm(1, 0, m->wide, m->width, m->rows, 1e-9f, a->out, m->wide, a->in, m->width, 1, a->weight, m->width);
+}
+
+static inline void plan_copies(const plan_measured *m, const plan_memories *a)
+{
+    volatile float seen;
+    memcpy(a->out, a->out + m->rows * m->wide, m->rows * m->wide * sizeof(float));
+    seen = a->out[0]; /* so that it is not left out */
+    (void)seen;
+}
+
+/* Seconds of one call on the slowest rank while all run; the best run's. */
+static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_measured *m, const plan_memories *a,
+                                              void (*call)(const plan_measured *, const plan_memories *),
+                                              double *seconds)
+{
+    dtrain_status status = DTRAIN_OK;
+    double calls = 1;
+    *seconds = HUGE_VAL;
+    for (int run = -1; run < PLAN_RUNS && status == DTRAIN_OK; run++) {
+        double took = 0;
+        status = dtrain_barrier(world);
+        double begin = plan_now();
+        for (double i = 0; i < calls; i++)
+            call(m, a);
+        took = (plan_now() - begin) / calls;
+        if (status == DTRAIN_OK)
+            status = dtrain_all_reduce(world, &took, &took, 1, DTRAIN_F64, DTRAIN_MAX);
+        if (run < 0) /* warms up, and says how many calls a run has */
+            calls = took * calls < PLAN_RUN_SECONDS ? 1 + (double)(long)(PLAN_RUN_SECONDS / took) : 1;
+        else
+            *seconds = took < *seconds ? took : *seconds;
+    }
+    return status;
+}
+
+static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
+{
+    plan_measured *m = (plan_measured *)user;
+    size_t in = m->rows * m->width, weight = m->width * m->wide, out = 2 * m->rows * m->wide;
+    double products, copies;
+    plan_memories a;
+    a.in = (float *)calloc(in + weight + out, sizeof(float));
+    if (a.in == NULL)
+        return DTRAIN_ERR_MEMORY;
+    for (size_t i = 0; i < in + weight + out; i++) /* pages that are there, numbers that stay small */
+        a.in[i] = 1e-3f;
+    a.weight = a.in + in;
+    a.out = a.weight + weight;
+    dtrain_status status = plan_measure_loop(world, m, &a, plan_copies, &copies);
+    if (status == DTRAIN_OK)
+        status = plan_measure_loop(world, m, &a, plan_products, &products);
+    if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
+        m->rate = 6.0 * (double)m->rows * (double)m->width * (double)m->wide / products;
+        m->copy_rate = 2.0 * (double)(m->rows * m->wide) * (double)sizeof(float) / copies;
+    }
+    free(a.in);
+    return status;
+}
+
+/* Seconds of a message of `bytes` from one rank to the other: half of there and back; the best run's. */
+static inline dtrain_status plan_measure_message(dtrain_comm *world, void *data, size_t bytes, double *seconds)
+{
+    dtrain_status status = DTRAIN_OK;
+    int rank = dtrain_comm_rank(world), turns = bytes < 65536 ? 200 : 8;
+    *seconds = HUGE_VAL;
+    for (int run = -1; run < PLAN_RUNS && status == DTRAIN_OK; run++) {
+        status = dtrain_barrier(world);
+        double begin = plan_now();
+        for (int i = 0; i < 2 * turns && status == DTRAIN_OK; i++)
+            status = i % 2 == rank ? dtrain_send(world, data, bytes, DTRAIN_U8, 1 - rank)
+                                   : dtrain_recv(world, data, bytes, DTRAIN_U8, 1 - rank);
+        double took = (plan_now() - begin) / (2 * turns);
+        *seconds = run >= 0 && took < *seconds ? took : *seconds;
+    }
+    return status;
+}
+
+static inline dtrain_status plan_measure_link(dtrain_comm *world, void *user)
+{
+    plan_measured *m = (plan_measured *)user;
+    size_t bytes = m->rows * m->width * sizeof(float);
+    double small, large, least;
+    bytes = bytes < 262144 ? 262144 : bytes;
+    void *data = calloc(bytes, 1);
+    dtrain_status status = data != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+    if (status == DTRAIN_OK)
+        status = plan_measure_message(world, data, 4, &small);
+    if (status == DTRAIN_OK)
+        status = plan_measure_message(world, data, bytes, &large);
+    if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
+        least = large / 10; /* it moves: where the small one was disturbed, it does not take all of the time */
+        m->latency = small;
+        m->bandwidth = (double)bytes / (large - small > least ? large - small : least);
+    }
+    free(data);
+    return status;
+}
+
+/* Measures what in has at 0 of rate, copy_rate, latency, bandwidth and processors: ranks as threads of this machine.
+ *
+ *   errors   DTRAIN_ERR_MEMORY; those of dtrain_run_threads */
+static inline dtrain_status plan_measure(plan_input *in)
+{
+    long processors = sysconf(_SC_NPROCESSORS_ONLN), threads;
+    plan_measured m;
+    memset(&m, 0, sizeof m);
+    m.rows = (size_t)plan_rows(in);
+    m.width = (size_t)in->width;
+    m.wide = 4 * m.width;
+    processors = in->processors > 0 ? in->processors : processors > 0 ? processors : 1;
+    threads = processors < in->ranks ? processors : in->ranks;
+    dtrain_status status = dtrain_run_threads((int)threads, plan_measure_compute, &m, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain_run_threads(2, plan_measure_link, &m, NULL);
+    if (status != DTRAIN_OK)
+        return status;
+    in->processors = processors;
+    in->rate = in->rate > 0 ? in->rate : m.rate;
+    in->copy_rate = in->copy_rate > 0 ? in->copy_rate : m.copy_rate;
+    in->latency = in->latency > 0 ? in->latency : m.latency;
+    in->bandwidth = in->bandwidth > 0 ? in->bandwidth : m.bandwidth;
+    return DTRAIN_OK;
+}
+
+#endif
