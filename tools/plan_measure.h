@@ -9,11 +9,15 @@
 #include <time.h>
 #include <unistd.h>
 
-#define PLAN_RUNS 9
-#define PLAN_RUN_SECONDS 0.01 /* that a run lasts at least */
+#define PLAN_RUNS 25
+#define PLAN_RUN_SECONDS 0.003 /* that a run lasts at least: short ones are disturbed less often */
+#define PLAN_SECONDS 1.0       /* after which there are no more runs, once there were three */
+#define PLAN_COPIED 1048576    /* floats that are copied at least */
+#define PLAN_WIDTH 1024        /* that products have at most: larger ones are no faster */
 
 typedef struct plan_measured {
     size_t rows, width, wide;                   /* of the products: [rows, width] x [width, wide] */
+    size_t copied;                              /* floats, of the results or more: beyond the cache of a core */
     double rate, copy_rate, latency, bandwidth; /* as plan_input; each rank's own, the slowest's */
 } plan_measured;
 
@@ -32,7 +36,7 @@ typedef struct plan_memories {
 /* A linear layer forward and back: 6 operations for each of rows * width * wide. */
 static inline void plan_products(const plan_measured *m, const plan_memories *a)
 {
-    float *spare = a->out + m->rows * m->wide; /* the inputs stay: numbers neither grow nor vanish */
+    float *spare = a->out + m->copied; /* the inputs stay: numbers neither grow nor vanish */
     dtrain_sgemm(0, 1, m->rows, m->wide, m->width, 1, a->in, m->width, a->weight, m->width, 0, a->out, m->wide);
     dtrain_sgemm(0, 0, m->rows, m->width, m->wide, 1, a->out, m->wide, a->weight, m->width, 0, spare, m->width);
     dtrain_sgemm(1, 0, m->wide, m->width, m->rows, 1e-9f, a->out, m->wide, a->in, m->width, 1, a->weight, m->width);
@@ -41,7 +45,7 @@ static inline void plan_products(const plan_measured *m, const plan_memories *a)
 static inline void plan_copies(const plan_measured *m, const plan_memories *a)
 {
     volatile float seen;
-    memcpy(a->out, a->out + m->rows * m->wide, m->rows * m->wide * sizeof(float));
+    memcpy(a->out, a->out + m->copied, m->copied * sizeof(float));
     seen = a->out[0]; /* so that it is not left out */
     (void)seen;
 }
@@ -52,9 +56,9 @@ static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_mea
                                               double *seconds)
 {
     dtrain_status status = DTRAIN_OK;
-    double calls = 1;
+    double calls = 1, all = 0;
     *seconds = HUGE_VAL;
-    for (int run = -1; run < PLAN_RUNS && status == DTRAIN_OK; run++) {
+    for (int run = -1; run < PLAN_RUNS && status == DTRAIN_OK && (run < 3 || all < PLAN_SECONDS); run++) {
         double took = 0;
         status = dtrain_barrier(world);
         double begin = plan_now();
@@ -63,7 +67,8 @@ static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_mea
         took = (plan_now() - begin) / calls;
         if (status == DTRAIN_OK)
             status = dtrain_all_reduce(world, &took, &took, 1, DTRAIN_F64, DTRAIN_MAX);
-        if (run < 0) /* warms up, and says how many calls a run has */
+        all += calls * took; /* the same on all */
+        if (run < 0)         /* warms up, and says how many calls a run has */
             calls = took * calls < PLAN_RUN_SECONDS ? 1 + (double)(long)(PLAN_RUN_SECONDS / took) : 1;
         else
             *seconds = took < *seconds ? took : *seconds;
@@ -74,7 +79,7 @@ static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_mea
 static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
 {
     plan_measured *m = (plan_measured *)user;
-    size_t in = m->rows * m->width, weight = m->width * m->wide, out = 2 * m->rows * m->wide;
+    size_t in = m->rows * m->width, weight = m->width * m->wide, out = 2 * m->copied;
     double products, copies;
     plan_memories a;
     a.in = (float *)calloc(in + weight + out, sizeof(float));
@@ -89,7 +94,7 @@ static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
         status = plan_measure_loop(world, m, &a, plan_products, &products);
     if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
         m->rate = 6.0 * (double)m->rows * (double)m->width * (double)m->wide / products;
-        m->copy_rate = 2.0 * (double)(m->rows * m->wide) * (double)sizeof(float) / copies;
+        m->copy_rate = 2.0 * (double)m->copied * (double)sizeof(float) / copies;
     }
     free(a.in);
     return status;
@@ -142,9 +147,10 @@ static inline dtrain_status plan_measure(plan_input *in)
     long processors = sysconf(_SC_NPROCESSORS_ONLN), threads;
     plan_measured m;
     memset(&m, 0, sizeof m);
-    m.rows = (size_t)plan_rows(in);
-    m.width = (size_t)in->width;
+    m.rows = plan_rows(in) < PLAN_WIDTH ? (size_t)plan_rows(in) : PLAN_WIDTH;
+    m.width = in->width < PLAN_WIDTH ? (size_t)in->width : PLAN_WIDTH;
     m.wide = 4 * m.width;
+    m.copied = m.rows * m.wide > PLAN_COPIED ? m.rows * m.wide : PLAN_COPIED;
     processors = in->processors > 0 ? in->processors : processors > 0 ? processors : 1;
     threads = processors < in->ranks ? processors : in->ranks;
     dtrain_status status = dtrain_run_threads((int)threads, plan_measure_compute, &m, NULL);

@@ -241,7 +241,7 @@ static inline double plan_optimizer_time(const plan_input *in, const plan_stage 
             own += (double)stages[chunk * l->pp + rank].fsdp.optimizer / (2 * sizeof(float));
         most = own > most ? own : most;
     }
-    return most * PLAN_ADAMW_FLOATS * (double)sizeof(float) / in->copy_rate * plan_crowd(in, l);
+    return most * PLAN_STEP_FLOATS * (double)sizeof(float) / in->copy_rate * plan_crowd(in, l);
 }
 
 static inline dtrain_status plan_time(const plan_input *in, const plan_stage *stages, plan_result *result)

@@ -45,7 +45,10 @@ typedef struct plan_stage {
     double dp_publish, dp_first_gather, dp_last_reduce;      /* seconds a step */
 } plan_stage;
 
-#define PLAN_ADAMW_FLOATS 7         /* read and written for an element: p, g, m, v, and p, m, v again */
+/* What takes as long as an element of the parameters, in floats copied on one thread: in each micro-batch a gradient
+ * that is zeroed, added to by its product, taken over and added up; in a step the norm, the division and AdamW. */
+#define PLAN_GRADIENT_FLOATS 16
+#define PLAN_STEP_FLOATS 12
 #define PLAN_BUCKET_BYTES 1048576.0 /* dtrain_fsdp_desc.bucket_bytes by default */
 
 static inline int plan_ranks(const plan_layout *l)
@@ -216,22 +219,24 @@ static inline double plan_scratch(const plan_input *in, const plan_layout *l)
     return (floats + (double)in->context * (double)in->context + 2 * s.C) * (double)sizeof(float);
 }
 
-/* Products at one rate; what else passes through the processor at the other, as often as the loops of examples/nn.h
- * read and write it, an exponential or tanh counted as 16 floats. */
+/* Products at one rate; what else passes through the processor at the other, in floats copied that take as long on one
+ * thread: of the loops of examples/nn.h a layer norm 2 an element (read, written), a GELU 4 and back 5, a residual and
+ * a bias 1, attention beside its products 9 a score and back 5, the loss 7 a logit; and what FSDP does to a gradient.
+ */
 static inline void plan_compute(const plan_input *in, const plan_sizes *s, plan_stage *stage, int layers, int first,
                                 int last)
 {
-    double product = 2 * s->rows * s->C / in->rate, other = s->rows * (double)sizeof(float) / in->copy_rate;
-    double attention = 4 * s->rows * (double)in->context * s->part / in->rate;
+    double product = 2 * s->rows * s->C / in->rate, copy = (double)sizeof(float) / in->copy_rate;
+    double attention = 4 * s->rows * (double)in->context * s->part / in->rate, other = s->rows * copy;
     double linear = layers * product * (4 * s->part + 2 * s->wide) + (last ? product * s->vocab : 0);
     plan_times *t = &stage->compute;
-    t->forward =
-        linear + layers * attention + other * (layers * (18 * s->C + 6 * s->part + 20 * s->wide + 14 * s->scores));
-    t->input = linear + layers * 2 * attention + other * layers * (20 * s->C + 21 * s->wide + 6 * s->scores);
-    t->weights = linear + other * layers * (2 * s->C + 3 * s->part + s->wide);
-    t->forward += other * ((first ? 3 * s->C : 0) + (last ? 4 * s->C + 22 * s->vocab : 0));
-    t->input += last ? other * 10 * s->C : 0;
+    t->forward = linear + layers * (attention + other * (8 * s->C + 3 * s->part + 5 * s->wide + 9 * s->scores));
+    t->input = linear + layers * (2 * attention + other * (4 * s->C + 5 * s->wide + 5 * s->scores));
+    t->weights = linear + layers * other * (2 * s->C + 3 * s->part + s->wide);
+    t->forward += other * ((first ? 3 * s->C : 0) + (last ? 2 * s->C + 7 * s->vocab : 0));
+    t->input += last ? other * 2 * s->C : 0;
     t->weights += first ? other * 6 * s->C : 0;
+    t->weights += (double)stage->elements * PLAN_GRADIENT_FLOATS * copy;
 }
 
 /* Adds an all-reduce of the pass back, hidden as far as the product of the same layer's weights takes. */
