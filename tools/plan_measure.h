@@ -13,7 +13,8 @@
 #define PLAN_RUN_SECONDS 0.003 /* that a run lasts at least: short ones are disturbed less often */
 #define PLAN_SECONDS 1.0       /* after which there are no more runs, once there were three */
 #define PLAN_COPIED 1048576    /* floats that are copied at least */
-#define PLAN_WIDTH 1024        /* that products have at most: larger ones are no faster */
+#define PLAN_ROWS 512          /* that products have at most: larger ones are no faster */
+#define PLAN_WIDTH 1024
 
 typedef struct plan_measured {
     size_t rows, width, wide;                   /* of the products: [rows, width] x [width, wide] */
@@ -33,12 +34,21 @@ typedef struct plan_memories {
     float *in, *weight, *out;
 } plan_memories;
 
-/* A linear layer forward and back: 6 operations for each of rows * width * wide. */
-static inline void plan_products(const plan_measured *m, const plan_memories *a)
+/* A linear layer forward, and back for its input and its weights; inputs stay, so that numbers neither grow nor vanish.
+ * Each is timed by itself, as short runs are disturbed less often. */
+static inline void plan_product_forward(const plan_measured *m, const plan_memories *a)
 {
-    float *spare = a->out + m->copied; /* the inputs stay: numbers neither grow nor vanish */
     dtrain_sgemm(0, 1, m->rows, m->wide, m->width, 1, a->in, m->width, a->weight, m->width, 0, a->out, m->wide);
-    dtrain_sgemm(0, 0, m->rows, m->width, m->wide, 1, a->out, m->wide, a->weight, m->width, 0, spare, m->width);
+}
+
+static inline void plan_product_input(const plan_measured *m, const plan_memories *a)
+{
+    float *d_in = a->out + m->copied;
+    dtrain_sgemm(0, 0, m->rows, m->width, m->wide, 1, a->out, m->wide, a->weight, m->width, 0, d_in, m->width);
+}
+
+static inline void plan_product_weights(const plan_measured *m, const plan_memories *a)
+{
     dtrain_sgemm(1, 0, m->wide, m->width, m->rows, 1e-9f, a->out, m->wide, a->in, m->width, 1, a->weight, m->width);
 }
 
@@ -80,8 +90,11 @@ static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
 {
     plan_measured *m = (plan_measured *)user;
     size_t in = m->rows * m->width, weight = m->width * m->wide, out = 2 * m->copied;
-    double products, copies;
+    void (*const calls[])(const plan_measured *, const plan_memories *) = {plan_copies, plan_product_forward,
+                                                                           plan_product_input, plan_product_weights};
+    double seconds[4];
     plan_memories a;
+    dtrain_status status = DTRAIN_OK;
     a.in = (float *)calloc(in + weight + out, sizeof(float));
     if (a.in == NULL)
         return DTRAIN_ERR_MEMORY;
@@ -89,12 +102,11 @@ static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
         a.in[i] = 1e-3f;
     a.weight = a.in + in;
     a.out = a.weight + weight;
-    dtrain_status status = plan_measure_loop(world, m, &a, plan_copies, &copies);
-    if (status == DTRAIN_OK)
-        status = plan_measure_loop(world, m, &a, plan_products, &products);
+    for (int i = 0; i < 4 && status == DTRAIN_OK; i++)
+        status = plan_measure_loop(world, m, &a, calls[i], &seconds[i]);
     if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
-        m->rate = 6.0 * (double)m->rows * (double)m->width * (double)m->wide / products;
-        m->copy_rate = 2.0 * (double)m->copied * (double)sizeof(float) / copies;
+        m->rate = 6.0 * (double)m->rows * (double)m->width * (double)m->wide / (seconds[1] + seconds[2] + seconds[3]);
+        m->copy_rate = 2.0 * (double)m->copied * (double)sizeof(float) / seconds[0];
     }
     free(a.in);
     return status;
@@ -147,7 +159,7 @@ static inline dtrain_status plan_measure(plan_input *in)
     long processors = sysconf(_SC_NPROCESSORS_ONLN), threads;
     plan_measured m;
     memset(&m, 0, sizeof m);
-    m.rows = plan_rows(in) < PLAN_WIDTH ? (size_t)plan_rows(in) : PLAN_WIDTH;
+    m.rows = plan_rows(in) < PLAN_ROWS ? (size_t)plan_rows(in) : PLAN_ROWS;
     m.width = in->width < PLAN_WIDTH ? (size_t)in->width : PLAN_WIDTH;
     m.wide = 4 * m.width;
     m.copied = m.rows * m.wide > PLAN_COPIED ? m.rows * m.wide : PLAN_COPIED;
