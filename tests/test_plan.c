@@ -150,6 +150,21 @@ TEST(products_take_their_operations)
     in.sequences = 8;
     CHECK_NEAR(estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 54, 1e-9);
     CHECK_NEAR(estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 4 * 54, 1e-9);
+    in.ranks = 2;
+    in.sequences = 6;
+    in.micro = 3; /* one replica has two of them */
+    CHECK_NEAR(estimate(&in, 2, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 2 * 54, 1e-9);
+}
+
+TEST(activations_wait_for_their_transfer)
+{
+    plan_input in = tiny(2, 1);
+    in.bandwidth = 256;
+    in.latency = 1;
+    plan_result r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    CHECK_NEAR(r.pp, 2 * (1 + 1), 1e-9); /* there and back */
+    CHECK_NEAR(r.step, 54 + 4, 1e-9);
+    CHECK_NEAR(r.bubble, 54 - r.compute, 1e-9);
 }
 
 TEST(all_reduces_of_the_pass_back_hide_under_the_weights_products)
@@ -160,7 +175,10 @@ TEST(all_reduces_of_the_pass_back_hide_under_the_weights_products)
     CHECK_NEAR(r.compute, 27, 1e-9);
     CHECK_NEAR(r.tp_hidden, 2 * 0.75 + 2 * 1 + 1, 1e-9);
     CHECK_NEAR(r.tp, 5 + 0.75 + 2 * 0.25, 1e-9);
-    in.processors = 2; /* which no message has to itself */
+    in.ranks = 4;
+    CHECK(estimate(&in, 1, 2, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).tp_hidden > 2);
+    CHECK_NEAR(estimate(&in, 1, 2, 2, DTRAIN_PIPELINE_ZB_H1, DTRAIN_NO_SHARD).tp_hidden, 0, 0); /* they come later */
+    in.ranks = in.processors = 2; /* which no message has to itself */
     r = estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
     CHECK_NEAR(r.tp_hidden, 0, 0);
     CHECK_NEAR(r.tp, 5 + 0.75 + 5, 1e-9);
@@ -256,12 +274,19 @@ TEST(ranks_that_share_processors_take_what_others_leave)
 TEST(four_ranks_on_two_processors_take_twice_as_long)
 {
     plan_input in = tiny(4, 4);
-    double own = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute;
-    in.processors = 2;
-    CHECK_NEAR(estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 2 * own, 1e-9);
-    CHECK_NEAR(estimate(&in, 2, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 2 * own, 1e-9);
-    in.processors = 4;
-    CHECK_NEAR(estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, own, 1e-9);
+    in.bandwidth = 1e3;
+    for (int i = 0; i < 2; i++) {
+        in.copy_rate = i ? 1e4 : 1e30; /* so that the optimizer takes some time, too */
+        in.processors = 4;
+        plan_result own = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_SHARD_GRAD_OP);
+        in.processors = 2;
+        plan_result half = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_SHARD_GRAD_OP);
+        CHECK_NEAR(half.compute, 2 * own.compute, 1e-9 * own.compute);
+        CHECK_NEAR(half.dp, 2 * own.dp, 1e-9 * own.dp);
+        CHECK_NEAR(half.step, 2 * own.step, 1e-9 * own.step);
+    }
+    in.copy_rate = 1e30;
+    CHECK_NEAR(estimate(&in, 2, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 2 * 54, 1e-9);
 }
 
 /* Reductions that take longer than what they run beside make a step longer; the last and the first stand alone. */
