@@ -489,10 +489,11 @@ TEST(bad_flags_are_refused_with_what_would_fit)
         CHECK_EQ(parse(&options, cases[i][0], why, sizeof why), 1);
         CHECK_CONTAINS(why, cases[i][1]);
     }
-    CHECK_EQ(parse(&options, "--width 512 --heads 8 --memory 1.5 --latency 3 --processors 2 --measure --csv x", why,
-                   sizeof why),
+    CHECK_EQ(parse(&options, "--width 512 --heads 8 --memory 1.5 --latency 3 --processors 2 --measure --lines --csv x",
+                   why, sizeof why),
              0);
-    CHECK(options.in.width == 512 && options.in.heads == 8 && options.in.processors == 2 && options.measure);
+    CHECK(options.in.width == 512 && options.in.heads == 8 && options.in.processors == 2 && options.measure &&
+          options.lines);
     CHECK(strcmp(options.csv, "x") == 0);
     CHECK_NEAR(options.in.memory, 1.5e9, 1e-3);
     CHECK_NEAR(options.in.latency, 3e-6, 1e-18);

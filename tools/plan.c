@@ -69,8 +69,8 @@ static void plan_print_left_out(const plan_result *results, size_t count)
     }
 }
 
-/* Says which layout is the best, or why there is none; gives the exit code. */
-static int plan_print_verdict(const plan_input *in, const plan_result *results, size_t count)
+/* Says which layout is the best, or why there is none. */
+static void plan_print_verdict(const plan_input *in, const plan_result *results, size_t count)
 {
     const plan_result *least, *best = plan_best(results, count, &least);
     char flags[200];
@@ -78,11 +78,11 @@ static int plan_print_verdict(const plan_input *in, const plan_result *results, 
         printf("best: train_gpt --layers %ld --heads %ld --width %ld --context %ld --batch %ld %s\n", in->layers,
                in->heads, in->width, in->context, in->sequences / in->micro,
                plan_flags(in, &best->layout, flags, sizeof flags));
-        return 0;
+        return;
     }
     if (least == NULL) {
         printf("no layout: of %ld ranks none can be, see above\n", in->ranks);
-        return 1;
+        return;
     }
     printf("no layout fits in %.4g GB a rank: the least is %.4g GB, of which %.4g GB weights, %.4g gradients, %.4g "
            "optimizer, %.4g activations, with %s; more ranks%s would need less\n",
@@ -90,7 +90,26 @@ static int plan_print_verdict(const plan_input *in, const plan_result *results, 
            least->memory.optimizer * 1e-9, least->memory.activations * 1e-9,
            plan_flags(in, &least->layout, flags, sizeof flags),
            in->sequences > in->micro ? ", or more and smaller micro-batches," : "");
-    return 1;
+}
+
+static void plan_print_table(const plan_options *options, const plan_result *results, size_t count)
+{
+    int unfit = 0;
+    plan_print_input(&options->in, options->measure);
+    for (size_t i = 0; i < count && results[i].why[0] == 0; i++) {
+        plan_print_result(&results[i]);
+        unfit += !results[i].fits;
+    }
+    printf("%s\n", unfit > 0 ? "!: needs more than the memory of a rank" : "");
+    plan_print_left_out(results, count);
+    plan_print_verdict(&options->in, results, count);
+}
+
+static void plan_print_lines(const plan_result *results, size_t count)
+{
+    char line[500];
+    for (size_t i = 0; i < count && results[i].why[0] == 0; i++)
+        puts(plan_line(&results[i], line, sizeof line));
 }
 
 static void plan_write_csv(FILE *file, const plan_result *results, size_t count)
@@ -118,15 +137,12 @@ static void plan_write_csv(FILE *file, const plan_result *results, size_t count)
 /* Prints all layouts; gives the exit code. */
 static int plan_print(const plan_options *options, const plan_result *results, size_t count, report_file *csv)
 {
-    int unfit = 0, code;
-    plan_print_input(&options->in, options->measure);
-    for (size_t i = 0; i < count && results[i].why[0] == 0; i++) {
-        plan_print_result(&results[i]);
-        unfit += !results[i].fits;
-    }
-    printf("%s\n", unfit > 0 ? "!: needs more than the memory of a rank" : "");
-    plan_print_left_out(results, count);
-    code = plan_print_verdict(&options->in, results, count);
+    const plan_result *least;
+    int code = plan_best(results, count, &least) == NULL;
+    if (options->lines)
+        plan_print_lines(results, count);
+    else
+        plan_print_table(options, results, count);
     if (csv->file != NULL) {
         plan_write_csv(csv->file, results, count);
         if (report_close(csv) != 0)

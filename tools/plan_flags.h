@@ -6,7 +6,7 @@
 
 typedef struct plan_options {
     plan_input in;
-    int measure, help;
+    int measure, lines, help;
     const char *csv; /* NULL: none */
 } plan_options;
 
@@ -116,6 +116,8 @@ static inline int plan_parse(plan_options *options, int argc, char **argv, char 
             options->csv = argv[++i];
         else if (strcmp(argv[i], "--measure") == 0)
             options->measure = 1;
+        else if (strcmp(argv[i], "--lines") == 0)
+            options->lines = 1;
         else if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0)
             options->help = 1;
         else {
