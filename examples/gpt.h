@@ -34,7 +34,8 @@ typedef struct gpt {
     dtrain_param table[GPT_PARAMS];
     dtrain_fsdp *fsdp;
     struct gpt_aggregate *aggregate; /* NULL: FSDP itself reduces */
-    dtrain_comm *alone;      /* with local: the world of one that fsdp is over; else NULL */
+    dtrain_comm *alone;              /* with local: the world of one that fsdp is over; else NULL */
+    struct gpt_mesh *mesh;   /* the parts of a model that is split further; fsdp is the first's; NULL: none is */
     dtrain_local_sgd *local; /* this rank trains by itself and averages now and then; NULL: all train together */
     float *params[GPT_PARAMS], *grads[GPT_PARAMS]; /* of full size; a unit's are there while it is gathered */
     dtrain_tensor memory;
@@ -99,20 +100,26 @@ static inline void gpt_describe(gpt *model, long layers, long heads, long width,
     gpt_param(model, HEADW, "headw", last, 0, 0, GPT_VOCAB, C);
 }
 
-/* Writes the first values of one unit's part of a parameter: norm weights are 1, biases 0, the rest normal with
- * deviation 0.02, smaller where a branch joins the residual. */
+/* Element k of a parameter at first: norm weights are 1, biases 0, the rest normal with deviation 0.02, smaller where a
+ * branch joins the residual. */
+static inline float gpt_first_value(const gpt *model, int which, uint64_t seed, size_t k)
+{
+    int weight = which == LN1W || which == LN2W || which == LNFW;
+    float deviation = which == PROJW || which == FCPW ? 0.02f / sqrtf(2.0f * (float)model->L) : 0.02f;
+    if (model->table[which].no_decay)
+        return weight ? 1.0f : 0.0f;
+    return deviation * dtrain_random_normal(seed + 1000 * (uint64_t)which, k);
+}
+
+/* Writes the first values of one unit's part of a parameter. */
 static inline void gpt_first_values(gpt *model, int which, int unit, uint64_t seed)
 {
     const dtrain_param *param = &model->table[which];
     size_t layers = param->stacked ? model->L : 1, n = dtrain_param_elements(param) / layers;
-    int weight = which == LN1W || which == LN2W || which == LNFW, random = !param->no_decay;
-    float deviation = which == PROJW || which == FCPW ? 0.02f / sqrtf(2.0f * (float)model->L) : 0.02f;
     if (unit < param->unit || (size_t)(unit - param->unit) >= layers)
         return;
     for (size_t k = (size_t)(unit - param->unit) * n, end = k + n; k < end; k++)
-        model->params[which][k] = random   ? deviation * dtrain_random_normal(seed + 1000 * (uint64_t)which, k)
-                                  : weight ? 1.0f
-                                           : 0.0f;
+        model->params[which][k] = gpt_first_value(model, which, seed, k);
 }
 
 static inline float *gpt_take(float *memory, size_t *at, size_t count)

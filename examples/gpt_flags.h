@@ -6,11 +6,14 @@
 #include "report.h"
 
 typedef struct gpt_flags {
-    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until, local_steps;
+    long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until, local_steps,
+        chunks;
     double lr, clip;
-    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save, *aggregator, *compress;
+    const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save, *aggregator, *compress, *mesh,
+        *schedule;
     dtrain_compress_desc compression; /* what --compress says */
-    int quiet, resume;
+    int quiet, resume, sequence, recompute;
+    int mesh_sizes[3]; /* what --mesh says: data, pipeline and tensor parallel */
 } gpt_flags;
 
 static inline int gpt_number(const char *flag, const char *text, double least, double most, double *value)
@@ -95,6 +98,51 @@ static inline int gpt_read_compression(gpt_flags *f)
     return report_complain("--compress", f->compress, "needs --strategy none, or hybrid where it is not powersgd");
 }
 
+/* Reads --mesh: names with sizes, in any order; one that is not there is 1. */
+static inline int gpt_read_mesh(gpt_flags *f)
+{
+    static const char *const names[] = {"dp=", "pp=", "tp="};
+    for (int i = 0; i < 3; i++)
+        f->mesh_sizes[i] = 0;
+    for (const char *at = f->mesh; f->mesh != NULL && *at != 0;) {
+        char *end = NULL;
+        int which = 0;
+        while (which < 3 && strncmp(at, names[which], 3) != 0)
+            which++;
+        long size = which < 3 ? strtol(at + 3, &end, 10) : 0;
+        if (which == 3 || end == at + 3 || size < 1 || size > 1024 || f->mesh_sizes[which] > 0 ||
+            (*end != 0 && (*end != ',' || end[1] == 0)))
+            return report_complain(
+                "--mesh", f->mesh,
+                "needs sizes from 1 to 1024, each once, as in dp=2,pp=2,tp=2; what is left out is 1");
+        f->mesh_sizes[which] = (int)size;
+        at = *end == ',' ? end + 1 : end;
+    }
+    for (int i = 0; i < 3; i++)
+        f->mesh_sizes[i] = f->mesh_sizes[i] > 0 ? f->mesh_sizes[i] : 1;
+    return 0;
+}
+
+/* What does not go with --mesh, or without it. */
+static inline int gpt_check_mesh(gpt_flags *f)
+{
+    static const char *const schedules[] = {"gpipe", "1f1b", "interleaved", "zb", NULL};
+    int interleaved = strcmp(f->schedule, "interleaved") == 0;
+    if (gpt_choice("--schedule", f->schedule, schedules) || gpt_read_mesh(f))
+        return 1;
+    if (f->mesh == NULL && (f->sequence || f->recompute || f->chunks > 0 || strcmp(f->schedule, "1f1b") != 0))
+        return report_complain("flag", "--schedule, --chunks, --sequence or --recompute", "needs --mesh");
+    if (f->mesh != NULL && (f->aggregator != NULL || f->local_steps > 0 || f->trace != NULL || f->compress != NULL))
+        return report_complain("flag", "--mesh", "goes with no --aggregator, --local-steps, --compress or --trace");
+    if (f->chunks > 0 && !interleaved)
+        return report_complain("flag", "--chunks", "needs --schedule interleaved");
+    if (f->recompute && strcmp(f->schedule, "zb") == 0)
+        return report_complain("flag", "--recompute",
+                               "does not go with --schedule zb, which keeps gradients for later");
+    f->chunks = f->chunks > 0 ? f->chunks : interleaved ? 2 : 1;
+    return 0;
+}
+
 static inline int gpt_check_flags(gpt_flags *f)
 {
     static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
@@ -106,6 +154,8 @@ static inline int gpt_check_flags(gpt_flags *f)
         return report_complain("flag", "--aggregator", "needs --strategy none");
     if (f->local_steps > 0 && (strcmp(f->strategy, "none") != 0 || strcmp(f->gather, "f32") != 0))
         return report_complain("flag", "--local-steps", "needs --strategy none and --gather f32");
+    if (gpt_check_mesh(f))
+        return 1;
     if (f->width % f->heads != 0)
         return report_complain("flag", "--width", "must be a multiple of --heads");
     return gpt_choice("--optimizer", f->optimizer, optimizers) || gpt_choice("--strategy", f->strategy, strategies) ||
@@ -133,14 +183,15 @@ static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
                    {"--shard-size", &f->shard_size, 1, 65536},
                    {"--every", &f->every, 1, 1e9},
                    {"--until", &f->until, 1, 1e9},
-                   {"--local-steps", &f->local_steps, 1, 1e9}};
+                   {"--local-steps", &f->local_steps, 1, 1e9},
+                   {"--chunks", &f->chunks, 2, 16}};
     struct {
         const char *name;
         const char **value;
     } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
                  {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
                  {"--trace", &f->trace},         {"--save", &f->save},         {"--aggregator", &f->aggregator},
-                 {"--compress", &f->compress}};
+                 {"--compress", &f->compress},   {"--mesh", &f->mesh},         {"--schedule", &f->schedule}};
     for (int i = 1; i < argc; i++) {
         size_t n = sizeof numbers / sizeof numbers[0], t = sizeof texts / sizeof texts[0], k;
         double value;
@@ -169,6 +220,10 @@ static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
             f->quiet = 1;
         else if (strcmp(argv[i], "--resume") == 0)
             f->resume = 1;
+        else if (strcmp(argv[i], "--sequence") == 0)
+            f->sequence = 1;
+        else if (strcmp(argv[i], "--recompute") == 0)
+            f->recompute = 1;
         else
             return report_complain("flag", argv[i], "is unknown; --help lists them");
     }
@@ -191,6 +246,7 @@ static inline gpt_flags gpt_defaults(void)
     f.optimizer = "adamw";
     f.strategy = "none";
     f.gather = "f32";
+    f.schedule = "1f1b";
     f.text = "dtrain.h";
     f.csv = "build/train_gpt.csv";
     f.svg = "build/train_gpt.svg";
@@ -199,30 +255,36 @@ static inline gpt_flags gpt_defaults(void)
 
 static inline int gpt_help(void)
 {
-    puts("train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.\n"
-         "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
-         "  --batch 8        sequences a micro-batch\n"
-         "  --micro 8        micro-batches a step, over all ranks together\n"
-         "  --accum N        or: micro-batches a rank and step\n"
-         "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
-         "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
-         "                   parameters as well; these among every --shard-size 2 ranks\n"
-         "  --gather f32|bf16|f16   how parameters travel\n"
-         "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
-         "                   parameter server on rank 0, through which rounds of --local-steps go as well\n"
-         "  --compress topk:0.01|int8|fp8|bf16|f16|sign|powersgd:4   how gradients travel, with feedback unless\n"
-         "                   :nofeedback follows; as they are without it. Under --optimizer sgd, top-k with feedback\n"
-         "                   takes the momentum of 0.9 over\n"
-         "  --ranks 1        threads that share the work\n"
-         "  --text dtrain.h  what to learn; its last tenth is held out\n"
-         "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
-         "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
-         "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy; but with\n"
-         "                   --compress, --aggregator or --local-steps on as many ranks\n"
-         "  --until N        stops after step N of --steps\n"
-         "  --local-steps H  each rank trains by itself; all average every H steps (DiLoCo)\n"
-         "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
-         "  --quiet          only the result");
+    puts(
+        "train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.\n"
+        "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
+        "  --batch 8        sequences a micro-batch\n"
+        "  --micro 8        micro-batches a step, over all ranks together\n"
+        "  --accum N        or: micro-batches a rank and step\n"
+        "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
+        "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
+        "                   parameters as well; these among every --shard-size 2 ranks\n"
+        "  --gather f32|bf16|f16   how parameters travel\n"
+        "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
+        "                   parameter server on rank 0, through which rounds of --local-steps go as well\n"
+        "  --compress topk:0.01|int8|fp8|bf16|f16|sign|powersgd:4   how gradients travel, with feedback unless\n"
+        "                   :nofeedback follows; as they are without it. Under --optimizer sgd, top-k with feedback\n"
+        "                   takes the momentum of 0.9 over\n"
+        "  --ranks 1        threads that share the work\n"
+        "  --text dtrain.h  what to learn; its last tenth is held out\n"
+        "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
+        "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
+        "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy; but with\n"
+        "                   --compress, --aggregator or --local-steps on as many ranks\n"
+        "  --until N        stops after step N of --steps\n"
+        "  --local-steps H  each rank trains by itself; all average every H steps (DiLoCo)\n"
+        "  --mesh dp=2,pp=2,tp=2   ranks as data parallel x stages of a pipeline x parts of each layer; the\n"
+        "                   strategy is over the first. No sample is printed\n"
+        "  --schedule 1f1b|gpipe|interleaved|zb   order of a pipeline's micro-batches; --chunks 2 a rank, interleaved\n"
+        "  --sequence       splits by rows what tensor parallelism leaves whole\n"
+        "  --recompute      blocks keep their input alone, and run twice\n"
+        "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
+        "  --quiet          only the result");
     return 0;
 }
 

@@ -181,7 +181,9 @@ static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *fl
         return DTRAIN_ERR_MEMORY;
     for (size_t i = 0; i < saver->count; i++)
         saver->pieces[i].name = saver->names[i];
-    saver->state.fsdp = m->fsdp;
+    saver->state.fsdp = m->mesh == NULL ? m->fsdp : NULL;
+    saver->state.fsdps = m->mesh != NULL ? m->mesh->fsdps : NULL;
+    saver->state.fsdp_count = m->mesh != NULL ? (size_t)m->mesh->count : 0;
     saver->state.values = &saver->ranks;
     saver->state.value_count = (size_t)saver->apart;
     status = dtrain_checkpoint_create(&saver->ckpt, owners, &desc);

@@ -3,6 +3,7 @@
  * cc -O3 -march=native -fno-math-errno -I. examples/train_gpt.c -o build/train_gpt -lpthread -lm
  * build/train_gpt --ranks 4 --steps 200
  * build/dtrun -n 4 build/train_gpt --steps 200 --strategy full
+ * build/train_gpt --ranks 8 --mesh dp=2,pp=2,tp=2 --layers 8 --heads 8
  *
  * A decoder-only transformer: learned positions, pre-norm blocks, GELU, untied output. --batch is sequences a
  * micro-batch, --micro micro-batches a step over all ranks together, dealt in turn; with a power of two of them, 1, 2,
@@ -10,6 +11,7 @@
  * With --save a run leaves checkpoints, from which --resume goes on as if it had never stopped, on any number of ranks
  * unless each keeps something of its own: what --compress left unsent, or a model under --local-steps. With
  * --local-steps H each rank trains by itself, and all average how far they have come every H steps (DiLoCo).
+ * With --mesh the model is split over stages of a pipeline and inside its layers.
  */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
@@ -25,6 +27,7 @@
 #include "gpt.h"
 #include "gpt_aggregate.h"
 #include "gpt_flags.h"
+#include "gpt_mesh.h"
 #include "gpt_save.h"
 
 #define GPT_VALIDATION 32 /* held-out sequences */
@@ -135,8 +138,16 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm 
     dtrain_status status;
     size_t floats;
     struct gpt_aggregate *aggregate = model->aggregate;
+    struct gpt_mesh *mesh = model->mesh;
     gpt_describe(model, flags->layers, flags->heads, flags->width, flags->context, flags->batch);
     model->aggregate = aggregate;
+    model->mesh = mesh;
+    if (mesh != NULL) {
+        desc = gpt_fsdp_desc(flags, flags->strategy, flags->mesh_sizes[GPT_DP]);
+        status = gpt_mesh_create(mesh, model, flags, &desc, world);
+        model->fsdp = mesh->fsdps[0];
+        return status;
+    }
     floats = gpt_lay_out(model, NULL);
     status = dtrain_tensor_create(&model->memory, DTRAIN_F32, 1, &floats, dtrain_comm_allocator(world));
     if (status == DTRAIN_OK && flags->local_steps > 0)
@@ -160,6 +171,10 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm 
 
 static void gpt_destroy(gpt *model)
 {
+    if (model->mesh != NULL) {
+        gpt_mesh_destroy(model->mesh);
+        return;
+    }
     dtrain_local_sgd_destroy(model->local);
     dtrain_fsdp_destroy(model->fsdp);
     dtrain_comm_destroy(model->alone);
@@ -225,12 +240,21 @@ static void gpt_draw(const gpt_job *job, long step, long micro, unsigned char *t
 static dtrain_status gpt_validate(const gpt_job *job, gpt *m, dtrain_comm *world, double *loss)
 {
     size_t T = m->T, room = job->text_bytes - job->train_bytes - T, rank = (size_t)dtrain_comm_rank(world);
-    double losses[GPT_VALIDATION];
+    double losses[GPT_VALIDATION], spare;
     dtrain_status status = DTRAIN_OK;
+    size_t ranks = (size_t)dtrain_comm_size(world);
+    if (m->mesh != NULL) {
+        rank = (size_t)m->mesh->at[GPT_DP];
+        ranks = (size_t)m->mesh->sizes[GPT_DP];
+    }
     memset(losses, 0, sizeof losses);
-    for (size_t first = 0; first < GPT_VALIDATION && status == DTRAIN_OK; first += (size_t)dtrain_comm_size(world)) {
+    for (size_t first = 0; first < GPT_VALIDATION && status == DTRAIN_OK; first += ranks) {
         size_t i = first + rank, B = i < GPT_VALIDATION;
         const unsigned char *from = job->text + job->train_bytes + (B ? i : 0) * (room - 1) / (GPT_VALIDATION - 1);
+        if (m->mesh != NULL) {
+            status = gpt_mesh_evaluate(m->mesh, from, B ? &losses[i] : &spare);
+            continue;
+        }
         status = gpt_forward(m, from, B);
         if (B)
             losses[i] = nn_cross_entropy(m->logits, from + 1, T, GPT_VOCAB);
@@ -332,10 +356,17 @@ typedef struct gpt_progress {
     long first;           /* the step, counted from 0, that it began with */
 } gpt_progress;
 
+/* What this rank's objects have done. */
+static dtrain_fsdp_stats gpt_stats(const gpt *m)
+{
+    return m->mesh != NULL ? gpt_mesh_stats(m->mesh) : dtrain_fsdp_get_stats(m->fsdp);
+}
+
 /* Nanoseconds in which this rank could not compute because it waited for others. */
 static int64_t gpt_blocked_ns(const gpt *m, const dtrain_comm *world)
 {
-    return dtrain_comm_blocked_ns(world) + dtrain_fsdp_get_stats(m->fsdp).waited_ns;
+    int64_t within = m->mesh != NULL ? gpt_mesh_blocked_ns(m->mesh) : 0;
+    return dtrain_comm_blocked_ns(world) + within + gpt_stats(m).waited_ns;
 }
 
 static void gpt_show(const gpt_job *job, const gpt_progress *progress, const gpt *m, dtrain_comm *world, long step,
@@ -387,6 +418,40 @@ static void gpt_print_buckets(const gpt_job *job, const gpt *m, const dtrain_fsd
     printf("gradients with --compress %s: %.2f MiB sent, %.2f without\n", job->flags.compress,
            gpt_mib((size_t)(after->sent_bytes - before->sent_bytes)),
            gpt_mib((size_t)(after->dense_bytes - before->dense_bytes)));
+}
+
+/* The mean of a step's losses, of which each rank has its own; the same bits on all. */
+static dtrain_status gpt_mean_loss(const gpt_job *job, dtrain_comm *world, double *losses, double *loss)
+{
+    size_t micro = (size_t)job->flags.micro;
+    dtrain_status status = /* each sum has one term that is not zero */
+        dtrain_all_reduce(world, losses, losses, micro, DTRAIN_F64, DTRAIN_SUM);
+    *loss = 0;
+    for (size_t i = 0; i < micro; i++)
+        *loss += losses[i];
+    *loss /= (double)(micro * (size_t)(job->flags.batch * job->flags.context));
+    return status;
+}
+
+/* As gpt_step, with every rank's part of a model that is split further. */
+static dtrain_status gpt_step_on_mesh(gpt_job *job, gpt *m, dtrain_comm *world, long step, unsigned char *tokens,
+                                      double *losses, float lr, double *loss, double *norm)
+{
+    gpt_mesh *mesh = m->mesh;
+    size_t rank = (size_t)mesh->at[GPT_DP], ranks = (size_t)mesh->sizes[GPT_DP], BT = m->B * m->T;
+    memset(losses, 0, (size_t)job->flags.micro * sizeof *losses);
+    for (size_t i = 0; i < (size_t)mesh->micro; i++) {
+        int32_t *at = (int32_t *)mesh->memory.data + 2 * i * BT;
+        gpt_draw(job, step, (long)(i * ranks + rank), tokens, tokens + BT);
+        for (size_t k = 0; k < 2 * BT; k++)
+            at[k] = tokens[k];
+    }
+    dtrain_status status = gpt_mesh_micro_batches(mesh, losses + rank, ranks);
+    if (status == DTRAIN_OK)
+        status = gpt_mean_loss(job, world, losses, loss);
+    if (status != DTRAIN_OK || !isfinite(*loss))
+        return status;
+    return gpt_mesh_update(mesh, (float)job->flags.clip, lr, norm);
 }
 
 /* One step on one rank, micro-batches dealt in turn; *loss is the mean over all ranks' tokens, the same bits
@@ -447,15 +512,18 @@ static dtrain_status gpt_check_copies(gpt *m, dtrain_comm *world)
 }
 
 /* The hash of the hashes of all parameters, on rank 0, which has one of them in full at a time. */
-static dtrain_status gpt_digest(gpt *m, int root, unsigned char digest[32])
+static dtrain_status gpt_digest(gpt *m, dtrain_comm *world, unsigned char digest[32])
 {
+    int root = dtrain_comm_rank(world) == 0;
     unsigned char digests[GPT_PARAMS][32];
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK && (root || m->local == NULL); i++) {
         size_t bytes = dtrain_param_elements(&m->table[i]) * sizeof(float);
-        float *value = root ? (float *)malloc(bytes) : NULL;
-        status = root && value == NULL ? DTRAIN_ERR_MEMORY : DTRAIN_OK;
-        if (status == DTRAIN_OK && (root || m->aggregate == NULL))
+        float *value = root || m->mesh != NULL ? (float *)malloc(bytes) : NULL;
+        status = (root || m->mesh != NULL) && value == NULL ? DTRAIN_ERR_MEMORY : DTRAIN_OK;
+        if (status == DTRAIN_OK && m->mesh != NULL)
+            status = gpt_mesh_get(m->mesh, &m->table[i], world, (int32_t *)(void *)value);
+        else if (status == DTRAIN_OK && (root || m->aggregate == NULL))
             status = dtrain_fsdp_get(m->fsdp, m->table[i].name, value, 0);
         if (root && status == DTRAIN_OK)
             dtrain_sha256(value, bytes, digests[i]);
@@ -473,7 +541,7 @@ static void gpt_result(const gpt_job *job, const gpt *m, dtrain_comm *world, con
                     (double)(job->flags.micro * job->flags.batch * job->flags.context);
     double communicated = (double)(stats->communicated_ns - progress->stats.communicated_ns);
     double waited = (double)(stats->waited_ns - progress->stats.waited_ns);
-    size_t peak = dtrain_fsdp_get_stats(m->fsdp).peak_bytes;
+    size_t peak = gpt_stats(m).peak_bytes;
     printf(" tokens_per_s=%.0f comm_share=%.4f peak_bytes=%zu fsdp_bytes=%zu hidden=%.4f\n", tokens / seconds,
            (double)blocked_ns * 1e-9 / seconds, dtrain_comm_allocator(world)->peak_bytes + peak, peak,
            communicated > 0 ? 1 - waited / communicated : 1.0);
@@ -485,25 +553,27 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
     int root = dtrain_comm_rank(world) == 0;
     double validation = 0, seconds = (double)(gpt_now_ns() - progress->started_ns) * 1e-9;
     int64_t blocked = gpt_blocked_ns(m, world) - progress->blocked_ns;
-    dtrain_fsdp_stats stats = dtrain_fsdp_get_stats(m->fsdp);
+    dtrain_fsdp_stats stats = gpt_stats(m);
     unsigned char digest[32];
     dtrain_status status = m->local != NULL ? dtrain_local_sgd_finish(m->local) : DTRAIN_OK;
     dtrain_local_sgd_stats rounds = dtrain_local_sgd_get_stats(m->local);
     if (status == DTRAIN_OK)
-        status = gpt_check_copies(m, world);
+        status = m->mesh == NULL ? gpt_check_copies(m, world) : DTRAIN_OK;
     if (status == DTRAIN_OK)
         status = gpt_validate(job, m, world, &validation);
-    if (status == DTRAIN_OK && !job->flags.quiet)
+    if (status == DTRAIN_OK && !job->flags.quiet && m->mesh == NULL)
         status = gpt_sample(job, m, root);
     if (status == DTRAIN_OK)
-        status = gpt_digest(m, root, digest);
+        status = gpt_digest(m, world, digest);
     if (status == DTRAIN_OK && root && job->flags.trace != NULL)
         status = dtrain_fsdp_trace(m->fsdp, job->flags.trace);
     if (status != DTRAIN_OK || !root)
         return status;
-    if (!job->flags.quiet)
+    if (!job->flags.quiet && m->mesh != NULL)
+        gpt_mesh_print(m->mesh, job->flags.mesh, job->flags.schedule);
+    else if (!job->flags.quiet)
         printf("memory of %s: %.2f MiB planned, %.2f MiB used at most\n", job->flags.strategy,
-               gpt_mib(progress->planned_bytes), gpt_mib(dtrain_fsdp_get_stats(m->fsdp).peak_bytes));
+               gpt_mib(progress->planned_bytes), gpt_mib(gpt_stats(m).peak_bytes));
     if (m->local != NULL)
         printf("%d rounds of %ld steps: %.2f MiB sent, %.2f MiB if all trained together: 1/%.1f\n", (int)rounds.taken,
                job->flags.local_steps, gpt_mib((size_t)rounds.sent_bytes), gpt_mib((size_t)rounds.dense_bytes),
@@ -541,12 +611,13 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
     dtrain_status status = DTRAIN_OK;
     progress.started_ns = gpt_now_ns();
     progress.blocked_ns = gpt_blocked_ns(m, world);
-    progress.stats = dtrain_fsdp_get_stats(m->fsdp);
+    progress.stats = gpt_stats(m);
     progress.planned_bytes = planned_bytes;
     progress.first = first;
     for (long step = first; step < end && status == DTRAIN_OK; step++) {
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
-        status = gpt_step(job, m, world, step, tokens, losses, lr, &loss, &norm);
+        status = m->mesh != NULL ? gpt_step_on_mesh(job, m, world, step, tokens, losses, lr, &loss, &norm)
+                                 : gpt_step(job, m, world, step, tokens, losses, lr, &loss, &norm);
         if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
             if (root)
                 job->diverged = step + 1;
@@ -578,9 +649,12 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     memset(&saver, 0, sizeof saver);
     memset(&tokens, 0, sizeof tokens);
     memset(&losses, 0, sizeof losses);
-    if (dtrain_comm_rank(world) == 0 && !job->flags.quiet)
+    gpt_mesh mesh;
+    memset(&mesh, 0, sizeof mesh);
+    if (dtrain_comm_rank(world) == 0 && !job->flags.quiet && job->flags.mesh == NULL)
         gpt_print_plans(job, &planned);
     memset(&model, 0, sizeof model);
+    model.mesh = job->flags.mesh != NULL ? &mesh : NULL;
     const dtrain_compress_desc *compress = job->flags.compress != NULL ? &job->flags.compression : NULL;
     status = gpt_aggregates(&job->flags) ? gpt_aggregate_open(&aggregate, world, job->flags.aggregator, compress)
                                          : DTRAIN_OK;
@@ -636,6 +710,26 @@ static int gpt_read_text(gpt_job *job)
     return 0;
 }
 
+/* Whether a mesh fits the ranks and the model; says what would. */
+static int gpt_settle_mesh(const gpt_job *job)
+{
+    const gpt_flags *f = &job->flags;
+    const int *n = f->mesh_sizes;
+    char why[200] = "";
+    if (n[GPT_DP] * n[GPT_PP] * n[GPT_TP] != job->world_size)
+        snprintf(why, sizeof why, "is for %d x %d x %d = %d ranks, and there are %d", n[GPT_DP], n[GPT_PP], n[GPT_TP],
+                 n[GPT_DP] * n[GPT_PP] * n[GPT_TP], job->world_size);
+    else if (n[GPT_PP] * f->chunks > f->layers)
+        snprintf(why, sizeof why, "makes %ld stages of %ld layers: at most %ld fit", n[GPT_PP] * f->chunks, f->layers,
+                 f->layers / f->chunks);
+    else if (n[GPT_TP] > f->heads)
+        snprintf(why, sizeof why, "splits %ld heads over %d ranks: at most %ld fit", f->heads, n[GPT_TP], f->heads);
+    else if (f->micro % n[GPT_DP] != 0)
+        snprintf(why, sizeof why, "deals %ld micro-batches to %d pipelines: --micro must be a multiple of %d", f->micro,
+                 n[GPT_DP], n[GPT_DP]);
+    return why[0] != 0 ? report_complain("--mesh", f->mesh, why) : 0;
+}
+
 /* Settles what depends on the number of ranks, and whether the model fits. */
 static int gpt_settle(gpt_job *job)
 {
@@ -645,19 +739,22 @@ static int gpt_settle(gpt_job *job)
     double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), needed;
     gpt model;
     job->world_size = job->world != NULL ? dtrain_comm_size(job->world) : (int)f->ranks;
-    if (f->accum > 0 && f->micro > 0 && f->micro != f->accum * job->world_size) {
+    int ranks = f->mesh != NULL ? f->mesh_sizes[GPT_DP] : job->world_size, parts = job->world_size / ranks;
+    if (f->accum > 0 && f->micro > 0 && f->micro != f->accum * ranks) {
         fprintf(stderr, "train_gpt: flag --micro %ld: --accum %ld on %d ranks makes %ld: leave one of them out\n",
-                f->micro, f->accum, job->world_size, f->accum * job->world_size);
+                f->micro, f->accum, ranks, f->accum * ranks);
         return 1;
     }
-    f->micro = f->accum > 0 ? f->accum * job->world_size : f->micro > 0 ? f->micro : 8;
+    f->micro = f->accum > 0 ? f->accum * ranks : f->micro > 0 ? f->micro : 8;
     if (f->compression.feedback.momentum > 0) /* velocities are long: gradients are shortened before, on each rank */
         f->compression.feedback.max_norm = (float)(f->clip * (double)(f->micro * f->batch * f->context));
-    desc = gpt_fsdp_desc(f, f->strategy, job->world_size);
+    if (f->mesh != NULL && gpt_settle_mesh(job) != 0)
+        return 1;
+    desc = gpt_fsdp_desc(f, f->strategy, ranks);
     gpt_describe(&model, f->layers, f->heads, f->width, f->context, f->batch);
-    if (dtrain_fsdp_plan(model.table, GPT_PARAMS, &desc, job->world_size, 0, &plan) != DTRAIN_OK)
+    if (dtrain_fsdp_plan(model.table, GPT_PARAMS, &desc, ranks, 0, &plan) != DTRAIN_OK)
         return report_complain("strategy", f->strategy, dtrain_last_error());
-    needed = ((double)plan.peak + gpt_activation_bytes(f)) * (double)f->ranks;
+    needed = ((double)plan.peak + gpt_activation_bytes(f)) / (double)parts * (double)f->ranks;
     memory = memory > 0 ? memory : (double)(SIZE_MAX / 64); /* not told: what can be addressed */
     if (needed <= memory)
         return 0;

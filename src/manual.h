@@ -5,8 +5,8 @@
  *     #define DTRAIN_IMPLEMENTATION
  *     #include "dtrain.h"          (first, before any system header)
  *
- * in one source file, includes it without the define in others, links -lpthread -lm, and trains data-parallel on
- * threads, on processes, or on many hosts.
+ * in one source file, includes it without the define in others, links -lpthread -lm, and trains data-parallel, sharded
+ * or split over ranks, on threads, on processes, or on many hosts.
  *
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
@@ -59,6 +59,14 @@
  *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
  *
+ * IN PARTS: dtrain_mesh lays ranks out as replicas, stages and parts of layers. The table says which part of a tensor
+ * this rank has (dtrain_param_cut, dtrain_param_layers), FSDP goes over the replicas, a dtrain_pipeline runs a
+ * dtrain_module of each stage, whose callbacks call the layers of >>tensor-parallel.
+ *
+ *     DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, batches));
+ *     DTRAIN_CHECK(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, model, 1.0f, &norm));
+ *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
  * CHECKPOINTS: each rank saves what it holds; any number of ranks, under any strategy, goes on from there.
  *
  *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));      desc.directory = "run"
@@ -83,7 +91,8 @@
  *               signals.
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
  *     Groups    dtrain_comm_split, _duplicate, _subgroup and dtrain_mesh_create make groups of a group's ranks. Several
- *               may be used at once, from several threads; what breaks one leaves the others as they are.
+ *               may be used at once, from several threads; what breaks one leaves the others as they are, but for the
+ *               loss of a rank of a mesh, which ends all groups of it.
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
  *

@@ -205,6 +205,7 @@ static dtrain_status train_small(dtrain_comm *world, void *user)
     dtrain_fsdp_stats stats;
     dtrain_fsdp_plan_result plan;
     dtrain_fsdp_desc desc = gpt_fsdp_desc(&job->flags, job->flags.strategy, dtrain_comm_size(world));
+    memset(&model, 0, sizeof model);
     dtrain_status status = gpt_create(&model, &job->flags, world);
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
         status = gpt_step(job, &model, world, step, tokens, losses, (float)job->flags.lr, &loss, &norm);
@@ -216,7 +217,7 @@ static dtrain_status train_small(dtrain_comm *world, void *user)
     if (status == DTRAIN_OK)
         status = gpt_validate(job, &model, world, &validation);
     if (status == DTRAIN_OK)
-        status = gpt_digest(&model, root, digest);
+        status = gpt_digest(&model, world, digest);
     if (status == DTRAIN_OK && root) {
         memcpy(o->digest, digest, 32);
         o->validation = validation;

@@ -63,7 +63,7 @@ static void dtrain__module_returned(dtrain__module_run *run, int index, const ch
     char why[DTRAIN__FSDP_WHY];
     if (status == DTRAIN_OK)
         return;
-    snprintf(why, sizeof why, "layer %.48s: %s returned %s (%d)", run->module->layers[index].desc.name, what,
+    snprintf(why, sizeof why, "layer %.32s: %.16s returned %.24s (%d)", run->module->layers[index].desc.name, what,
              dtrain_status_name(status), (int)status);
     dtrain__module_give_up(run, status, why);
 }
