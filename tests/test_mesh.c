@@ -63,7 +63,7 @@ static int in_no_mesh(dtrain_comm *world, scene *s)
     CHECK_EQ(dtrain_mesh_create(&mesh, world, NULL, 0), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_comm_error(world), "0 dimensions; give at least one");
     CHECK_EQ(dtrain_mesh_create(&mesh, world, rank == 2 ? turned : good, 2), DTRAIN_ERR_MISMATCH);
-    CHECK_CONTAINS(dtrain_comm_error(world), "rank 2 gave other dimensions than rank 0");
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 2 gave other dimensions than rank 0; every rank must give the same");
     CHECK_EQ(dtrain_mesh_create(&mesh, world, rank == 1 ? large : good, 2), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_comm_error(world),
                    rank == 1 ? "larger than the world" : "rank 1 gave dimensions that cannot");
@@ -113,6 +113,44 @@ TEST(groups_over_several_dimensions_join)
     on_threads(12, in_joined_groups, NULL);
     scene_begin(&s, 12, 0);
     run_ranks(&s, in_joined_groups);
+}
+
+static int in_no_joined_group(dtrain_comm *world, scene *s)
+{
+    const dtrain_mesh_dim dims[] = {{"a", 2}, {"b", 2}};
+    const char *a[] = {"a"}, *b[] = {"b"}, *both[] = {"a", "b"}, *turned[] = {"b", "a"}, *none[] = {"z"};
+    int rank = dtrain_comm_rank(world);
+    dtrain_mesh *mesh;
+    dtrain_comm *group, *other;
+    (void)s;
+    CHECK_EQ(dtrain_mesh_create(&mesh, world, dims, 2), DTRAIN_OK);
+    CHECK_EQ(dtrain_mesh_join(mesh, world, rank == 3 ? a : b, 1, &group), DTRAIN_ERR_MISMATCH);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 3 gave other names");
+    CHECK(group == NULL);
+    CHECK_EQ(dtrain_mesh_join(mesh, world, rank == 1 ? none : b, 1, &group), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world),
+                   rank == 1 ? "no dimension \"z\"; it has a, b" : "rank 1 gave names or another world that cannot be");
+    CHECK_EQ(dtrain_mesh_join(mesh, world, rank == 0 ? NULL : b, rank == 2 ? 0 : 1, &group), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), rank == 0   ? "1 names at NULL; give at least one"
+                                             : rank == 2 ? "0 names; give at least one"
+                                                         : "rank 0 gave names");
+    CHECK_EQ(dtrain_mesh_join(NULL, world, b, 1, &group), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(world), "mesh is NULL");
+    CHECK_EQ(dtrain_comm_split(world, 0, rank == 0 ? 9 : rank, &other), DTRAIN_OK); /* 1, 2, 3, 0 */
+    CHECK_EQ(dtrain_mesh_join(mesh, other, a, 1, &group), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_comm_error(other), "in the mesh: give the world that the mesh was made from");
+    CHECK(group == NULL);
+    CHECK_EQ(dtrain_mesh_join(mesh, world, rank == 1 ? turned : both, 2, &group), DTRAIN_OK);
+    CHECK_EQ(sum(group, 1), 4);
+    dtrain_comm_destroy(group);
+    dtrain_comm_destroy(other);
+    dtrain_mesh_destroy(mesh);
+    return 0;
+}
+
+TEST(names_and_worlds_that_do_not_join_are_told_to_all)
+{
+    on_both(4, in_no_joined_group);
 }
 
 /* What the victim leaves behind, to be freed when all threads have ended. */

@@ -288,9 +288,11 @@ DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name);
  * "data" and "shard" for FSDP, or "pipeline" and "tensor" for all that hold one copy of a model.
  *
  *   world    that the mesh was made from
- *   names    count of them, the same on every rank
+ *   names    count of them, the same on every rank, in any order
  *   group    out, the caller's to destroy; NULL on an error
- *   errors   DTRAIN_ERR_INVALID  no such dimension, or another world; others as dtrain_comm_split
+ *   errors   on every rank: DTRAIN_ERR_INVALID   a rank gave no name, one that is no dimension's, or another world
+ *                           DTRAIN_ERR_MISMATCH  ranks gave different names
+ *            others as dtrain_comm_split
  *
  * collective: every rank of world, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,

@@ -51,33 +51,27 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
     return DTRAIN_OK;
 }
 
-/* Says to all whether this rank's dimensions are good, and compares them. */
-static dtrain_status dtrain__mesh_agree(dtrain_comm *world, const dtrain_mesh *mesh, dtrain_status mine)
+/* Says to all whether what this rank gave is good, and compares it by its digest. */
+static dtrain_status dtrain__mesh_agree(dtrain_comm *world, const char *call, const char *what, dtrain__sha256 *sha,
+                                        dtrain_status mine)
 {
     dtrain__draft draft;
     dtrain__error flaw = dtrain__thread_error;
-    dtrain__sha256 sha;
     unsigned char digest[32];
-    dtrain_status status = dtrain__draft_begin(&draft, world, "mesh_create");
+    dtrain_status status = dtrain__draft_begin(&draft, world, call);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__sha256_start(&sha);
-    for (int i = 0; mine == DTRAIN_OK && i < mesh->count; i++) {
-        dtrain__sha256_add(&sha, mesh->axes[i].name, sizeof mesh->axes[i].name);
-        dtrain__sha256_add(&sha, &mesh->axes[i].size, sizeof mesh->axes[i].size);
-    }
-    dtrain__sha256_finish(&sha, digest);
+    dtrain__sha256_finish(sha, digest);
     status = dtrain__draft_meet(&draft, dtrain__get_le(digest, 8), mine);
     for (int rank = 0; status == DTRAIN_OK && mine == DTRAIN_OK && rank < world->size; rank++) {
         if (draft.seats[rank].key != DTRAIN_OK)
             status = dtrain__fail(&world->error, (dtrain_status)draft.seats[rank].key,
-                                  "mesh_create on rank %d: rank %d gave dimensions that cannot be (%s)", world->rank,
-                                  rank, dtrain_status_name((dtrain_status)draft.seats[rank].key));
+                                  "%s on rank %d: rank %d gave %s that cannot be (%s)", call, world->rank, rank, what,
+                                  dtrain_status_name((dtrain_status)draft.seats[rank].key));
         else if (draft.seats[rank].color != draft.seats[0].color)
             status = dtrain__fail(&world->error, DTRAIN_ERR_MISMATCH,
-                                  "mesh_create on rank %d: rank %d gave other dimensions than rank 0; every rank must "
-                                  "give the same names and sizes in the same order",
-                                  world->rank, rank);
+                                  "%s on rank %d: rank %d gave other %s than rank 0; every rank must give the same",
+                                  call, world->rank, rank, what);
     }
     dtrain__draft_end(&draft);
     return mine != DTRAIN_OK ? dtrain__report(&flaw) : status;
@@ -111,6 +105,7 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
 {
     dtrain_mesh *mesh = NULL;
     dtrain_status status;
+    dtrain__sha256 sha;
     int rest = 1, stride = 1;
     if (out != NULL)
         *out = NULL;
@@ -121,7 +116,12 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     status = dtrain__mesh_check(world, dims, count, &rest);
     if (status == DTRAIN_OK && (mesh = dtrain__mesh_place(world, dims, count, rest)) == NULL)
         status = dtrain__fail(&world->error, DTRAIN_ERR_MEMORY, "mesh_create on rank %d: no memory", world->rank);
-    status = dtrain__mesh_agree(world, mesh, status);
+    dtrain__sha256_start(&sha);
+    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
+        dtrain__sha256_add(&sha, mesh->axes[i].name, sizeof mesh->axes[i].name);
+        dtrain__sha256_add(&sha, &mesh->axes[i].size, sizeof mesh->axes[i].size);
+    }
+    status = dtrain__mesh_agree(world, "mesh_create", "dimensions", &sha, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
         dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
         status = dtrain__split(world, world->rank - axis->index * stride, axis->index, 1, &axis->group, "mesh_create");
@@ -170,37 +170,62 @@ DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name)
     return axis != NULL ? axis->size : 0;
 }
 
-DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
-                                          int count, dtrain_comm **group)
+/* Checks the names of a join, and that the mesh lies in this world. */
+static dtrain_status dtrain__mesh_check_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
+                                             int count)
 {
-    int rest, stride = 1;
-    if (group != NULL)
-        *group = NULL;
-    if (mesh == NULL || world == NULL || group == NULL || names == NULL || count < 1)
-        return dtrain__fail(world != NULL ? &world->error : NULL, DTRAIN_ERR_INVALID,
-                            "mesh_join: needs a mesh, its world, at least one name and a place for the group");
+    int size = 1, rank = 0;
+    if (names == NULL || count < 1)
+        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID, "mesh_join on rank %d: %d names%s; give at least one",
+                            world->rank, count, names == NULL ? " at NULL" : "");
     for (int i = 0; i < count; i++)
-        if (dtrain__mesh_axis(mesh, names[i], "mesh_join") == NULL)
-            return dtrain__report(&dtrain__thread_error);
-    for (int i = 0; i < mesh->count; i++)
-        stride *= mesh->axes[i].size;
-    if (stride != world->size)
+        if (dtrain__mesh_axis(mesh, names[i], "mesh_join") == NULL) {
+            world->error = dtrain__thread_error;
+            return world->error.status;
+        }
+    for (int i = mesh->count; i-- > 0; size *= mesh->axes[i].size)
+        rank += mesh->axes[i].index * size;
+    if (size != world->size)
         return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
                             "mesh_join on rank %d: the group has %d ranks and the mesh %d: give the world that the "
                             "mesh was made from",
-                            world->rank, world->size, stride);
+                            world->rank, world->size, size);
+    if (rank != world->rank)
+        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
+                            "mesh_join on rank %d: this rank is %d in the mesh: give the world that the mesh was made "
+                            "from",
+                            world->rank, rank);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
+                                          int count, dtrain_comm **group)
+{
+    dtrain__sha256 sha;
+    int rest, stride = 1;
+    if (group != NULL)
+        *group = NULL;
+    if (mesh == NULL || world == NULL || group == NULL)
+        return dtrain__fail(world != NULL ? &world->error : NULL, DTRAIN_ERR_INVALID,
+                            "mesh_join: needs a mesh, its world and a place for the group (%s is NULL)",
+                            mesh == NULL    ? "mesh"
+                            : world == NULL ? "world"
+                                            : "group");
+    dtrain_status status = dtrain__mesh_check_join(mesh, world, names, count);
+    dtrain__sha256_start(&sha);
     rest = world->rank;
-    stride = 1;
-    for (int i = mesh->count; i-- > 0;) { /* takes the coordinates that are joined out of the rank */
+    for (int i = mesh->count; status == DTRAIN_OK && i-- > 0;) { /* takes coordinates that are joined out of the rank */
         const dtrain__axis *axis = &mesh->axes[i];
         for (int k = 0; k < count; k++)
             if (strcmp(names[k], axis->name) == 0) {
                 rest -= axis->index * stride;
+                dtrain__sha256_add(&sha, axis->name, sizeof axis->name);
                 break;
             }
         stride *= axis->size;
     }
-    return dtrain__split(world, rest, world->rank, 1, group, "mesh_join");
+    status = dtrain__mesh_agree(world, "mesh_join", "names or another world", &sha, status);
+    return status == DTRAIN_OK ? dtrain__split(world, rest, world->rank, 1, group, "mesh_join") : status;
 }
 
 DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
