@@ -250,7 +250,7 @@ typedef struct stage {
     dtrain_param table[2];
     dtrain_param_part parts[2];
     float w[3], dw[3], b[2], db[2];
-    dtrain_fsdp *fsdps[2];
+    dtrain_fsdp *fsdps[3];
     int objects, pipe, tensor;
 } stage;
 
@@ -330,6 +330,13 @@ static int one_norm(dtrain_comm *world, scene *s)
         CHECK(norm > 19.874606 && norm < 19.874607);
         CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, 0, m.model, 0, &norm), DTRAIN_ERR_INVALID);
         CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects, m.model, -1, &norm), DTRAIN_ERR_INVALID);
+        m.fsdps[objects] = m.fsdps[0];
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects + 1, m.model, 0, &norm), DTRAIN_ERR_INVALID);
+        CHECK_CONTAINS(dtrain_last_error(), "are the same: give each once");
+        CHECK_EQ(dtrain_fuse_begin(m.model), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects, m.model, 0, &norm), DTRAIN_ERR_INVALID);
+        CHECK_CONTAINS(dtrain_last_error(), "cannot be fused; call fuse_end first");
+        CHECK_EQ(dtrain_fuse_end(m.model), DTRAIN_OK);
         for (int i = 0; i < objects; i++)
             dtrain_fsdp_destroy(m.fsdps[i]);
         dtrain_comm_destroy(m.model);

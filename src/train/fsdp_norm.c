@@ -105,10 +105,19 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
     for (int i = 0; i < count; i++) {
         if (fsdps[i] == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: object %d of %d is NULL", call, i, count);
+        for (int k = 0; k < i; k++)
+            if (fsdps[k] == fsdps[i])
+                return dtrain__fail(&fsdps[i]->error, DTRAIN_ERR_INVALID,
+                                    "%s: objects %d and %d of %d are the same: give each once", call, k, i, count);
         status = dtrain__fsdp_check_norm(fsdps[i], call, max_norm);
         if (status != DTRAIN_OK)
             return status;
     }
+    if (model != NULL && model->fusing)
+        return dtrain__fail(&fsdps[0]->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d of the model: it needs results at once and cannot be fused; call fuse_end "
+                            "first",
+                            call, model->rank);
     dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
     dtrain__error why = dtrain__thread_error;
     if (model != NULL)
