@@ -3244,7 +3244,8 @@ typedef struct dtrain_pipeline_desc {
  *            during its own calls alone
  *   desc     modules and fsdps must outlive the pipeline; the arrays are copied
  *   errors   DTRAIN_ERR_INVALID  no group, desc or module; a module for fewer micro-batches than the plan holds, with
- *                                what it needs; those of dtrain_pipeline_plan_create
+ *                                what it needs; one of two chunks; an fsdp of another table than its module's, or a
+ *                                parameter without memory; those of dtrain_pipeline_plan_create
  *            DTRAIN_ERR_MEMORY
  *
  * any thread */
@@ -28817,6 +28818,10 @@ static dtrain_status dtrain__pipe_enter(dtrain_pipeline *pipeline, const char *c
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
     if (pipeline->broken.status != DTRAIN_OK)
         return dtrain__report(&pipeline->broken);
+    if (pipeline->group->fusing)
+        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
+                            pipeline->rank);
     pipeline->call = call;
     memset(&pipeline->note, 0, sizeof pipeline->note);
     return DTRAIN_OK;
@@ -28993,11 +28998,12 @@ static dtrain_status dtrain__pipe_compare(dtrain_pipeline *pipeline)
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     dtrain_status status = dtrain__pipe_enter(pipeline, "dtrain_pipeline_agree");
-    if (status == DTRAIN_OK)
-        status = dtrain__pipe_compare(pipeline);
     if (status != DTRAIN_OK)
         return status;
     pipeline->agreed = 0;
+    status = dtrain__pipe_compare(pipeline);
+    if (status != DTRAIN_OK)
+        return status;
     status = dtrain__pipe_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipe_break(pipeline, status);
@@ -29372,6 +29378,24 @@ static dtrain_status dtrain__pipe_make_route(dtrain_pipeline *pipeline)
     return status;
 }
 
+/* Takes a chunk's module and FSDP over: they go together, and no other chunk has them. */
+static dtrain_status dtrain__pipe_take_chunk(dtrain_pipeline *pipeline, const dtrain_pipeline_desc *desc, int chunk)
+{
+    dtrain__module_run run;
+    memset(&run, 0, sizeof run);
+    run.call = "dtrain_pipeline_create";
+    run.module = pipeline->modules[chunk] = desc->modules[chunk];
+    run.fsdp = pipeline->fsdps[chunk] = desc->fsdps != NULL ? desc->fsdps[chunk] : NULL;
+    for (int c = 0; c < chunk; c++)
+        if (pipeline->modules[c] == run.module || (run.fsdp != NULL && pipeline->fsdps[c] == run.fsdp))
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "dtrain_pipeline_create: chunks %d and %d have the same %s: each is a stage of its own, "
+                "and needs one of its own",
+                c, chunk, pipeline->modules[c] == run.module ? "module" : "fsdp");
+    return dtrain__module_bind(&run);
+}
+
 /* Fills a pipeline in whose plan is there. */
 static dtrain_status dtrain__pipe_fill(dtrain_pipeline *pipeline, dtrain_comm *group, const dtrain_pipeline_desc *desc)
 {
@@ -29387,10 +29411,8 @@ static dtrain_status dtrain__pipe_fill(dtrain_pipeline *pipeline, dtrain_comm *g
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu tasks",
                             pipeline->task_count);
     dtrain_status status = dtrain__pipe_check(group, desc, pipeline->chunks);
-    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
-        pipeline->modules[c] = desc->modules[c];
-        pipeline->fsdps[c] = desc->fsdps != NULL ? desc->fsdps[c] : NULL;
-    }
+    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++)
+        status = dtrain__pipe_take_chunk(pipeline, desc, c);
     return status == DTRAIN_OK ? dtrain__pipe_make_route(pipeline) : status;
 }
 

@@ -188,6 +188,11 @@ static dtrain_status wrong_inputs(dtrain_comm *world, void *user)
     int middle = dtrain_comm_size(world) / 2;
     CHECK_EQ(rank_step(r), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_pipeline_error(r->pipeline), "call dtrain_pipeline_agree first");
+    CHECK_EQ(dtrain_fuse_begin(world), DTRAIN_OK);
+    CHECK_EQ(rank_agree(r), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_pipeline_error(r->pipeline), "cannot be fused; call fuse_end first");
+    CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->inputs, r->pointers[0], NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_fuse_end(world), DTRAIN_OK);
     CHECK_EQ(dtrain_pipeline_agree(r->pipeline, NULL), DTRAIN_ERR_ABORTED);
     CHECK_CONTAINS(dtrain_last_error(), "rank 0 of the pipeline could not go on, ERR_INVALID: inputs is NULL");
     if (r->rank == middle) {
@@ -238,6 +243,18 @@ static dtrain_status differs(dtrain_comm *world, void *user)
     CHECK_CONTAINS(dtrain_last_error(), "rank 2 has schedule 1002, 5 micro-batches, 1 chunks a rank; rank 0 has "
                                         "schedule 1002, 4 micro-batches");
     rank_destroy(r);
+    s.micro = 4;
+    r = rank_create(world, &s, NULL, NULL, 0, 1);
+    CHECK_EQ(rank_agree(r), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 2) { /* comes back with another */
+        rank_destroy(r);
+        s.micro = 3;
+        r = rank_create(world, &s, NULL, NULL, 0, 1);
+    }
+    CHECK_EQ(rank_agree(r), DTRAIN_ERR_MISMATCH);
+    CHECK_EQ(rank_step(r), DTRAIN_ERR_INVALID); /* nobody waits for rank 2, which refuses */
+    CHECK_CONTAINS(dtrain_last_error(), "call dtrain_pipeline_agree first");
+    rank_destroy(r);
     return DTRAIN_OK;
 }
 
@@ -262,7 +279,9 @@ static dtrain_status refuses(dtrain_comm *world, void *user)
 {
     setting s = {DTRAIN_PIPELINE_1F1B, 0, 4, 0};
     dtrain_pipeline_desc desc;
+    dtrain_comm *alone;
     (void)user;
+    CHECK_EQ(dtrain_comm_split(world, dtrain_comm_rank(world) != 0 ? -1 : 0, 0, &alone), DTRAIN_OK);
     if (dtrain_comm_rank(world) != 0)
         return DTRAIN_OK;
     rank_of_pipeline *r = rank_create(world, &s, NULL, NULL, 0, 1);
@@ -277,6 +296,26 @@ static dtrain_status refuses(dtrain_comm *world, void *user)
     refused(world, &desc, "2 chunks a rank are for the interleaved schedule alone; others have 1");
     desc.schedule = DTRAIN_PIPELINE_INTERLEAVED;
     refused(world, &desc, "the module of chunk 1 is NULL: each of the 2 chunks");
+    stage *bare = stage_create(1, 3, 0, 0, 8);
+    dtrain_module *same[2] = {r->modules[0], r->modules[0]}, *two[2] = {r->modules[0], bare->module};
+    dtrain_fsdp *fsdps[2];
+    CHECK_EQ(dtrain_fsdp_create(&fsdps[1], alone, r->stages[0]->table, (size_t)(2 * r->stages[0]->pairs), NULL),
+             DTRAIN_OK);
+    desc.modules = same;
+    refused(world, &desc, "chunks 0 and 1 have the same module");
+    desc.modules = two;
+    refused(world, &desc, "dtrain_pipeline_create: parameter w8 has no memory: give an fsdp");
+    desc.fsdps = fsdps;
+    fsdps[0] = fsdps[1];
+    refused(world, &desc, "chunks 0 and 1 have the same fsdp");
+    fsdps[0] = NULL;
+    refused(world, &desc,
+            "dtrain_pipeline_create: fsdp was made from another table than the module (see parameter w8)");
+    dtrain_fsdp_destroy(fsdps[1]);
+    dtrain_comm_destroy(alone);
+    stage_destroy(bare);
+    desc.fsdps = NULL;
+    desc.modules = r->modules;
     desc.schedule = (dtrain_pipeline_schedule)7;
     refused(world, &desc, "there is no schedule 7");
     desc.schedule = DTRAIN_PIPELINE_1F1B;

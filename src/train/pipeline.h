@@ -158,7 +158,8 @@ typedef struct dtrain_pipeline_desc {
  *            during its own calls alone
  *   desc     modules and fsdps must outlive the pipeline; the arrays are copied
  *   errors   DTRAIN_ERR_INVALID  no group, desc or module; a module for fewer micro-batches than the plan holds, with
- *                                what it needs; those of dtrain_pipeline_plan_create
+ *                                what it needs; one of two chunks; an fsdp of another table than its module's, or a
+ *                                parameter without memory; those of dtrain_pipeline_plan_create
  *            DTRAIN_ERR_MEMORY
  *
  * any thread */

@@ -67,6 +67,10 @@ static dtrain_status dtrain__pipe_enter(dtrain_pipeline *pipeline, const char *c
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
     if (pipeline->broken.status != DTRAIN_OK)
         return dtrain__report(&pipeline->broken);
+    if (pipeline->group->fusing)
+        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
+                            pipeline->rank);
     pipeline->call = call;
     memset(&pipeline->note, 0, sizeof pipeline->note);
     return DTRAIN_OK;
@@ -243,11 +247,12 @@ static dtrain_status dtrain__pipe_compare(dtrain_pipeline *pipeline)
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     dtrain_status status = dtrain__pipe_enter(pipeline, "dtrain_pipeline_agree");
-    if (status == DTRAIN_OK)
-        status = dtrain__pipe_compare(pipeline);
     if (status != DTRAIN_OK)
         return status;
     pipeline->agreed = 0;
+    status = dtrain__pipe_compare(pipeline);
+    if (status != DTRAIN_OK)
+        return status;
     status = dtrain__pipe_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipe_break(pipeline, status);

@@ -61,6 +61,24 @@ static dtrain_status dtrain__pipe_make_route(dtrain_pipeline *pipeline)
     return status;
 }
 
+/* Takes a chunk's module and FSDP over: they go together, and no other chunk has them. */
+static dtrain_status dtrain__pipe_take_chunk(dtrain_pipeline *pipeline, const dtrain_pipeline_desc *desc, int chunk)
+{
+    dtrain__module_run run;
+    memset(&run, 0, sizeof run);
+    run.call = "dtrain_pipeline_create";
+    run.module = pipeline->modules[chunk] = desc->modules[chunk];
+    run.fsdp = pipeline->fsdps[chunk] = desc->fsdps != NULL ? desc->fsdps[chunk] : NULL;
+    for (int c = 0; c < chunk; c++)
+        if (pipeline->modules[c] == run.module || (run.fsdp != NULL && pipeline->fsdps[c] == run.fsdp))
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "dtrain_pipeline_create: chunks %d and %d have the same %s: each is a stage of its own, "
+                "and needs one of its own",
+                c, chunk, pipeline->modules[c] == run.module ? "module" : "fsdp");
+    return dtrain__module_bind(&run);
+}
+
 /* Fills a pipeline in whose plan is there. */
 static dtrain_status dtrain__pipe_fill(dtrain_pipeline *pipeline, dtrain_comm *group, const dtrain_pipeline_desc *desc)
 {
@@ -76,10 +94,8 @@ static dtrain_status dtrain__pipe_fill(dtrain_pipeline *pipeline, dtrain_comm *g
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu tasks",
                             pipeline->task_count);
     dtrain_status status = dtrain__pipe_check(group, desc, pipeline->chunks);
-    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
-        pipeline->modules[c] = desc->modules[c];
-        pipeline->fsdps[c] = desc->fsdps != NULL ? desc->fsdps[c] : NULL;
-    }
+    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++)
+        status = dtrain__pipe_take_chunk(pipeline, desc, c);
     return status == DTRAIN_OK ? dtrain__pipe_make_route(pipeline) : status;
 }
 
