@@ -3353,7 +3353,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline);
  * What is wrong in a rank's arguments is DTRAIN_ERR_INVALID, before anything is communicated; so is a call between
  * dtrain_fuse_begin and dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until
  * their deadline or its leaving. Other errors are those of dtrain_all_reduce: sizes that differ between ranks are
- * DTRAIN_ERR_MISMATCH where the call communicates.
+ * DTRAIN_ERR_MISMATCH where the call communicates another number of elements by them.
  *
  *   source   Shoeybi and others, Megatron-LM, arXiv:1909.08053, 2019; sequence parallelism: Korthikanti and others,
  *            Reducing activation recomputation in large transformer models, MLSys 2023 */
