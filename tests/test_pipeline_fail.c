@@ -386,6 +386,12 @@ static dtrain_status lacks_memory(dtrain_comm *world, void *user)
                    "rank 1 of the pipeline could not go on, ERR_MEMORY: no memory for what travels");
     left = 100;
     CHECK_EQ(rank_agree(r), DTRAIN_OK);
+    left = r->rank == 1 ? 0 : 100;
+    CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->inputs, r->pointers[0], NULL), DTRAIN_ERR_ABORTED);
+    CHECK_CONTAINS(dtrain_last_error(),
+                   "rank 1 of the pipeline could not go on, ERR_MEMORY: no memory for F32 [3, 6] to evaluate");
+    left = 100;
+    CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->inputs, r->pointers[0], NULL), DTRAIN_OK);
     rank_clear(r);
     CHECK_EQ(rank_step(r), DTRAIN_OK);
     rank_check(r, reference_of(4));

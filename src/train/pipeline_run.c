@@ -210,34 +210,50 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 
 /* ---- evaluation ---- */
 
-/* Receives a stage's input, which says its shape first; without dtype where a rank before could not make it. */
+/* Sees to it that there is room for an input to evaluate. */
+static int dtrain__pipe_evaluate_room(dtrain_pipeline *pipeline, size_t bytes)
+{
+    if (pipeline->evaluated != NULL && bytes <= pipeline->evaluated_bytes)
+        return 1;
+    dtrain__free(pipeline->allocator, pipeline->evaluated, pipeline->evaluated_bytes);
+    pipeline->evaluated = (unsigned char *)dtrain__alloc(pipeline->allocator, bytes);
+    pipeline->evaluated_bytes = pipeline->evaluated != NULL ? bytes : 0;
+    return pipeline->evaluated != NULL;
+}
+
+/* Receives a stage's input, which says its shape first and comes when there is room for it; without dtype where a rank
+ * before could not make it, or there is none. */
 static dtrain_status dtrain__pipe_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
 {
-    uint64_t words[DTRAIN__PIPE_WORDS];
+    uint64_t words[DTRAIN__PIPE_WORDS], room;
+    char why[DTRAIN__PIPE_WHY];
     int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
     dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPE_WORDS, DTRAIN_U64, before);
     if (status != DTRAIN_OK || !dtrain__pipe_read_shape(words, input))
         return status;
-    if (pipeline->evaluated_bytes < input->bytes || pipeline->evaluated == NULL) {
-        dtrain__free(pipeline->allocator, pipeline->evaluated, pipeline->evaluated_bytes);
-        pipeline->evaluated_bytes = 0;
-        pipeline->evaluated = (unsigned char *)dtrain__alloc(pipeline->allocator, input->bytes);
-        if (pipeline->evaluated == NULL)
-            return dtrain__fail(&pipeline->error, DTRAIN_ERR_MEMORY, "no memory for %s to evaluate",
-                                dtrain__tensor_text(input).text);
-        pipeline->evaluated_bytes = input->bytes;
+    room = (uint64_t)dtrain__pipe_evaluate_room(pipeline, input->bytes);
+    status = dtrain_send(pipeline->group, &room, 1, DTRAIN_U64, before);
+    if (!room) {
+        snprintf(why, sizeof why, "no memory for %.48s to evaluate", dtrain__tensor_text(input).text);
+        dtrain__pipe_note_down(pipeline, DTRAIN_ERR_MEMORY, why);
+        memset(input, 0, sizeof *input);
     }
+    if (status != DTRAIN_OK || !room)
+        return status;
     input->data = pipeline->evaluated;
     return dtrain_recv(pipeline->group, input->data, input->count, input->dtype, before);
 }
 
 static dtrain_status dtrain__pipe_evaluate_send(dtrain_pipeline *pipeline, const dtrain_tensor *output)
 {
-    uint64_t words[DTRAIN__PIPE_WORDS];
+    uint64_t words[DTRAIN__PIPE_WORDS], room = 0;
     int after = (pipeline->rank + 1) % pipeline->ranks;
     dtrain__pipe_write_shape(words, output);
     dtrain_status status = dtrain_send(pipeline->group, words, DTRAIN__PIPE_WORDS, DTRAIN_U64, after);
     if (status != DTRAIN_OK || output->dtype == 0)
+        return status;
+    status = dtrain_recv(pipeline->group, &room, 1, DTRAIN_U64, after);
+    if (status != DTRAIN_OK || !room)
         return status;
     return dtrain_send(pipeline->group, output->data, output->count, output->dtype, after);
 }
