@@ -453,6 +453,46 @@ TEST(a_pipeline_that_breaks_is_told_to_the_others_by_the_groups_of_fsdp)
     CHECK_EQ(dtrain_run_threads(4, aborts, &know, NULL), DTRAIN_OK);
 }
 
+static int comes_late(dtrain_comm *world, scene *scene_of_test)
+{
+    static const setting s = {DTRAIN_PIPELINE_1F1B, 0, 4, 0};
+    int *know = (int *)scene_of_test->user, rank = dtrain_comm_rank(world);
+    rank_of_pipeline *r = rank_create(world, &s, NULL, NULL, 0, 1);
+    CHECK_EQ(rank_agree(r), DTRAIN_OK);
+    while (rank == 1 && __atomic_load_n(know, __ATOMIC_SEQ_CST) < 2)
+        usleep(1000);
+    CHECK_EQ(rank_step(r), DTRAIN_ERR_TIMEOUT);
+    if (rank == 1) /* not that it has waited for the others, which have given up */
+        CHECK_CONTAINS(dtrain_last_error(), "has broken off");
+    CHECK(all_know(know, 3));
+    rank_destroy(r);
+    return 0;
+}
+
+static dtrain_status comes_late_on_threads(dtrain_comm *world, void *user)
+{
+    comes_late(world, (scene *)user);
+    return DTRAIN_OK;
+}
+
+TEST(a_stage_that_comes_too_late_hears_of_it_at_once)
+{
+    scene s;
+    int *know = (int *)mmap(NULL, sizeof *know, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(know != MAP_FAILED);
+    reference_of(1);
+    scene_begin(&s, 3, 0);
+    s.desc.timeout_ms = 1000;
+    s.user = know;
+    *know = 0;
+    run_ranks(&s, comes_late);
+    *know = 0;
+    memset(&s.desc, 0, sizeof s.desc);
+    s.desc.timeout_ms = 1000;
+    CHECK_EQ(dtrain_run_threads(3, comes_late_on_threads, &s, &s.desc), DTRAIN_OK);
+    munmap(know, sizeof *know);
+}
+
 /* ---- processes that are killed ---- */
 
 typedef struct victim {

@@ -389,6 +389,12 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
     return DTRAIN_OK;
 }
 
+/* Whether a TIMEOUT is not that of a wait, but what the group was broken by: then it comes with its text. */
+static int dtrain__message_too_late(const dtrain_comm *comm)
+{
+    return (comm->transport.board != NULL || comm->socket != NULL) && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
+}
+
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
@@ -405,7 +411,7 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
-    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK)
+    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !dtrain__message_too_late(comm))
         return 0;
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }
