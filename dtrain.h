@@ -3275,10 +3275,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const 
  *
  *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
  *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
- *   errors    on every rank: DTRAIN_ERR_ABORTED  a callback or its rank failed; the text has the rank, the layer and
- * its status DTRAIN_ERR_INVALID  dtrain_pipeline_agree has not been called DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and
- * others of group or of an FSDP: the pipeline, group and the fsdps are broken, so that no rank of any of them waits for
- * this one
+ *   errors    on every rank:
+ *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text has the rank, the layer and its status
+ *             DTRAIN_ERR_INVALID    dtrain_pipeline_agree has not been called
+ *             DTRAIN_ERR_PEER_LOST  a callback returned this, as a rank of a group of its own is lost: else as aborted
+ *             DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and others of group or of an FSDP: the pipeline, group and the
+ *             fsdps are broken, so that no rank of any of them waits for this one
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,
@@ -26268,11 +26270,12 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
 /* A layer's callback has returned. */
 static void dtrain__module_returned(dtrain__module_run *run, int index, const char *what, dtrain_status status)
 {
-    char why[DTRAIN__FSDP_WHY];
+    char why[256];
     if (status == DTRAIN_OK)
         return;
-    snprintf(why, sizeof why, "layer %.32s: %.16s returned %.24s (%d)", run->module->layers[index].desc.name, what,
-             dtrain_status_name(status), (int)status);
+    int lost = status == DTRAIN_ERR_PEER_LOST && dtrain__thread_error.status == status; /* a group of the callback's */
+    snprintf(why, sizeof why, "layer %.32s: %s returned %s (%d)%s%.120s", run->module->layers[index].desc.name, what,
+             dtrain_status_name(status), (int)status, lost ? ": " : "", lost ? dtrain__thread_error.text : "");
     dtrain__module_give_up(run, status, why);
 }
 
@@ -28846,6 +28849,18 @@ static void dtrain__pipe_drop(dtrain_pipeline *pipeline, const char *cause)
     }
 }
 
+/* The first rank that could not go on; before it one to which a rank is lost, as that is why others could not. */
+static int dtrain__pipe_first_note(const dtrain_pipeline *pipeline)
+{
+    int first = pipeline->ranks;
+    for (int rank = pipeline->ranks - 1; rank >= 0; rank--)
+        if (pipeline->notes[rank].status != 0 &&
+            (first == pipeline->ranks || pipeline->notes[first].status != DTRAIN_ERR_PEER_LOST ||
+             pipeline->notes[rank].status == DTRAIN_ERR_PEER_LOST))
+            first = rank;
+    return first;
+}
+
 /* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
 static dtrain_status dtrain__pipe_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
@@ -28857,16 +28872,15 @@ static dtrain_status dtrain__pipe_verdict(dtrain_pipeline *pipeline, int fails_s
         if (status != DTRAIN_OK)
             return dtrain__pipe_break(pipeline, status);
     }
-    int rank = 0;
-    while (rank < pipeline->ranks && notes[rank].status == 0)
-        rank++;
+    int rank = dtrain__pipe_first_note(pipeline);
     if (rank == pipeline->ranks)
         return DTRAIN_OK;
     notes[rank].why[DTRAIN__PIPE_WHY - 1] = 0;
     if (fails_step)
         dtrain__pipe_drop(pipeline, notes[rank].why);
-    return dtrain__fail(&pipeline->error, DTRAIN_ERR_ABORTED, "%s: rank %d of the pipeline could not go on, %s: %s",
-                        pipeline->call, rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
+    dtrain_status status = notes[rank].status == DTRAIN_ERR_PEER_LOST ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_ABORTED;
+    return dtrain__fail(&pipeline->error, status, "%s: rank %d of the pipeline could not go on, %s: %s", pipeline->call,
+                        rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
 }
 
 /* ---- shapes ---- */

@@ -70,6 +70,7 @@ struct stage {
     dtrain_fsdp *fsdp;
     int fails_pair, fails_after; /* of the linear layers; so many calls later */
     const char *fails_in;
+    dtrain_comm *side; /* what fails is a barrier of these; NULL: the callback alone */
     void (*on_call)(const char *what, int pair);
     int calls;
 };
@@ -83,7 +84,7 @@ static dtrain_status verdict(const layer_user *u, const char *what)
     if (s->fails_in == NULL || s->fails_pair != u->pair || strcmp(s->fails_in, what) != 0 || s->fails_after-- > 0)
         return DTRAIN_OK;
     s->fails_in = NULL;
-    return DTRAIN_ERR_IO;
+    return s->side != NULL ? dtrain_barrier(s->side) : DTRAIN_ERR_IO;
 }
 
 static dtrain_status linear_shape(void *user, const dtrain_tensor *input, dtrain_tensor *output, size_t *saved)

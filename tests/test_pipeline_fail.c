@@ -87,6 +87,48 @@ TEST(a_callback_that_fails_on_one_rank_is_told_to_all_and_the_next_step_is_whole
             }
 }
 
+/* Ranks 0 and 1 are a pipeline; 1 and 2 a group of the callbacks of 1, as of tensor parallelism, which 2 leaves. */
+static dtrain_status loses_its_mate(dtrain_comm *world, void *user)
+{
+    const failure *f = (const failure *)user;
+    int rank = dtrain_comm_rank(world);
+    dtrain_comm *group = NULL, *side = NULL;
+    CHECK_EQ(dtrain_comm_split(world, rank == 2, rank, &group), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, rank > 0, rank, &side), DTRAIN_OK);
+    if (rank < 2) {
+        rank_of_pipeline *r = rank_create(group, &f->s, NULL, NULL, 0, 1);
+        CHECK_EQ(rank_agree(r), DTRAIN_OK);
+        if (rank == f->rank) {
+            will_fail(f, r);
+            r->stages[0]->side = side;
+        }
+        CHECK_EQ(rank_step(r), DTRAIN_ERR_PEER_LOST);
+        CHECK_CONTAINS(dtrain_last_error(), "rank 1 of the pipeline could not go on, ERR_PEER_LOST");
+        CHECK_CONTAINS(dtrain_last_error(), "returned ERR_PEER_LOST (5): barrier #1 on rank 0: rank 1");
+        rank_clear(r);
+        CHECK_EQ(rank_step(r), DTRAIN_OK);
+        rank_check(r, reference_of(r->micro));
+        rank_destroy(r);
+    }
+    dtrain_comm_destroy(side);
+    dtrain_comm_destroy(group);
+    return DTRAIN_OK;
+}
+
+TEST(a_callback_that_loses_a_rank_of_its_own_group_is_a_lost_rank_to_the_pipeline)
+{
+    static const char *const where[] = {"forward", "backward"};
+    reference_of(1);
+    for (int i = 0; i < 2; i++) {
+        failure f;
+        memset(&f, 0, sizeof f);
+        f.s.micro = 3;
+        f.rank = 1;
+        f.in = where[i];
+        CHECK_EQ(dtrain_run_threads(3, loses_its_mate, &f, NULL), DTRAIN_OK);
+    }
+}
+
 static dtrain_status fails_sharded(dtrain_comm *world, void *user)
 {
     const failure *f = (const failure *)user;

@@ -60,11 +60,12 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
 /* A layer's callback has returned. */
 static void dtrain__module_returned(dtrain__module_run *run, int index, const char *what, dtrain_status status)
 {
-    char why[DTRAIN__FSDP_WHY];
+    char why[256];
     if (status == DTRAIN_OK)
         return;
-    snprintf(why, sizeof why, "layer %.32s: %.16s returned %.24s (%d)", run->module->layers[index].desc.name, what,
-             dtrain_status_name(status), (int)status);
+    int lost = status == DTRAIN_ERR_PEER_LOST && dtrain__thread_error.status == status; /* a group of the callback's */
+    snprintf(why, sizeof why, "layer %.32s: %s returned %s (%d)%s%.120s", run->module->layers[index].desc.name, what,
+             dtrain_status_name(status), (int)status, lost ? ": " : "", lost ? dtrain__thread_error.text : "");
     dtrain__module_give_up(run, status, why);
 }
 

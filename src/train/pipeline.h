@@ -189,10 +189,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const 
  *
  *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
  *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
- *   errors    on every rank: DTRAIN_ERR_ABORTED  a callback or its rank failed; the text has the rank, the layer and
- * its status DTRAIN_ERR_INVALID  dtrain_pipeline_agree has not been called DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and
- * others of group or of an FSDP: the pipeline, group and the fsdps are broken, so that no rank of any of them waits for
- * this one
+ *   errors    on every rank:
+ *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text has the rank, the layer and its status
+ *             DTRAIN_ERR_INVALID    dtrain_pipeline_agree has not been called
+ *             DTRAIN_ERR_PEER_LOST  a callback returned this, as a rank of a group of its own is lost: else as aborted
+ *             DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and others of group or of an FSDP: the pipeline, group and the
+ *             fsdps are broken, so that no rank of any of them waits for this one
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,

@@ -89,6 +89,18 @@ static void dtrain__pipe_drop(dtrain_pipeline *pipeline, const char *cause)
     }
 }
 
+/* The first rank that could not go on; before it one to which a rank is lost, as that is why others could not. */
+static int dtrain__pipe_first_note(const dtrain_pipeline *pipeline)
+{
+    int first = pipeline->ranks;
+    for (int rank = pipeline->ranks - 1; rank >= 0; rank--)
+        if (pipeline->notes[rank].status != 0 &&
+            (first == pipeline->ranks || pipeline->notes[first].status != DTRAIN_ERR_PEER_LOST ||
+             pipeline->notes[rank].status == DTRAIN_ERR_PEER_LOST))
+            first = rank;
+    return first;
+}
+
 /* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
 static dtrain_status dtrain__pipe_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
@@ -100,16 +112,15 @@ static dtrain_status dtrain__pipe_verdict(dtrain_pipeline *pipeline, int fails_s
         if (status != DTRAIN_OK)
             return dtrain__pipe_break(pipeline, status);
     }
-    int rank = 0;
-    while (rank < pipeline->ranks && notes[rank].status == 0)
-        rank++;
+    int rank = dtrain__pipe_first_note(pipeline);
     if (rank == pipeline->ranks)
         return DTRAIN_OK;
     notes[rank].why[DTRAIN__PIPE_WHY - 1] = 0;
     if (fails_step)
         dtrain__pipe_drop(pipeline, notes[rank].why);
-    return dtrain__fail(&pipeline->error, DTRAIN_ERR_ABORTED, "%s: rank %d of the pipeline could not go on, %s: %s",
-                        pipeline->call, rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
+    dtrain_status status = notes[rank].status == DTRAIN_ERR_PEER_LOST ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_ABORTED;
+    return dtrain__fail(&pipeline->error, status, "%s: rank %d of the pipeline could not go on, %s: %s", pipeline->call,
+                        rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
 }
 
 /* ---- shapes ---- */
