@@ -486,8 +486,10 @@ static dtrain_status destroys_early(dtrain_comm *world, void *user)
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, 1, NULL), DTRAIN_OK);
     if (dtrain_comm_rank(world) == 0) {
         CHECK_EQ(dtrain_fsdp_prefetch(fsdp), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_gather(fsdp, 6), DTRAIN_ERR_INVALID);
         int64_t begin = dtrain__os_now_ns();
         dtrain_fsdp_destroy(fsdp);
+        CHECK_CONTAINS(dtrain_last_error(), "no unit 6"); /* of a call; destroying is none that fails */
         CHECK(dtrain__os_now_ns() - begin < 10000000000); /* the deadline is a minute */
         return dtrain_barrier(world);                     /* the caller's own group is as good as before */
     }

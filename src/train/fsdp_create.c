@@ -506,7 +506,9 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 {
     if (fsdp == NULL)
         return;
+    dtrain__error kept = dtrain__thread_error; /* why it is destroyed, perhaps: what was under way has its own */
     dtrain__fsdp_quiesce(fsdp);
+    dtrain__thread_error = kept;
     dtrain__sender_destroy(fsdp->sender);
     if (!fsdp->shares_comm) {
         dtrain_comm_destroy(fsdp->gathers);
