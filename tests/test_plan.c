@@ -150,10 +150,6 @@ TEST(products_take_their_operations)
     in.sequences = 8;
     CHECK_NEAR(estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 54, 1e-9);
     CHECK_NEAR(estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 4 * 54, 1e-9);
-    in.ranks = 2;
-    in.sequences = 6;
-    in.micro = 3; /* one replica has two of them */
-    CHECK_NEAR(estimate(&in, 2, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 2 * 54, 1e-9);
 }
 
 TEST(activations_wait_for_their_transfer)
@@ -329,12 +325,16 @@ TEST(layouts_that_cannot_be_are_left_out_with_what_would_fit)
     CHECK_EQ(plan_all(&in, &results, &count), DTRAIN_OK);
     CHECK_CONTAINS(find(results, count, 1, 1, 4)->why, "6 heads are not split evenly over tp=4; tp of 1, 2, 3 or 6");
     CHECK_CONTAINS(find(results, count, 1, 4, 1)->why, "2 layers make no 4 stages; 1 to 2 would fit");
-    CHECK_CONTAINS(find(results, count, 4, 1, 1)->why,
-                   "4 replicas have 2 micro-batches between them; dp up to 2, or --micro 4, would fit");
+    CHECK_CONTAINS(
+        find(results, count, 4, 1, 1)->why,
+        "2 micro-batches are not dealt evenly to dp=4; dp of 1 or 2, or a multiple of 4 as --micro, would fit");
     CHECK_EQ(find(results, count, 2, 2, 1)->why[0], 0);
     for (size_t i = 1; i < count; i++)
         CHECK((results[i - 1].why[0] != 0) <= (results[i].why[0] != 0));
     free(results);
+    in = tiny(3, 8); /* which train_gpt --mesh dp=3 --micro 8 refuses */
+    CHECK_CONTAINS(estimate(&in, 3, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).why,
+                   "8 micro-batches are not dealt evenly to dp=3; dp of 1 or 2, or a multiple of 3 as --micro");
     in = tiny(2, 2);
     in.vocab = 1;
     CHECK_CONTAINS(estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).why,
@@ -474,6 +474,8 @@ TEST(bad_flags_are_refused_with_what_would_fit)
         {"--sequences 12 --micro 8",
          "flag --micro 8: --sequences 12 are not so many equal micro-batches; 1, 2, 3, 4, 6 or 12 would fit"},
         {"--micro 0", "flag --micro 0: needs a whole number from 1 to 4096"},
+        {"--sequences 1000000 --micro 2", "in 2 micro-batches of 500000 each, where 65536 are the most of train_gpt"},
+        {"--chunks 17", "flag --chunks 17: needs a whole number from 2 to 16"},
         {"--ranks 2.5", "flag --ranks 2.5: needs a whole number from 1 to 1024"},
         {"--ranks", "flag --ranks: needs a value, a whole number from 1 to 1024"},
         {"--layers nan", "flag --layers nan: needs a whole number"},

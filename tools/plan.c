@@ -6,7 +6,8 @@
  * build/plan --layers 8 --width 512 --ranks 4 --measure
  *
  * Layouts are all dp x pp x tp that make up the ranks, FSDP's strategies none, grad and full over dp, and the schedules
- * gpipe, 1f1b, interleaved and zb over pp. Those that cannot be are named at the end, with why and what would fit. How
+ * gpipe, 1f1b, interleaved and zb over pp. Those that cannot be, or whose parts have not as many heads each, are named
+ * at the end, with why and what would fit. How
  * memory, bytes and time are found is in tools/plan_model.h; in the table a step is the sum of compute, bubble, tp, pp
  * and dp. Ends with 0; with 1 when no layout fits; with 2 for a wrong call or what the system refuses. */
 #define DTRAIN_API static
@@ -75,9 +76,12 @@ static void plan_print_verdict(const plan_input *in, const plan_result *results,
     const plan_result *least, *best = plan_best(results, count, &least);
     char flags[200];
     if (best != NULL) {
-        printf("best: train_gpt --layers %ld --heads %ld --width %ld --context %ld --batch %ld %s\n", in->layers,
+        printf("best: train_gpt --layers %ld --heads %ld --width %ld --context %ld --batch %ld %s", in->layers,
                in->heads, in->width, in->context, in->sequences / in->micro,
                plan_flags(in, &best->layout, flags, sizeof flags));
+        if (in->processors > 0) /* threads; else a launcher starts as many processes */
+            printf(" --ranks %ld", in->ranks);
+        printf("%s\n", in->vocab != 256 ? " (whose own vocab is 256)" : "");
         return;
     }
     if (least == NULL) {

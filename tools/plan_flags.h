@@ -17,7 +17,7 @@ typedef struct plan_number {
     double least, most, unit; /* of real: what 1 stands for */
 } plan_number;
 
-enum { PLAN_NUMBERS = 15 };
+enum { PLAN_NUMBERS = 15, PLAN_BATCH = 65536 };
 
 static inline void plan_numbers(plan_input *in, plan_number *numbers)
 {
@@ -29,7 +29,7 @@ static inline void plan_numbers(plan_input *in, plan_number *numbers)
                                            {"--sequences", &in->sequences, NULL, 1, 1000000, 1},
                                            {"--micro", &in->micro, NULL, 1, 4096, 1},
                                            {"--ranks", &in->ranks, NULL, 1, 1024, 1},
-                                           {"--chunks", &in->chunks, NULL, 2, 64, 1},
+                                           {"--chunks", &in->chunks, NULL, 2, 16, 1},
                                            {"--processors", &in->processors, NULL, 0, 65536, 1},
                                            {"--bandwidth", NULL, &in->bandwidth, 1e-6, 1e6, 1e9},
                                            {"--latency", NULL, &in->latency, 1e-3, 1e9, 1e-6},
@@ -74,6 +74,12 @@ static inline int plan_check(const plan_input *in, char *why, size_t size)
     if (in->sequences % in->micro != 0) {
         snprintf(why, size, "flag --micro %ld: --sequences %ld are not so many equal micro-batches; %s would fit",
                  in->micro, in->sequences, plan_divisors(in->sequences, 4096, fits, sizeof fits));
+        return 1;
+    }
+    if (in->sequences / in->micro > PLAN_BATCH) {
+        snprintf(why, size,
+                 "flag --sequences %ld: in %ld micro-batches of %ld each, where %d are the most of train_gpt",
+                 in->sequences, in->micro, in->sequences / in->micro, PLAN_BATCH);
         return 1;
     }
     return 0;

@@ -71,10 +71,10 @@ static inline int plan_is_legal(const plan_input *in, plan_result *result)
                  l->tp);
     else if (dtrain_split_into_stages((int)in->layers, stages, begins) != DTRAIN_OK)
         snprintf(result->why, sizeof result->why, "%.190s", dtrain_last_error());
-    else if (l->dp > in->micro)
+    else if (in->micro % l->dp != 0)
         snprintf(result->why, sizeof result->why,
-                 "%d replicas have %ld micro-batches between them; dp up to %ld, or --micro %d, would fit", l->dp,
-                 in->micro, in->micro, l->dp);
+                 "%ld micro-batches are not dealt evenly to dp=%d; dp of %s, or a multiple of %d as --micro, would fit",
+                 in->micro, l->dp, plan_divisors(in->micro, in->ranks, fits, sizeof fits), l->dp);
     free(begins);
     return result->why[0] == 0;
 }

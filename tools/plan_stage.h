@@ -56,10 +56,10 @@ static inline int plan_ranks(const plan_layout *l)
     return l->dp * l->pp * l->tp;
 }
 
-/* Micro-batches of the replica that has the most. */
+/* Micro-batches of a replica. */
 static inline long plan_micro(const plan_input *in, const plan_layout *l)
 {
-    return (in->micro + l->dp - 1) / l->dp;
+    return in->micro / l->dp;
 }
 
 /* Rows of a micro-batch: tokens. */
