@@ -93,6 +93,9 @@ static inline int gpt_read_compression(gpt_flags *f)
     if (desc->kind == DTRAIN_COMPRESS_TOPK && !desc->feedback.no_feedback && strcmp(f->optimizer, "sgd") == 0 &&
         (f->aggregator == NULL || strcmp(f->aggregator, "ps") != 0))
         desc->feedback.momentum = 0.9f;
+    if (f->local_steps > 0 && (desc->kind == DTRAIN_COMPRESS_TOPK || desc->rank > 0))
+        return report_complain("--compress", f->compress,
+                               "does not go with --local-steps, whose rounds go as int8, fp8, bf16, f16 or sign");
     if (strcmp(f->strategy, "none") == 0 || (strcmp(f->strategy, "hybrid") == 0 && desc->rank == 0))
         return 0;
     return report_complain("--compress", f->compress, "needs --strategy none, or hybrid where it is not powersgd");

@@ -298,7 +298,7 @@ static inline dtrain_status gpt_mesh_micro_batches(gpt_mesh *m, double *losses, 
 {
     dtrain_status status = DTRAIN_OK;
     for (int c = 0; c < m->count && status == DTRAIN_OK; c++)
-        status = dtrain_fsdp_begin(m->fsdps[c], m->micro, (double)(m->micro * (int)(m->split.B * m->split.T)));
+        status = dtrain_fsdp_begin(m->fsdps[c], m->micro, (double)m->micro * (double)(m->split.B * m->split.T));
     if (status == DTRAIN_OK)
         status = dtrain_pipeline_step(m->pipeline, m->inputs, m->pointers);
     for (int i = 0; i < m->micro && gpt_mesh_last(m, m->count - 1) && m->at[GPT_TP] == 0; i++)

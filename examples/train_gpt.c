@@ -75,6 +75,16 @@ static double gpt_activation_bytes(const gpt_flags *f)
     return 4 * ((18 * L + 8) * B * T * C + (L * B * (double)f->heads + 1) * T * T + GPT_VOCAB * B * T);
 }
 
+/* Of about how many micro-batches a pipeline's rank holds activations at once, the mean of its ranks. */
+static double gpt_micro_batches_held(const gpt_flags *f)
+{
+    double micro = f->mesh != NULL ? (double)(f->micro / f->mesh_sizes[GPT_DP]) : 1;
+    double held = f->mesh != NULL ? (f->mesh_sizes[GPT_PP] + 1) / 2.0 : 1;
+    if (f->recompute)
+        return 1;
+    return strcmp(f->schedule, "gpipe") == 0 || held > micro ? micro : held;
+}
+
 static const struct {
     const char *name;
     dtrain_strategy strategy;
@@ -618,6 +628,10 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
         status = m->mesh != NULL ? gpt_step_on_mesh(job, m, world, step, tokens, losses, lr, &loss, &norm)
                                  : gpt_step(job, m, world, step, tokens, losses, lr, &loss, &norm);
+        if (status == DTRAIN_OK && !isfinite(loss) && m->local != NULL) { /* this rank's alone */
+            dtrain_comm_abort(world, "its loss is not finite: a lower --lr may help");
+            return dtrain_barrier(world);
+        }
         if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
             if (root)
                 job->diverged = step + 1;
@@ -750,11 +764,17 @@ static int gpt_settle(gpt_job *job)
         f->compression.feedback.max_norm = (float)(f->clip * (double)(f->micro * f->batch * f->context));
     if (f->mesh != NULL && gpt_settle_mesh(job) != 0)
         return 1;
+    if (f->local_steps > 0 && f->micro < job->world_size) {
+        fprintf(stderr, "train_gpt: flag --micro %ld: under --local-steps each of %d ranks needs one or more\n",
+                f->micro, job->world_size);
+        return 1;
+    }
     desc = gpt_fsdp_desc(f, f->strategy, ranks);
     gpt_describe(&model, f->layers, f->heads, f->width, f->context, f->batch);
     if (dtrain_fsdp_plan(model.table, GPT_PARAMS, &desc, ranks, 0, &plan) != DTRAIN_OK)
         return report_complain("strategy", f->strategy, dtrain_last_error());
-    needed = ((double)plan.peak + gpt_activation_bytes(f)) / (double)parts * (double)f->ranks;
+    needed =
+        ((double)plan.peak + gpt_micro_batches_held(f) * gpt_activation_bytes(f)) / (double)parts * (double)f->ranks;
     memory = memory > 0 ? memory : (double)(SIZE_MAX / 64); /* not told: what can be addressed */
     if (needed <= memory)
         return 0;

@@ -101,4 +101,9 @@ refused "needs sizes from 1 to 1024, each once" --mesh dp=2,dp=2
 refused "needs sizes from 1 to 1024, each once" --mesh dp=2,
 refused "possible are gpipe, 1f1b, interleaved, zb" --mesh dp=1 --schedule 2f2b
 refused "needs --mesh" --schedule zb
+refused "this model is too large: 1 ranks need about" --mesh dp=1 --schedule gpipe --batch 64 --micro 65536
+refused "under --local-steps each of 4 ranks needs one or more" --ranks 4 --micro 3 --local-steps 2
+refused "its loss is not finite: a lower --lr may help" --ranks 2 --local-steps 9 --lr 1000 --clip 0 --optimizer sgd
+refused "does not go with --local-steps" --ranks 2 --local-steps 2 --compress topk:0.1
+refused "does not go with --local-steps" --ranks 2 --local-steps 2 --compress powersgd:2
 checked
