@@ -24232,7 +24232,7 @@ DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)
     if (fsdp == NULL || fsdp->note.failed)
         return;
     fsdp->note.failed = 1;
-    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%s", why != NULL ? why : "");
+    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
 }
 
 #endif

@@ -114,8 +114,7 @@ static dtrain_status link_train(link_end *end, dtrain_comm *world)
     double *losses = (double *)calloc((size_t)job->flags.micro, sizeof(double)), norm;
     dtrain_schedule schedule = gpt_schedule(&job->flags);
     gpt model;
-    memset(&model, 0, sizeof model); /* no aggregator */
-    dtrain_status status = gpt_create(&model, &job->flags, world);
+    dtrain_status status = gpt_create(&model, &job->flags, world, NULL, NULL);
     if (tokens == NULL || losses == NULL)
         status = DTRAIN_ERR_MEMORY;
     int64_t begin = gpt_now_ns();

@@ -141,14 +141,13 @@ static dtrain_status gpt_create_local(gpt *model, const gpt_flags *flags, dtrain
     return dtrain_local_sgd_create(&model->local, world, table, GPT_PARAMS, &desc);
 }
 
-/* Collective: every rank of world. */
-static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm *world)
+/* Collective: every rank of world. aggregate and mesh: NULL, or what the run goes through, and is split by. */
+static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm *world, gpt_aggregate *aggregate,
+                                gpt_mesh *mesh)
 {
     dtrain_fsdp_desc desc = gpt_fsdp_desc(flags, flags->strategy, dtrain_comm_size(world));
     dtrain_status status;
     size_t floats;
-    struct gpt_aggregate *aggregate = model->aggregate;
-    struct gpt_mesh *mesh = model->mesh;
     gpt_describe(model, flags->layers, flags->heads, flags->width, flags->context, flags->batch);
     model->aggregate = aggregate;
     model->mesh = mesh;
@@ -668,13 +667,12 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     if (dtrain_comm_rank(world) == 0 && !job->flags.quiet && job->flags.mesh == NULL)
         gpt_print_plans(job, &planned);
     memset(&model, 0, sizeof model);
-    model.mesh = job->flags.mesh != NULL ? &mesh : NULL;
     const dtrain_compress_desc *compress = job->flags.compress != NULL ? &job->flags.compression : NULL;
     status = gpt_aggregates(&job->flags) ? gpt_aggregate_open(&aggregate, world, job->flags.aggregator, compress)
                                          : DTRAIN_OK;
-    model.aggregate = gpt_aggregates(&job->flags) ? &aggregate : NULL;
     if (status == DTRAIN_OK)
-        status = gpt_create(&model, &job->flags, world);
+        status = gpt_create(&model, &job->flags, world, gpt_aggregates(&job->flags) ? &aggregate : NULL,
+                            job->flags.mesh != NULL ? &mesh : NULL);
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&tokens, DTRAIN_U8, 1, &bytes, allocator);
     if (status == DTRAIN_OK)

@@ -31,7 +31,8 @@ static void alone_create(gpt_alone *a, const gpt_flags *flags)
     memset(a, 0, sizeof *a);
     memset(&desc, 0, sizeof desc);
     desc.world_size = 1;
-    if (dtrain_comm_create(&a->world, &desc) != DTRAIN_OK || gpt_create(&a->model, flags, a->world) != DTRAIN_OK)
+    if (dtrain_comm_create(&a->world, &desc) != DTRAIN_OK ||
+        gpt_create(&a->model, flags, a->world, NULL, NULL) != DTRAIN_OK)
         TEST_FAIL("%s", dtrain_last_error());
     a->weights = (float *)calloc(2 * a->model.count, sizeof(float));
     if (a->weights == NULL)

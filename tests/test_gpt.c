@@ -205,8 +205,7 @@ static dtrain_status train_small(dtrain_comm *world, void *user)
     dtrain_fsdp_stats stats;
     dtrain_fsdp_plan_result plan;
     dtrain_fsdp_desc desc = gpt_fsdp_desc(&job->flags, job->flags.strategy, dtrain_comm_size(world));
-    memset(&model, 0, sizeof model);
-    dtrain_status status = gpt_create(&model, &job->flags, world);
+    dtrain_status status = gpt_create(&model, &job->flags, world, NULL, NULL);
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
         status = gpt_step(job, &model, world, step, tokens, losses, (float)job->flags.lr, &loss, &norm);
         if (root)
@@ -309,7 +308,7 @@ static dtrain_status go_astray(dtrain_comm *world, void *user)
     const dtrain_slice *slices = NULL;
     size_t count = 0;
     gpt model;
-    dtrain_status status = gpt_create(&model, &job->flags, world);
+    dtrain_status status = gpt_create(&model, &job->flags, world, NULL, NULL);
     CHECK_EQ(status, DTRAIN_OK);
     CHECK_EQ(gpt_check_copies(&model, world), DTRAIN_OK);
     CHECK_EQ(dtrain_fsdp_local(model.fsdp, &slices, &count), DTRAIN_OK);
