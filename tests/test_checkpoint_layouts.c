@@ -1,7 +1,5 @@
 /* Checkpoints across layouts: what data, pipeline and tensor ranks have saved comes back to the bit under any other
  * layout, and is the same file when it is exported. */
-#define DTRAIN_IMPLEMENTATION
-#define DTRAIN_API static
 #include "../dtrain.h"
 #include "test.h"
 #include "processes.h"

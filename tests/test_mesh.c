@@ -1,6 +1,4 @@
 /* Ranks in rows and columns: who differs where, how far a loss reaches, and one norm over parts that differ. */
-#define DTRAIN_API static
-#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 #include "groups.h"

@@ -1,7 +1,5 @@
 /* Parts of parameters: how they are cut, where their elements lie in the whole model, which tables have good ones, and
  * as which pieces of whole tensors they are saved. */
-#define DTRAIN_IMPLEMENTATION
-#define DTRAIN_API static
 #include "../dtrain.h"
 #include "test.h"
 
