@@ -3016,6 +3016,12 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
  * one thread per object */
 DTRAIN_API void dtrain_module_destroy(dtrain_module *module);
 
+/* Returns the nanoseconds that a layer's callbacks have taken since the module was made, of every pass: the costs for
+ * dtrain_split_by_cost, measured; 0 for no such layer. What callbacks wait for is in it.
+ *
+ * one thread per object */
+DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer);
+
 /* Returns the text of the last error, that of a callback included; empty before the first, never NULL.
  *
  * one thread per object */
@@ -3119,7 +3125,7 @@ DTRAIN_API dtrain_status dtrain_split_into_stages(int layers, int stages, int *b
 /* Splits layers so that the most expensive stage is as cheap as can be; of such cuts, the one whose earlier stages are
  * longest. Every stage has a layer.
  *
- *   costs    one a layer, finite, 0 or above
+ *   costs    one a layer, finite, 0 or above: computed, or measured (dtrain_module_layer_ns)
  *   begins   out: as dtrain_split_into_stages
  *   errors   as dtrain_split_into_stages; DTRAIN_ERR_INVALID a bad cost; DTRAIN_ERR_MEMORY
  *
@@ -25941,6 +25947,7 @@ typedef struct dtrain__module_layer {
     size_t first_use;
     int unit;        /* that is gathered for it; -1: none */
     int first, last; /* layers of that unit */
+    int64_t ns;      /* in its callbacks so far */
     int defers;      /* its weights' gradients are left to the second half where backward comes in halves */
 } dtrain__module_layer;
 
@@ -26204,6 +26211,11 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
     dtrain__free(memory == &module->own ? &last : memory, module, sizeof *module);
 }
 
+DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer)
+{
+    return module != NULL && layer >= 0 && layer < module->layer_count ? module->layers[layer].ns : 0;
+}
+
 DTRAIN_API const char *dtrain_module_error(const dtrain_module *module)
 {
     return module != NULL ? module->error.text : "";
@@ -26279,6 +26291,17 @@ static void dtrain__module_returned(dtrain__module_run *run, int index, const ch
     snprintf(why, sizeof why, "layer %.32s: %s returned %s (%d)%s%.120s", run->module->layers[index].desc.name, what,
              dtrain_status_name(status), (int)status, lost ? ": " : "", lost ? dtrain__thread_error.text : "");
     dtrain__module_give_up(run, status, why);
+}
+
+/* Calls one of a layer's callbacks, by its name in texts. */
+static void dtrain__module_call(dtrain__module_run *run, int index, const char *what, dtrain_layer_fn callback,
+                                const dtrain_layer_context *context)
+{
+    dtrain__module_layer *layer = &run->module->layers[index];
+    int64_t begin = dtrain__os_now_ns();
+    dtrain_status status = callback(layer->desc.user, context);
+    layer->ns += dtrain__os_now_ns() - begin;
+    dtrain__module_returned(run, index, what, status);
 }
 
 /* Asks each layer for its output's shape. */
@@ -26567,7 +26590,7 @@ static dtrain_status dtrain__module_ahead(dtrain__module_run *run)
         const dtrain__module_layer *layer = &module->layers[i];
         status = dtrain__module_open(run, i);
         if (status == DTRAIN_OK && run->place->failed == DTRAIN_OK)
-            dtrain__module_returned(run, i, "forward", layer->desc.forward(layer->desc.user, &run->context));
+            dtrain__module_call(run, i, "forward", layer->desc.forward, &run->context);
         if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && i == layer->last)
             status = dtrain_fsdp_release(run->fsdp, layer->unit);
     }
@@ -26720,7 +26743,7 @@ static void dtrain__module_again(dtrain__module_run *run, int index)
     context.output.data = run->module->gradients + (size_t)(index & 1) * run->place->half;
     context.grads = NULL;
     context.d_output.data = context.d_input.data = NULL;
-    dtrain__module_returned(run, index, "forward", layer->forward(layer->user, &context));
+    dtrain__module_call(run, index, "forward", layer->forward, &context);
 }
 
 /* Calls what a layer has for this pass. */
@@ -26738,9 +26761,9 @@ static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain
     if (desc->recompute && (inputs || weights))
         dtrain__module_again(run, index);
     if (inputs && run->place->failed == DTRAIN_OK)
-        dtrain__module_returned(run, index, "backward", desc->backward(desc->user, context));
+        dtrain__module_call(run, index, "backward", desc->backward, context);
     if (weights && run->place->failed == DTRAIN_OK)
-        dtrain__module_returned(run, index, "backward_weights", desc->backward_weights(desc->user, context));
+        dtrain__module_call(run, index, "backward_weights", desc->backward_weights, context);
     if (run->pass == DTRAIN__MODULE_WEIGHTS && run->fsdp != NULL && !layer->defers)
         dtrain__module_add_kept(run, index);
 }

@@ -452,3 +452,39 @@ TEST(a_second_micro_batch_stays_within_the_plan)
 {
     CHECK_EQ(dtrain_run_threads(2, big, NULL, NULL), DTRAIN_OK);
 }
+
+static dtrain_status naps(void *user, const dtrain_layer_context *c)
+{
+    usleep(*(const unsigned *)user);
+    if (c->d_input.data != NULL)
+        memset(c->d_input.data, 0, c->d_input.bytes);
+    return DTRAIN_OK;
+}
+
+TEST(times_of_layers_are_measured)
+{
+    unsigned naps_us[2] = {2000, 30000};
+    float x[3] = {1, 2, 3}, dx[3], unused[2] = {0, 0};
+    const size_t three = 3;
+    dtrain_param table[] = {{"unused", DTRAIN_F32, {1}, 0, 0, 0, 0, 0, 0, &unused[0], &unused[1], NULL}};
+    dtrain_layer layers[2];
+    dtrain_module *module;
+    dtrain_tensor input, output, d_input;
+    memset(layers, 0, sizeof layers);
+    for (int i = 0; i < 2; i++) {
+        layers[i].name = "nap";
+        layers[i].forward = layers[i].backward = naps;
+        layers[i].user = &naps_us[i];
+    }
+    CHECK_EQ(dtrain_tensor_view(&input, DTRAIN_F32, 1, &three, x), DTRAIN_OK);
+    CHECK_EQ(dtrain_tensor_view(&d_input, DTRAIN_F32, 1, &three, dx), DTRAIN_OK);
+    CHECK_EQ(dtrain_module_create(&module, layers, 2, table, 1, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_module_layer_ns(module, 1), 0);
+    CHECK_EQ(dtrain_fsdp_forward(NULL, module, 0, &input, NULL, &output), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_backward(NULL, module, 0, &output, &d_input), DTRAIN_OK);
+    CHECK(dtrain_module_layer_ns(module, 0) >= 4000000); /* two naps each, which are never shorter */
+    CHECK(dtrain_module_layer_ns(module, 1) >= 60000000);
+    CHECK_EQ(dtrain_module_layer_ns(module, 2), 0);
+    CHECK_EQ(dtrain_module_layer_ns(NULL, 0), 0);
+    dtrain_module_destroy(module);
+}

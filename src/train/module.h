@@ -91,6 +91,12 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
  * one thread per object */
 DTRAIN_API void dtrain_module_destroy(dtrain_module *module);
 
+/* Returns the nanoseconds that a layer's callbacks have taken since the module was made, of every pass: the costs for
+ * dtrain_split_by_cost, measured; 0 for no such layer. What callbacks wait for is in it.
+ *
+ * one thread per object */
+DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer);
+
 /* Returns the text of the last error, that of a callback included; empty before the first, never NULL.
  *
  * one thread per object */

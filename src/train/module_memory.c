@@ -69,6 +69,17 @@ static void dtrain__module_returned(dtrain__module_run *run, int index, const ch
     dtrain__module_give_up(run, status, why);
 }
 
+/* Calls one of a layer's callbacks, by its name in texts. */
+static void dtrain__module_call(dtrain__module_run *run, int index, const char *what, dtrain_layer_fn callback,
+                                const dtrain_layer_context *context)
+{
+    dtrain__module_layer *layer = &run->module->layers[index];
+    int64_t begin = dtrain__os_now_ns();
+    dtrain_status status = callback(layer->desc.user, context);
+    layer->ns += dtrain__os_now_ns() - begin;
+    dtrain__module_returned(run, index, what, status);
+}
+
 /* Asks each layer for its output's shape. */
 static void dtrain__module_shapes(dtrain__module_run *run)
 {

@@ -126,7 +126,7 @@ static dtrain_status dtrain__module_ahead(dtrain__module_run *run)
         const dtrain__module_layer *layer = &module->layers[i];
         status = dtrain__module_open(run, i);
         if (status == DTRAIN_OK && run->place->failed == DTRAIN_OK)
-            dtrain__module_returned(run, i, "forward", layer->desc.forward(layer->desc.user, &run->context));
+            dtrain__module_call(run, i, "forward", layer->desc.forward, &run->context);
         if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && i == layer->last)
             status = dtrain_fsdp_release(run->fsdp, layer->unit);
     }
@@ -279,7 +279,7 @@ static void dtrain__module_again(dtrain__module_run *run, int index)
     context.output.data = run->module->gradients + (size_t)(index & 1) * run->place->half;
     context.grads = NULL;
     context.d_output.data = context.d_input.data = NULL;
-    dtrain__module_returned(run, index, "forward", layer->forward(layer->user, &context));
+    dtrain__module_call(run, index, "forward", layer->forward, &context);
 }
 
 /* Calls what a layer has for this pass. */
@@ -297,9 +297,9 @@ static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain
     if (desc->recompute && (inputs || weights))
         dtrain__module_again(run, index);
     if (inputs && run->place->failed == DTRAIN_OK)
-        dtrain__module_returned(run, index, "backward", desc->backward(desc->user, context));
+        dtrain__module_call(run, index, "backward", desc->backward, context);
     if (weights && run->place->failed == DTRAIN_OK)
-        dtrain__module_returned(run, index, "backward_weights", desc->backward_weights(desc->user, context));
+        dtrain__module_call(run, index, "backward_weights", desc->backward_weights, context);
     if (run->pass == DTRAIN__MODULE_WEIGHTS && run->fsdp != NULL && !layer->defers)
         dtrain__module_add_kept(run, index);
 }

@@ -33,7 +33,7 @@ DTRAIN_API dtrain_status dtrain_split_into_stages(int layers, int stages, int *b
 /* Splits layers so that the most expensive stage is as cheap as can be; of such cuts, the one whose earlier stages are
  * longest. Every stage has a layer.
  *
- *   costs    one a layer, finite, 0 or above
+ *   costs    one a layer, finite, 0 or above: computed, or measured (dtrain_module_layer_ns)
  *   begins   out: as dtrain_split_into_stages
  *   errors   as dtrain_split_into_stages; DTRAIN_ERR_INVALID a bad cost; DTRAIN_ERR_MEMORY
  *
