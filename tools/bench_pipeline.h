@@ -5,7 +5,7 @@
 #ifndef BENCH_PIPELINE_H
 #define BENCH_PIPELINE_H
 
-#define PIPELINE_SLEEP_NS 2000000
+#define PIPELINE_SLEEP_NS 5000000
 #define PIPELINE_CHUNKS 8
 
 static const char *const pipeline_names[] = {"gpipe", "1f1b", "interleaved", "zb_h1"};
@@ -91,9 +91,10 @@ static int pipeline_run(bench *b)
         b->chunks = b->schedule == DTRAIN_PIPELINE_INTERLEAVED ? 2 : 1;
     DTRAIN_CHECK(dtrain_run_threads(b->ranks, pipeline_rank, b, NULL));
     double measured = bench_median(b->us, b->runs), planned = b->limit_us[0];
-    printf("op=pipeline_bubble schedule=%s ranks=%d micro=%d chunks=%d runs=%d bubble=%.4f plan=%.4f of_plan=%.3f\n",
-           pipeline_names[b->schedule - DTRAIN_PIPELINE_GPIPE], b->ranks, b->micro, b->chunks, b->runs, measured,
-           planned, planned > 0.0 ? measured / planned : 1.0);
+    printf("op=pipeline_bubble schedule=%s ranks=%d micro=%d chunks=%d layer_us=%d runs=%d bubble=%.4f plan=%.4f "
+           "of_plan=%.3f\n",
+           pipeline_names[b->schedule - DTRAIN_PIPELINE_GPIPE], b->ranks, b->micro, b->chunks, PIPELINE_SLEEP_NS / 1000,
+           b->runs, measured, planned, planned > 0.0 ? measured / planned : 1.0);
     return 0;
 }
 

@@ -1,5 +1,5 @@
 /* What this machine can do, for tools/plan.c: matrix products and copies of the model's sizes, on as many threads as
- * ranks can run at once, and a message between two. The best of several runs, as what disturbs them only takes longer.
+ * ranks can run at once, and a message between two. The median of several runs: what disturbs these disturbs training.
  * Include dtrain.h first. */
 #ifndef PLAN_MEASURE_H
 #define PLAN_MEASURE_H
@@ -10,10 +10,10 @@
 #include <unistd.h>
 
 #define PLAN_RUNS 25
-#define PLAN_RUN_SECONDS 0.003 /* that a run lasts at least: short ones are disturbed less often */
-#define PLAN_SECONDS 1.0       /* after which there are no more runs, once there were three */
-#define PLAN_COPIED 1048576    /* floats that are copied at least */
-#define PLAN_ROWS 512          /* that products have at most: larger ones are no faster */
+#define PLAN_RUN_SECONDS 0.02 /* that a run lasts at least: a processor is fast for a moment */
+#define PLAN_SECONDS 1.0      /* after which there are no more runs, once there were three */
+#define PLAN_COPIED 1048576   /* floats that are copied at least */
+#define PLAN_ROWS 512         /* that products have at most: larger ones are no faster */
 #define PLAN_WIDTH 1024
 
 typedef struct plan_measured {
@@ -34,8 +34,20 @@ typedef struct plan_memories {
     float *in, *weight, *out;
 } plan_memories;
 
+/* The middle of `count` numbers, which are sorted. */
+static inline double plan_median(double *numbers, int count)
+{
+    for (int i = 1; i < count; i++)
+        for (int j = i; j > 0 && numbers[j] < numbers[j - 1]; j--) {
+            double larger = numbers[j - 1];
+            numbers[j - 1] = numbers[j];
+            numbers[j] = larger;
+        }
+    return count > 0 ? numbers[count / 2] : HUGE_VAL;
+}
+
 /* A linear layer forward, and back for its input and its weights; inputs stay, so that numbers neither grow nor vanish.
- * Each is timed by itself, as short runs are disturbed less often. */
+ */
 static inline void plan_product_forward(const plan_measured *m, const plan_memories *a)
 {
     dtrain_sgemm(0, 1, m->rows, m->wide, m->width, 1, a->in, m->width, a->weight, m->width, 0, a->out, m->wide);
@@ -60,15 +72,15 @@ static inline void plan_copies(const plan_measured *m, const plan_memories *a)
     (void)seen;
 }
 
-/* Seconds of one call on the slowest rank while all run; the best run's. */
+/* Seconds of one call on the slowest rank while all run; the median of the runs. */
 static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_measured *m, const plan_memories *a,
                                               void (*call)(const plan_measured *, const plan_memories *),
                                               double *seconds)
 {
     dtrain_status status = DTRAIN_OK;
-    double calls = 1, all = 0;
-    *seconds = HUGE_VAL;
-    for (int run = -1; run < PLAN_RUNS && status == DTRAIN_OK && (run < 3 || all < PLAN_SECONDS); run++) {
+    double calls = 1, all = 0, runs[PLAN_RUNS];
+    int run = -1;
+    for (; run < PLAN_RUNS && status == DTRAIN_OK && (run < 3 || all < PLAN_SECONDS); run++) {
         double took = 0;
         status = dtrain_barrier(world);
         double begin = plan_now();
@@ -81,8 +93,9 @@ static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_mea
         if (run < 0)         /* warms up, and says how many calls a run has */
             calls = took * calls < PLAN_RUN_SECONDS ? 1 + (double)(long)(PLAN_RUN_SECONDS / took) : 1;
         else
-            *seconds = took < *seconds ? took : *seconds;
+            runs[run] = took;
     }
+    *seconds = plan_median(runs, run);
     return status;
 }
 
@@ -112,21 +125,22 @@ static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
     return status;
 }
 
-/* Seconds of a message of `bytes` from one rank to the other: half of there and back; the best run's. */
+/* Seconds of a message of `bytes` from one rank to the other: half of there and back; the median of the runs. */
 static inline dtrain_status plan_measure_message(dtrain_comm *world, void *data, size_t bytes, double *seconds)
 {
     dtrain_status status = DTRAIN_OK;
     int rank = dtrain_comm_rank(world), turns = bytes < 65536 ? 200 : 8;
-    *seconds = HUGE_VAL;
+    double runs[PLAN_RUNS] = {0};
     for (int run = -1; run < PLAN_RUNS && status == DTRAIN_OK; run++) {
         status = dtrain_barrier(world);
         double begin = plan_now();
         for (int i = 0; i < 2 * turns && status == DTRAIN_OK; i++)
             status = i % 2 == rank ? dtrain_send(world, data, bytes, DTRAIN_U8, 1 - rank)
                                    : dtrain_recv(world, data, bytes, DTRAIN_U8, 1 - rank);
-        double took = (plan_now() - begin) / (2 * turns);
-        *seconds = run >= 0 && took < *seconds ? took : *seconds;
+        if (run >= 0)
+            runs[run] = (plan_now() - begin) / (2 * turns);
     }
+    *seconds = plan_median(runs, PLAN_RUNS);
     return status;
 }
 
