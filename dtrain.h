@@ -8889,6 +8889,17 @@ static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, in
     return &peer->lanes[at / DTRAIN__STRIPE % (uint64_t)lanes];
 }
 
+/* The connection for a lane that this rank has let in and not yet taken: its last word is still to go out. */
+static dtrain__door *dtrain__channel_admitted(const dtrain__channel *channel, int world, int lane)
+{
+    dtrain__door *door = channel->hub->doors;
+    while (door != NULL && (door->state != DTRAIN__DOOR_OPEN || door->error.status != DTRAIN_OK ||
+                            door->purpose != DTRAIN__PURPOSE_DATA || door->channel != channel->id ||
+                            door->peer != world || door->lane != lane))
+        door = door->next;
+    return door;
+}
+
 /* The channel's rank of the world's `world`; -1: not a member. */
 static int dtrain__channel_rank(const dtrain__channel *channel, int world)
 {
@@ -10084,6 +10095,9 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
+    dtrain__door *before = dtrain__channel_admitted(channel, door->peer, door->lane);
+    if (before != NULL) /* the peer has given up on it */
+        dtrain__door_close(before);
     if (lane->door != NULL)
         dtrain__hub_free_door(hub, lane->door);
     lane->door = NULL;
@@ -10268,7 +10282,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !peer->left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !peer->left &&
+        dtrain__channel_admitted(channel, peer->world, index) == NULL) { /* or each would drop the other's choice */
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, peer->world, &address))
             return;
@@ -10802,6 +10817,10 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
+    int coming =
+        lane->door != NULL || dtrain__channel_admitted(channel, peer->world, (int)(lane - peer->lanes)) != NULL;
+    if (peer->left && coming) /* who took it may have sent all there was to send, and left */
+        return DTRAIN_OK;
     if (peer->left)
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank,
                      peer->why != NULL ? ": " : "", peer->why != NULL ? peer->why : "");

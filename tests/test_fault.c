@@ -15,7 +15,7 @@
 
 #define MOST_RANKS 6
 
-enum { SHORT = 1, STORM = 2, DELAY = 4, RESET = 8, DROP = 16, CUT = 32, CHANGE = 64 };
+enum { SHORT = 1, STORM = 2, DELAY = 4, RESET = 8, DROP = 16, CUT = 32, CHANGE = 64, CROSS = 128 };
 
 static struct {
     uint32_t kinds, armed; /* armed: resets may come */
@@ -35,7 +35,7 @@ static int misbehave(int fd, size_t *bytes)
     uint64_t dice = kinds != 0 ? throw_dice() : 0;
     if ((kinds & DELAY) && dice % 64 == 0)
         usleep((useconds_t)(dice >> 32) % 2000);
-    if ((kinds & STORM) && (dice >> 8) % 3 == 0) {
+    if ((kinds & STORM) && (dice >> 8) % 3 < (kinds & CROSS ? 2 : 1)) {
         errno = dice >> 20 & 1 ? EINTR : EAGAIN;
         return -1;
     }
@@ -128,9 +128,13 @@ static dtrain_status one_call(dtrain_comm *world, rank_of_run *r, int n, int64_t
     int left = (r->rank + r->ranks - 1) % r->ranks;
     dtrain_status status;
     *right = 1;
+    if (__atomic_load_n(&fault.kinds, __ATOMIC_RELAXED) & CROSS) {
+        usleep((useconds_t)(dtrain_random_u64(r->seed, (uint64_t)(100 + r->rank)) % 3000));
+        count = 511;
+    }
     for (size_t i = 0; i < count; i++)
         in[i] = given(r->seed, n, r->rank, i);
-    switch (dice / 1024 % 6) {
+    switch (__atomic_load_n(&fault.kinds, __ATOMIC_RELAXED) & CROSS ? 3 : dice / 1024 % 6) {
     case 0:
         status = dtrain_broadcast(world, in, count, DTRAIN_I64, root);
         for (size_t i = 0; i < count; i++)
@@ -234,7 +238,7 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int soc
         r->board = board;
         r->rank = rank;
         r->ranks = n;
-        r->calls = 20;
+        r->calls = kinds & CROSS ? 1 : 20;
         r->formed = &formed;
         r->seed = seed;
         r->reconnect_ms = reconnect_ms;
@@ -273,6 +277,17 @@ TEST(short_calls_storms_and_delays_change_nothing)
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + (uint64_t)i;
         run_with(kinds[seed % 5], seed, 0, 1, 1);
+    }
+    dtrain_set_log(NULL, NULL);
+}
+
+/* All ranks make their connections at once, two for each pair until they have settled on one. */
+TEST(connections_that_cross_become_one)
+{
+    dtrain_set_log(quiet, NULL);
+    for (int i = 0; i < runs(60); i++) {
+        uint64_t seed = first_seed() + 4000000 + (uint64_t)i;
+        run_with((i % 2 ? DELAY : 0) | STORM | SHORT | CROSS, seed, 0, 1, 1);
     }
     dtrain_set_log(NULL, NULL);
 }

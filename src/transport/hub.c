@@ -348,6 +348,17 @@ static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, in
     return &peer->lanes[at / DTRAIN__STRIPE % (uint64_t)lanes];
 }
 
+/* The connection for a lane that this rank has let in and not yet taken: its last word is still to go out. */
+static dtrain__door *dtrain__channel_admitted(const dtrain__channel *channel, int world, int lane)
+{
+    dtrain__door *door = channel->hub->doors;
+    while (door != NULL && (door->state != DTRAIN__DOOR_OPEN || door->error.status != DTRAIN_OK ||
+                            door->purpose != DTRAIN__PURPOSE_DATA || door->channel != channel->id ||
+                            door->peer != world || door->lane != lane))
+        door = door->next;
+    return door;
+}
+
 /* The channel's rank of the world's `world`; -1: not a member. */
 static int dtrain__channel_rank(const dtrain__channel *channel, int world)
 {

@@ -290,6 +290,9 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__door *door)
         dtrain__hub_refuse(hub, door, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
+    dtrain__door *before = dtrain__channel_admitted(channel, door->peer, door->lane);
+    if (before != NULL) /* the peer has given up on it */
+        dtrain__door_close(before);
     if (lane->door != NULL)
         dtrain__hub_free_door(hub, lane->door);
     lane->door = NULL;
@@ -474,7 +477,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__door *door = lane->door;
     dtrain__address address;
-    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !peer->left) {
+    if (door == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns && !peer->left &&
+        dtrain__channel_admitted(channel, peer->world, index) == NULL) { /* or each would drop the other's choice */
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, peer->world, &address))
             return;

@@ -21,6 +21,10 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
+    int coming =
+        lane->door != NULL || dtrain__channel_admitted(channel, peer->world, (int)(lane - peer->lanes)) != NULL;
+    if (peer->left && coming) /* who took it may have sent all there was to send, and left */
+        return DTRAIN_OK;
     if (peer->left)
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank,
                      peer->why != NULL ? ": " : "", peer->why != NULL ? peer->why : "");
