@@ -11,6 +11,7 @@
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
  *     >>tensor       element types, conversions, tensors, the matrix product
+ *     >>device       memory and arithmetic of GPUs: queues, copies, events, and a table to fill for a device of your own
  *     >>transport    the table to fill for a transport of your own
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
  *                    of groups, survivors, the store
@@ -137,9 +138,15 @@
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
 #elif defined(__GNUC__)
-#define DTRAIN__EXACT_BEGIN \
+#define DTRAIN__EXACT_GCC \
     _Pragma("GCC push_options") \
     _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
+#ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it */
+#define DTRAIN__EXACT_BEGIN \
+    _Pragma("nv_diagnostic push") _Pragma("nv_diag_suppress 1675") DTRAIN__EXACT_GCC _Pragma("nv_diagnostic pop")
+#else
+#define DTRAIN__EXACT_BEGIN DTRAIN__EXACT_GCC
+#endif
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
 #else
 #define DTRAIN__EXACT_BEGIN
@@ -197,6 +204,17 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status);
  *
  * any thread */
 DTRAIN_API const char *dtrain_last_error(void);
+
+/* Sets the calling thread's last error: for transports, devices and callbacks of your own, which return its result.
+ *
+ *   format    as printf's, one line; longer texts are cut at 639 bytes. What it quotes may be dtrain_last_error()
+ *   returns   status
+ *
+ * any thread */
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
 
 /* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
  * Expands in the program's own code; the library itself never exits. */
@@ -332,6 +350,9 @@ typedef enum dtrain_op {
 
 #define DTRAIN_MAX_DIMS 8
 
+/* Memory and a queue of work beside the CPU's: see >>device. Where one is asked for, NULL is the CPU. */
+typedef struct dtrain_device dtrain_device;
+
 /* Returns the width of one element in bits, 4 to 64; 0 for what is no dtype.
  *
  * any thread */
@@ -377,7 +398,9 @@ typedef struct dtrain_tensor {
     size_t count; /* elements */
     size_t bytes;
     void *data;
-    dtrain_allocator *allocator; /* NULL: a view, which owns nothing */
+    dtrain_allocator *allocator; /* that its memory is of; NULL: a view, or memory of a device */
+    dtrain_device *device;       /* whose memory data is; NULL: the CPU's */
+    int device_owned;            /* 1: data was made by dtrain_tensor_create_on, and is freed with the tensor */
 } dtrain_tensor;
 
 /* Makes a zeroed tensor that owns its memory, aligned to 64 bytes.
@@ -400,13 +423,56 @@ DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtyp
 DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
                                             void *data);
 
-/* Frees what the tensor owns and zeroes it. NULL and views are legal.
+/* Make a zeroed tensor in a device's memory, and a view of such memory.
+ *
+ * Tensors of devices are copied, filled, cast, cut, joined, added and scaled by the functions below, in the order of
+ * the device's queue; the others return DTRAIN_ERR_UNSUPPORTED for them. Tensors of one call are of one device, but for
+ * dtrain_tensor_copy.
+ *
+ *   device   must outlive the tensor; NULL: the CPU
+ *   others   as dtrain_tensor_create and dtrain_tensor_view
+ *   errors   also those of dtrain_device_alloc and dtrain_device_fill
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_create_on(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim,
+                                                 const size_t *shape, dtrain_device *device);
+DTRAIN_API dtrain_status dtrain_tensor_view_on(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                               void *data, dtrain_device *device);
+
+/* Copies the elements of a tensor to another, wherever both are. Between a device and the CPU it returns when the CPU
+ * may use its memory again, unless that is pinned (see dtrain_device_copy); between two devices it waits for both.
+ *
+ *   to, from   equal in dtype and shape, and apart
+ *   errors     DTRAIN_ERR_INVALID  they differ; others as dtrain_device_copy
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_copy(dtrain_tensor *to, const dtrain_tensor *from);
+
+/* Sets every element to value: floats rounded as by dtrain_convert; integers, and DTRAIN_BOOL as 0 or 1, exactly.
+ *
+ *   errors   DTRAIN_ERR_INVALID      an integer dtype has no such value
+ *            DTRAIN_ERR_UNSUPPORTED  a dtype that is none of dtrain_convert, no integer and not DTRAIN_BOOL
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_fill(dtrain_tensor *tensor, double value);
+
+/* Converts the elements of a tensor into another, as dtrain_convert.
+ *
+ *   to, from   equal in shape, of one device, and apart
+ *   errors     DTRAIN_ERR_INVALID  shapes or devices differ; others as dtrain_device_convert
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_cast(dtrain_tensor *to, const dtrain_tensor *from);
+
+/* Frees what the tensor owns, of a device after what was queued before, and zeroes it. NULL and views are legal.
  *
  * one thread per object */
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
 
-/* Copies part `part` of `parts` of a tensor along dimension dim into a new tensor that owns its memory.
+/* Copies part `part` of `parts` of a tensor along dimension dim into a new tensor that owns its memory, of the same
+ * device.
  *
+ *   allocator   not used for a device's tensor
  *   parts     any number of at least 1; earlier parts are one longer, parts beyond the size are empty
  *   errors    DTRAIN_ERR_INVALID  dim, parts or part out of range, or elements narrower than a byte
  *             DTRAIN_ERR_MEMORY
@@ -417,7 +483,7 @@ DTRAIN_API dtrain_status dtrain_tensor_shard(dtrain_tensor *shard, const dtrain_
 
 /* Joins shards along dimension dim into a new tensor: the inverse of dtrain_tensor_shard.
  *
- *   shards    parts tensors in order, equal in dtype and in every size but that of dim
+ *   shards    parts tensors in order, equal in dtype, device and in every size but that of dim
  *   errors    DTRAIN_ERR_INVALID  shards that do not fit together; the text names the first
  *             DTRAIN_ERR_MEMORY
  *
@@ -428,7 +494,7 @@ DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrai
 /* out[i] = a[i] + b[i] over F64, F32, F16 or BF16 tensors of one dtype and shape; any of them may be the same.
  * 16-bit floats add as float32 and round once.
  *
- *   errors   DTRAIN_ERR_INVALID  shapes or dtypes differ; DTRAIN_ERR_UNSUPPORTED another dtype
+ *   errors   DTRAIN_ERR_INVALID  shapes, dtypes or devices differ; DTRAIN_ERR_UNSUPPORTED another dtype
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tensor *a, const dtrain_tensor *b);
@@ -446,7 +512,7 @@ DTRAIN_API dtrain_status dtrain_tensor_axpy(dtrain_tensor *y, double alpha, cons
 /* Adds bias to every row of the last dimension of an F32 tensor.
  *
  *   bias     F32, one dimension, of x's last size
- *   errors   as dtrain_tensor_add
+ *   errors   as dtrain_tensor_add; DTRAIN_ERR_UNSUPPORTED also a device's tensor
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_tensor *bias);
@@ -454,7 +520,7 @@ DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_t
 /* Sums the squares of an F64, F32, F16 or BF16 tensor in float64: squares exact for F32 and narrower, blocks of
  * 8 lanes added in index order, the same bits everywhere.
  *
- *   errors   DTRAIN_ERR_UNSUPPORTED  another dtype
+ *   errors   DTRAIN_ERR_UNSUPPORTED  another dtype, or a device's tensor: see dtrain_device_squares
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_tensor_sum_squares(double *sum, const dtrain_tensor *x);
@@ -463,7 +529,7 @@ DTRAIN_API dtrain_status dtrain_tensor_sum_squares(double *sum, const dtrain_ten
  *
  *   a, b         two dimensions; transpose_a and transpose_b of 1 take them transposed
  *   accumulate   1: adds to out
- *   errors       DTRAIN_ERR_INVALID  the sizes do not meet; DTRAIN_ERR_UNSUPPORTED another dtype
+ *   errors       DTRAIN_ERR_INVALID  the sizes do not meet; DTRAIN_ERR_UNSUPPORTED another dtype, or a device's tensor
  *
  * any thread; out overlaps neither a nor b */
 DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_tensor *a, int transpose_a,
@@ -491,6 +557,217 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
  *
  * any thread */
 DTRAIN_API const char *dtrain_isa_name(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>device ----
+ * Memory that the CPU does not touch, and arithmetic on it. A dtrain_device is a queue: what is handed to it happens in
+ * the order of the calls, after they have returned; the CPU waits in dtrain_device_wait, and where it reads what a
+ * device has written. Every function takes NULL for a device as well: then memory is the CPU's, and the work is done at
+ * once. Results are the same bits on either. dtrain_cuda.h makes devices of NVIDIA's; others are a table of functions.
+ * An error of a device is passed on with the device's own text; what a table leaves NULL is DTRAIN_ERR_UNSUPPORTED. The
+ * functions below check their arguments, but not where memory is: that is the device's to know. */
+#ifndef DTRAIN__DEVICE_H
+#define DTRAIN__DEVICE_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum dtrain_memory {
+    DTRAIN_MEMORY_DEVICE = 1201, /* the device's own, which the CPU must not touch */
+    DTRAIN_MEMORY_PINNED         /* the CPU's, which the device copies from and to while the CPU goes on */
+} dtrain_memory;
+
+/* 22 integers that sum squares without an error, in any order: see dtrain_device_squares. */
+#define DTRAIN_SQUARES_LIMBS 22
+
+/* A step of AdamW as numbers: see dtrain_adamw, whose bits it gives. */
+typedef struct dtrain_device_adamw_step {
+    float *params, *m, *v;
+    const float *grads;
+    uint16_t *copy; /* the new parameters as BF16; NULL: none */
+    size_t count;
+    float beta1, rest1, beta2, rest2, root, eps, rate, keep;
+} dtrain_device_adamw_step;
+
+/* A step of SGD as numbers: see dtrain_sgd, whose bits it gives. */
+typedef struct dtrain_device_sgd_step {
+    float *params, *velocity; /* velocity NULL: no momentum */
+    const float *grads;
+    uint16_t *copy;
+    size_t count;
+    float momentum, lr, keep, coupled;
+    int nesterov;
+} dtrain_device_sgd_step;
+
+/* The k elements of largest magnitude of a device's vector: in a table the maker's own, in calls of the library's what
+ * dtrain_device_selection_create made of it. */
+typedef struct dtrain_device_selection dtrain_device_selection;
+
+/* What a device can do. All work is queued: inputs are read and outputs written in the order of the calls. The
+ * arguments have been checked but for where their memory is. */
+typedef struct dtrain_device_ops {
+    dtrain_status (*allocate)(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer);
+    void (*release)(dtrain_device *device, dtrain_memory memory, void *pointer); /* after what was queued before it */
+    dtrain_status (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes); /* from and to any memory */
+    dtrain_status (*fill)(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count);
+    dtrain_status (*wait)(dtrain_device *device);
+    dtrain_status (*event_create)(dtrain_device *device, void **event);
+    void (*event_destroy)(dtrain_device *device, void *event);
+    dtrain_status (*event_record)(dtrain_device *device, void *event);
+    dtrain_status (*event_await)(dtrain_device *device, void *event); /* the queue waits, the CPU does not */
+    dtrain_status (*event_done)(dtrain_device *device, void *event, int *done);
+    dtrain_status (*convert)(dtrain_device *device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
+                             size_t count);
+    dtrain_status (*reduce)(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
+                            const void *const *in, int n, void *const *out, int m, size_t begin, size_t count);
+    dtrain_status (*scale)(dtrain_device *device, dtrain_dtype dtype, void *x, double factor, size_t count);
+    dtrain_status (*axpy)(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha, const void *x,
+                          size_t count);
+    dtrain_status (*adamw)(dtrain_device *device, const dtrain_device_adamw_step *step);
+    dtrain_status (*sgd)(dtrain_device *device, const dtrain_device_sgd_step *step);
+    dtrain_status (*overflow)(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found);
+    dtrain_status (*squares)(dtrain_device *device, const float *x, size_t count, int64_t *limbs);
+    dtrain_status (*clip)(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm, float *x,
+                          size_t count);
+    dtrain_status (*selection_create)(dtrain_device *device, size_t count, size_t k, dtrain_device_selection **made);
+    void (*selection_destroy)(dtrain_device *device, dtrain_device_selection *selection);
+    dtrain_status (*select)(dtrain_device *device, dtrain_device_selection *selection, float *sum, const float *add,
+                            uint32_t *indices, float *values);
+    dtrain_status (*sparse_add)(dtrain_device *device, const uint32_t *indices, const float *values, size_t k,
+                                float *data, size_t count);
+    dtrain_status (*pack)(dtrain_device *device, dtrain_dtype code, size_t block, const float *in, size_t count,
+                          void *out);
+    dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
+                            size_t count, int add);
+} dtrain_device_ops;
+
+struct dtrain_device {
+    const dtrain_device_ops *ops;
+    const char *name; /* in error texts: "cuda:0" */
+    void *self;       /* the maker's */
+};
+
+/* Returns the name of a device; "cpu" for NULL.
+ *
+ * any thread */
+DTRAIN_API const char *dtrain_device_name(const dtrain_device *device);
+
+/* Allocates memory of a device, or pinned memory of the CPU, aligned to 256 bytes (64 for a NULL device); not zeroed.
+ *
+ *   pointer   out: NULL for 0 bytes and on an error
+ *   errors    DTRAIN_ERR_MEMORY   the text says how much is free
+ *             DTRAIN_ERR_INVALID
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer);
+
+/* Frees memory of dtrain_device_alloc once what was queued before has ended; NULL is legal.
+ *
+ *   memory   as when it was allocated
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_device_free(dtrain_device *device, dtrain_memory memory, void *pointer);
+
+/* Copies bytes between any two memories, of the device, of the CPU, pinned or not; the buffers are apart.
+ *
+ * With memory of the CPU that is not pinned the call returns when the CPU may use it again; with pinned memory it
+ * returns at once, and an event or dtrain_device_wait says when.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a NULL pointer, 0 bytes aside
+ *            DTRAIN_ERR_IO       the device has failed, in this or in earlier work
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes);
+
+/* Writes count copies of one element of 1, 2, 4 or 8 bytes, which is read at once from the CPU's memory.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes,
+                                            size_t count);
+
+/* Blocks until all that was queued has ended.
+ *
+ *   errors   DTRAIN_ERR_IO  some of it has failed; the text says what the device says
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device);
+
+/* A place in a queue, to be awaited by other queues of the same kind of device, or asked for by the CPU.
+ *
+ *   create    out: an event, never NULL; made once, recorded again and again; await and done speak of the last record
+ *   record    marks the end of what is queued now
+ *   await     what is queued on `device` after this starts only after the event; the CPU goes on
+ *   done      out: 1 when the event has passed, or was never recorded; never blocks
+ *
+ * one thread per object; an event may be awaited on any device */
+DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, void **event);
+DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, void *event);
+DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, void *event);
+DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, void *event);
+DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, void *event, int *done);
+
+/* Converts as dtrain_convert, on a device.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
+                                               dtrain_dtype to, size_t count);
+
+/* out[k][i] = the tree over in[0][i], ..., in[n - 1][i], for i from begin on, count of them, and every k below m.
+ *
+ *   dtype, op   as dtrain_all_reduce; DTRAIN_MEAN divides by n
+ *   in          n pointers, 1 to 64, in the CPU's memory, to memory of the device, any alignment
+ *   out         m pointers, 1 to 64; an output may be an input, and overlaps it in no other way
+ *   errors      DTRAIN_ERR_INVALID, DTRAIN_ERR_UNSUPPORTED  a dtype that has no such op
+ *   source      the order of >>order
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op,
+                                              const void *const *in, int n, void *const *out, int m, size_t begin,
+                                              size_t count);
+
+/* x[i] *= factor and y[i] += alpha * x[i], as dtrain_tensor_scale and dtrain_tensor_axpy.
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
+                                             size_t count);
+DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha,
+                                            const void *x, size_t count);
+
+/* Says whether a NaN or an infinity is among count F64, F32, F16 or BF16: sets *found to 1 where one is, and leaves it
+ * as it is where none is.
+ *
+ *   found   memory of the device
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,
+                                                uint32_t *found);
+
+/* Adds the squares of count float32 to limbs, without an error: any order, any cut into calls, devices and ranks gives
+ * the same sum. Add limbs of ranks with an all-reduce, DTRAIN_I64 and DTRAIN_SUM.
+ *
+ *   limbs    DTRAIN_SQUARES_LIMBS in memory of the device, zero before the first call; up to 2^48 squares. Carries may
+ *            be left undone, so that equal sums need not be equal limbs: read them through dtrain_device_clip
+ *   source   Neal, arXiv:1505.05571, 2015
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs);
+
+/* Shortens x by the factor that brings the root of limbs down to max_norm, as dtrain_clip_grad_norm: nothing changes
+ * where it is no longer, or not finite. The CPU does not wait for the norm.
+ *
+ *   max_norm   0: measure only
+ *   norm       out: the root, in memory of the device, also where count is 0; NaN when a number had a NaN, else
+ * infinity when one had an infinity errors     DTRAIN_ERR_INVALID  max_norm negative or not finite; a NULL pointer
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm,
+                                            float *x, size_t count);
 
 #ifdef __cplusplus
 }
@@ -1471,6 +1748,47 @@ DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block);
 DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block);
 DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
 
+/* Select on a device what dtrain_topk and dtrain_topk_add select: the same elements, in memory of the device.
+ *
+ *   create    for vectors of count elements, of which k; makes all memory that selecting needs
+ *   select    data: count float32; add: NULL, or count float32 that are added to data first, as dtrain_topk_add.
+ * indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated destroy
+ * after what was queued before; NULL is legal device    the same in all three; NULL: the CPU errors DTRAIN_ERR_INVALID
+ * k above count, something is NULL, or a selection of another device DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
+ *             DTRAIN_ERR_MEMORY
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, size_t count, size_t k,
+                                                        dtrain_device_selection **selection);
+DTRAIN_API dtrain_status dtrain_device_select(dtrain_device *device, dtrain_device_selection *selection, float *data,
+                                              const float *add, uint32_t *indices, float *values);
+DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection);
+
+/* data[indices[i]] += values[i] for k elements, on a device.
+ *
+ *   indices   ascending, none twice. What is not below count is left out: the CPU does not read them to refuse it
+ *   data      count float32
+ *   errors    DTRAIN_ERR_INVALID      k above count, or something is NULL
+ *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const uint32_t *indices, const float *values,
+                                                  size_t k, float *data, size_t count);
+
+/* Pack and unpack on a device as dtrain_compressor_int8 and dtrain_compressor_fp8 do, the same bytes.
+ *
+ *   code     DTRAIN_I8, or DTRAIN_F8_E4M3
+ *   block    as in those calls, which say by bytes(compressor, count) how many bytes the packed form has
+ *   add      1: out[i] += what is unpacked, each rounded; 0: out[i] is overwritten
+ *   errors   DTRAIN_ERR_INVALID      a bad block, or something is NULL
+ *            DTRAIN_ERR_UNSUPPORTED  another code
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
+                                            size_t count, void *out);
+DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
+                                              float *out, size_t count, int add);
+
 /* How ranks add up what each has selected. The result is the same bits for all but SPLIT_TOPK. */
 typedef enum dtrain_sparse_exchange {
     DTRAIN_EXCHANGE_AUTO = 0,     /* GATHER for up to 8 ranks, SPLIT for more */
@@ -1642,6 +1960,8 @@ typedef struct dtrain_param {
     void *data;
     void *grad;                    /* as data; not touched when frozen; NULL: as frozen */
     const dtrain_param_part *part; /* of which tensor of the whole model this is a part; NULL: it is whole */
+    dtrain_device *device;         /* whose memory data and grad are; NULL: the CPU's. An optimizer, clipping and
+                                      checkpoints know such parameters, everything else refuses them */
 } dtrain_param;
 
 /* Checks a table as every function here that takes one does.
@@ -1846,25 +2166,42 @@ DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float 
 DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
                            const dtrain_optimizer_desc *desc, float lr);
 
+/* A step of AdamW and of SGD over a slice in a device's memory, in one pass: dtrain_adamw and dtrain_sgd, the same
+ * bits.
+ *
+ *   copy_bf16   out: the new parameters rounded to BF16, count of them; NULL: none
+ *   velocity    as in dtrain_sgd; not read where desc has no momentum
+ *   errors      DTRAIN_ERR_INVALID  a NULL pointer; constants out of range; lr negative or not finite; step 0
+ *
+ * one thread per object; allocates nothing */
+DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,
+                                             float *v, size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                             uint64_t step, uint16_t *copy_bf16);
+DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads, float *velocity,
+                                           size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                           uint16_t *copy_bf16);
+
 typedef struct dtrain_optimizer dtrain_optimizer;
 
 /* Makes an optimizer for the parameters of a table that have a gradient.
  *
- *   table       copied; its data and grad are used by every step
+ *   table       copied; its data and grad are used by every step. All of it that has a gradient is of one device, or of
+ *               the CPU; the device must outlive the optimizer
  *   desc        NULL: all defaults
  *   allocator   of the state: 2 floats an element for AdamW, 1 for SGD with momentum; must outlive it. NULL: the
- *               C library
+ *               C library. Of parameters on a device the state is there, in memory of dtrain_device_alloc
  *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_params_check), or constants out of range
- *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32
+ *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32, or two that are on different devices
  *               DTRAIN_ERR_MEMORY
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator);
 
-/* Updates every parameter from its gradient, which stays as it is.
+/* Updates every parameter from its gradient, which stays as it is; on a device in its queue, for which nobody waits.
  *
- *   errors   DTRAIN_ERR_INVALID  a NULL optimizer, or lr negative or not finite
+ *   errors   DTRAIN_ERR_INVALID  a NULL optimizer, or lr negative or not finite; those of the device, after which
+ *                                parameters and state are undefined
  *
  * one thread per object; allocates nothing */
 DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
@@ -1877,7 +2214,7 @@ DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
 DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
 
 /* Returns the optimizer's state of a parameter, or of a layer of a stacked one, as many floats as that has; it may be
- * read and written between steps.
+ * read and written between steps. Of a parameter on a device it is memory of that device.
  *
  *   data      where the parameter, or the layer, begins
  *   which     AdamW: 0 for m, 1 for v; SGD with momentum: 0 for the velocity
@@ -1899,11 +2236,15 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  *   max_norm   0: measure only
  *   norm       out: the length before; may be NULL. NaN when a gradient has a NaN, else infinity when one has an
  *              infinity: then the gradients are left as they are
- *   errors     DTRAIN_ERR_INVALID      max_norm negative or NaN
- *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite
+ *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or two that are on different devices
+ *              those of the device
  *   source     Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015
  *
- * any thread; allocates nothing */
+ * On a device it asks for 184 bytes there, and waits once, for the norm, unless norm is NULL: dtrain_device_squares and
+ * dtrain_device_clip do the same over memory that is kept.
+ *
+ * any thread, on a device one; allocates nothing on the CPU */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
 
 /* What gradients become before they travel. */
@@ -3877,6 +4218,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 /* Saves the data of a whole table of parameters as one file, under its names and shapes.
  *
  *   errors   as dtrain_params_check and dtrain_safetensors_save
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_save takes; or that is a part
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t count, const char *path);
@@ -3887,7 +4229,8 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
  *   strict   1: names and shapes must be those of the file, nothing more and nothing less; otherwise nothing is read,
  *            and the text lists what is missing, extra and of another shape. 0: what fits is read, the rest is logged
  *   errors   as dtrain_params_check, dtrain_safetensors_model_open and dtrain_safetensors_read
- *            DTRAIN_ERR_MISMATCH  strict, and the two differ
+ *            DTRAIN_ERR_MISMATCH     strict, and the two differ
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_load takes, of such a file too
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);
@@ -3941,12 +4284,15 @@ typedef struct dtrain_piece {
     int ndim;                      /* 0: a scalar */
     int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
     size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
-    size_t begin, count; /* elements of the box, counted row by row, that this piece has; count may be 0 */
-    int copies;          /* ranks that hold the very same piece; 0: 1 */
-    int copy;            /* which of them this is: 0 to copies - 1 */
-    void *data;          /* count elements, packed */
-    int unsaved;         /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
-                            loaded: for what several ranks have alike, but cut otherwise */
+    size_t begin, count;   /* elements of the box, counted row by row, that this piece has; count may be 0 */
+    int copies;            /* ranks that hold the very same piece; 0: 1 */
+    int copy;              /* which of them this is: 0 to copies - 1 */
+    void *data;            /* count elements, packed */
+    int unsaved;           /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
+                              loaded: for what several ranks have alike, but cut otherwise */
+    dtrain_device *device; /* whose memory data is; NULL: the CPU's. What is saved is the same, and either is loaded
+                              into the other: a save or load passes it on in chunks of at most 4 MiB, through memory
+                              pinned for as long as the call lasts */
 } dtrain_piece;
 
 /* Elements that go from a piece that exists to one that is wanted. */
@@ -4068,7 +4414,7 @@ DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
  *            DTRAIN_ERR_INVALID   a bad or doubled piece or value; pieces do not tile their tensor; an asynchronous
  *                                 save is under way
  *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
- *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file
+ *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or a device failed
  *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
  *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
  *            that of the last asynchronous save, where it has failed and no wait has told; this one was not begun
@@ -4085,7 +4431,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
  *   errors   on this rank alone: bad pieces; no memory; the one before is under way (see dtrain_checkpoint_wait) or has
  *            failed and no wait has told. Then no rank's save becomes visible. Others from dtrain_checkpoint_wait
  *
- * every rank of comm, same order as the other saves; never waits for a rank or a disk */
+ * every rank of comm, same order as the other saves; never waits for a rank or a disk, only for the copies of a device,
+ * and so for what its queue has before them */
 DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
 
 /* Says whether no asynchronous save is under way on this rank; 1 for NULL. Another rank may take longer: wait before
@@ -4551,6 +4898,16 @@ static dtrain_status dtrain__report(const dtrain__error *error)
 DTRAIN_API const char *dtrain_last_error(void)
 {
     return dtrain__thread_error.text;
+}
+
+DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    return dtrain__fail(NULL, status, "%s", text);
 }
 
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
@@ -6811,10 +7168,585 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
 
 #endif
 
+/* ---- >>norm ----
+ * The sum of squares of float32, without an error: any order and any partition of the elements, over calls and over
+ * ranks, gives the same integer, which is rounded once at the end. The square of a float32 is an integer of 48 bits
+ * times a power of two. Long slices add such integers up by their exponent first, in 64 bits, and these sums go to a
+ * fixed-point number of 32-bit limbs that carry late. Everything is integers: flags that relax floating point and
+ * modes that flush subnormals change nothing.
+ *
+ *   source   Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015 */
+#ifndef DTRAIN__NORM
+#define DTRAIN__NORM
+
+#include <string.h>
+
+/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32, and the largest square is below 2^256. With 2^58 of
+ * them, over all ranks, the sum has 612 bits, of which limbs keep 32 each between calls. */
+#define DTRAIN__EXACT_DIGITS 20
+#define DTRAIN__EXACT_INFINITIES 20 /* the limb that counts them */
+#define DTRAIN__EXACT_NANS 21
+#define DTRAIN__EXACT_LIMBS 22
+#define DTRAIN__EXACT_LOWEST (-298)
+
+#define DTRAIN__EXACT_BLOCK 65536u /* as many squares of 48 bits fit 64 */
+#define DTRAIN__EXACT_FEW 128u     /* below it, clearing and reading the bins costs more than they save */
+#define DTRAIN__EXACT_SETS 4u      /* so that neighbours of one exponent need not wait for each other's store */
+
+/* Zero before the first element; all-reduced as I64 with DTRAIN_SUM, by up to 1024 ranks. */
+typedef struct dtrain__exact {
+    int64_t limbs[DTRAIN__EXACT_LIMBS];
+} dtrain__exact;
+
+static uint32_t dtrain__exact_load(const unsigned char *from)
+{
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return bits;
+}
+
+/* Subnormals, of exponent field 0, lack the leading bit. */
+static uint64_t dtrain__exact_square(uint32_t bits)
+{
+    uint32_t exponent = bits >> 23 & 255, leading = (0u - exponent) & 0x800000u;
+    uint32_t mantissa = (bits & 0x7FFFFFu) | leading;
+    return (uint64_t)mantissa * mantissa;
+}
+
+/* Adds squares of one exponent field. A limb grows by less than 2^33. */
+static void dtrain__exact_put(dtrain__exact *sum, uint64_t squares, uint32_t exponent)
+{
+    uint32_t position = exponent > 0 ? 2 * exponent - 2 : 0, shift = position % 32;
+    int64_t *limb = sum->limbs + position / 32;
+    uint64_t low = (squares & 0xFFFFFFFFu) << shift, high = (squares >> 32) << shift;
+    limb[0] += (int64_t)(low & 0xFFFFFFFFu);
+    limb[1] += (int64_t)(low >> 32) + (int64_t)(high & 0xFFFFFFFFu);
+    limb[2] += (int64_t)(high >> 32);
+}
+
+static void dtrain__exact_carry(dtrain__exact *sum)
+{
+    for (int i = 0; i + 1 < DTRAIN__EXACT_DIGITS; i++) {
+        sum->limbs[i + 1] += sum->limbs[i] >> 32;
+        sum->limbs[i] &= 0xFFFFFFFF;
+    }
+}
+
+static void dtrain__exact_add_few(dtrain__exact *sum, const unsigned char *from, size_t count)
+{
+    for (size_t i = 0; i < count; i++, from += sizeof(float)) {
+        uint32_t bits = dtrain__exact_load(from), exponent = bits >> 23 & 255;
+        if (exponent < 255)
+            dtrain__exact_put(sum, dtrain__exact_square(bits), exponent);
+        else
+            sum->limbs[bits & 0x7FFFFFu ? DTRAIN__EXACT_NANS : DTRAIN__EXACT_INFINITIES]++;
+    }
+}
+
+static void dtrain__exact_add_block(dtrain__exact *sum, const unsigned char *from, size_t count)
+{
+    uint64_t bins[256][DTRAIN__EXACT_SETS];
+    size_t whole = count - count % DTRAIN__EXACT_SETS;
+    memset(bins, 0, sizeof bins);
+    for (size_t i = 0; i < whole; i += DTRAIN__EXACT_SETS, from += DTRAIN__EXACT_SETS * sizeof(float)) {
+        uint32_t a = dtrain__exact_load(from), b = dtrain__exact_load(from + 4);
+        uint32_t c = dtrain__exact_load(from + 8), d = dtrain__exact_load(from + 12);
+        bins[a >> 23 & 255][0] += dtrain__exact_square(a);
+        bins[b >> 23 & 255][1] += dtrain__exact_square(b);
+        bins[c >> 23 & 255][2] += dtrain__exact_square(c);
+        bins[d >> 23 & 255][3] += dtrain__exact_square(d);
+    }
+    for (uint32_t exponent = 0; exponent < 255; exponent++) {
+        const uint64_t *bin = bins[exponent];
+        uint64_t squares = bin[0] + bin[1] + bin[2] + bin[3];
+        if (squares != 0)
+            dtrain__exact_put(sum, squares, exponent);
+    }
+    dtrain__exact_add_few(sum, from, count - whole);
+    if ((bins[255][0] | bins[255][1] | bins[255][2] | bins[255][3]) == 0)
+        return;
+    from -= whole * sizeof(float);
+    for (size_t i = 0; i < whole; i++, from += sizeof(float)) {
+        if ((dtrain__exact_load(from) >> 23 & 255) == 255)
+            dtrain__exact_add_few(sum, from, 1);
+    }
+}
+
+/* Adds count squares, from any alignment; up to 2^48 over all calls. */
+static void dtrain__exact_add_squares(dtrain__exact *sum, const float *x, size_t count)
+{
+    const unsigned char *from = (const unsigned char *)x;
+    while (count >= DTRAIN__EXACT_FEW) {
+        size_t block = count < DTRAIN__EXACT_BLOCK ? count : DTRAIN__EXACT_BLOCK;
+        dtrain__exact_add_block(sum, from, block);
+        dtrain__exact_carry(sum);
+        from += block * sizeof(float);
+        count -= block;
+    }
+    dtrain__exact_add_few(sum, from, count);
+    dtrain__exact_carry(sum);
+}
+
+/* Says whether every element added, on any rank, was finite. */
+static int dtrain__exact_finite(const dtrain__exact *sum)
+{
+    return sum->limbs[DTRAIN__EXACT_INFINITIES] == 0 && sum->limbs[DTRAIN__EXACT_NANS] == 0;
+}
+
+/* Returns the sum, rounded once to the nearest float64, ties to even; NaN when an element was, else infinity when
+ * one was. */
+static double dtrain__exact_value(const dtrain__exact *sum)
+{
+    dtrain__exact carried = *sum;
+    int top = DTRAIN__EXACT_DIGITS - 1, zeros = 0;
+    uint64_t bits = 0, rest = 0;
+    double value;
+    dtrain__exact_carry(&carried);
+    while (top > 0 && carried.limbs[top] == 0)
+        top--;
+    for (int i = top; i >= 0; i--) {
+        uint64_t limb = (uint64_t)carried.limbs[i];
+        if (i > top - 2)
+            bits |= limb << (i == top ? 32 : 0);
+        else
+            rest |= i == top - 2 ? limb << 32 : (uint64_t)(limb != 0);
+    }
+    while (bits != 0 && bits >> 63 == 0) {
+        bits = bits << 1 | rest >> 63;
+        rest = rest << 1; /* by at most 31: what stands for lower limbs stays below its limb */
+        zeros++;
+    }
+    if (bits != 0) {
+        uint64_t exponent = (uint64_t)(32 * top + 31 - zeros + DTRAIN__EXACT_LOWEST + 1023);
+        uint64_t below = (bits & 0x7FF) | (uint64_t)(rest != 0), half = 0x400;
+        bits = (exponent << 52) + (bits << 1 >> 12);           /* the leading bit is not stored */
+        bits += below > half || (below == half && (bits & 1)); /* a carry goes on into the exponent, as it should */
+    }
+    if (!dtrain__exact_finite(sum))
+        bits = sum->limbs[DTRAIN__EXACT_NANS] != 0 ? UINT64_C(0x7FF8000000000000) : UINT64_C(0x7FF0000000000000);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#endif
+
+/* ---- >>device_calls ----
+ * Devices as the library calls them: arguments are checked, then handed to the device's table; without a device the
+ * CPU's kernels do the work at once. Nothing above this file calls a table, and nothing but a table's functions touches
+ * a device's memory. */
+#ifndef DTRAIN__DEVICE
+#define DTRAIN__DEVICE
+
+#if DTRAIN_SQUARES_LIMBS != DTRAIN__EXACT_LIMBS
+#error "DTRAIN_SQUARES_LIMBS and DTRAIN__EXACT_LIMBS differ"
+#endif
+
+#define DTRAIN__DEVICE_MOST 64   /* inputs and outputs of a reduction */
+#define DTRAIN__DEVICE_HEADER 64 /* before memory of a NULL device: how many bytes it has */
+
+DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
+{
+    return device == NULL ? "cpu" : device->name != NULL ? device->name : "a device without a name";
+}
+
+static dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "%s on %s: the device's table has no such function: copy to the CPU's memory, and call it with "
+                        "device NULL",
+                        call, dtrain_device_name(device));
+}
+
+/* Calls a function of a device's table. */
+#define DTRAIN__DEVICE_CALL(device, call, function, arguments)                                                         \
+    ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments                      \
+                                                              : dtrain__device_lacks(device, call))
+
+/* Checks one pointer of a call on count elements; there must be memory where there are elements. */
+static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
+                                            const void *pointer, size_t count)
+{
+    if (pointer != NULL || count == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: %s is NULL, expected memory of %zu elements", call,
+                        dtrain_device_name(device), name, count);
+}
+
+/* Checks a call's pointers: pairs of a name and a pointer, of which the last name is NULL. */
+typedef struct dtrain__device_argument {
+    const char *name;
+    const void *pointer;
+} dtrain__device_argument;
+
+static dtrain_status dtrain__device_pointers(const dtrain_device *device, const char *call, size_t count,
+                                             const dtrain__device_argument *arguments)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (; arguments->name != NULL && status == DTRAIN_OK; arguments++)
+        status = dtrain__device_pointer(device, call, arguments->name, arguments->pointer, count);
+    return status;
+}
+
+static int dtrain__device_is_float(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+}
+
+static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype)
+{
+    if (dtrain__device_is_float(dtype))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: dtype is %d (%s), expected F64, F32, F16 or BF16",
+                        call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
+}
+
+/* ---- memory ---- */
+
+static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t all;
+    unsigned char *block = NULL;
+    if (dtrain__add_size(bytes, DTRAIN__DEVICE_HEADER, &all))
+        block = (unsigned char *)dtrain__resize(&heap, NULL, 0, all);
+    if (block == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
+    memcpy(block, &all, sizeof all);
+    *pointer = block + DTRAIN__DEVICE_HEADER;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
+{
+    if (pointer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected a place for it",
+                            dtrain_device_name(device));
+    *pointer = NULL;
+    if (memory != DTRAIN_MEMORY_DEVICE && memory != DTRAIN_MEMORY_PINNED)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_alloc on %s: memory is %d, expected DTRAIN_MEMORY_DEVICE or DTRAIN_MEMORY_PINNED",
+                            dtrain_device_name(device), (int)memory);
+    if (bytes == 0)
+        return DTRAIN_OK;
+    if (device == NULL)
+        return dtrain__device_alloc_cpu(bytes, pointer);
+    dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_alloc", allocate, (device, memory, bytes, pointer));
+    if (status != DTRAIN_OK)
+        *pointer = NULL;
+    return status;
+}
+
+DTRAIN_API void dtrain_device_free(dtrain_device *device, dtrain_memory memory, void *pointer)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t all;
+    if (pointer == NULL)
+        return;
+    if (device == NULL) {
+        unsigned char *block = (unsigned char *)pointer - DTRAIN__DEVICE_HEADER;
+        memcpy(&all, block, sizeof all);
+        dtrain__resize(&heap, block, all, 0);
+    } else if (device->ops != NULL && device->ops->release != NULL) {
+        device->ops->release(device, memory, pointer);
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes)
+{
+    const dtrain__device_argument pointers[] = {{"to", to}, {"from", from}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_pointers(device, "device_copy", bytes, pointers);
+    if (status != DTRAIN_OK || bytes == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_copy", copy, (device, to, from, bytes));
+    memcpy(to, from, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__device_fill_cpu(unsigned char *to, const void *element, size_t bytes, size_t count)
+{
+    unsigned char one[8];
+    memcpy(one, element, bytes);
+    if (bytes == 1) {
+        memset(to, one[0], count);
+        return;
+    }
+    for (size_t i = 0; i < count; i++)
+        memcpy(to + i * bytes, one, bytes);
+}
+
+DTRAIN_API dtrain_status dtrain_device_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes,
+                                            size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"to", to}, {"element", element}, {NULL, NULL}};
+    size_t all;
+    if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4 && element_bytes != 8)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_fill on %s: element_bytes is %zu, expected 1, 2, 4 or 8",
+                            dtrain_device_name(device), element_bytes);
+    if (!dtrain__mul_size(count, element_bytes, &all))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_fill on %s: count is %zu, more than memory holds",
+                            dtrain_device_name(device), count);
+    dtrain_status status = dtrain__device_pointers(device, "device_fill", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_fill", fill, (device, to, element, element_bytes, count));
+    dtrain__device_fill_cpu((unsigned char *)to, element, element_bytes, count);
+    return DTRAIN_OK;
+}
+
+/* ---- order ---- */
+
+DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
+{
+    return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_wait", wait, (device));
+}
+
+/* What stands for an event where all is done at once. */
+static char dtrain__device_event_cpu;
+
+static dtrain_status dtrain__device_event_null(const dtrain_device *device, const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: event is NULL, expected one of dtrain_device_event_create",
+                        call, dtrain_device_name(device));
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, void **event)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_create");
+    *event = NULL;
+    if (device != NULL) {
+        dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
+        if (status != DTRAIN_OK)
+            *event = NULL;
+        return status;
+    }
+    *event = &dtrain__device_event_cpu;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, void *event)
+{
+    if (device != NULL && event != NULL && device->ops != NULL && device->ops->event_destroy != NULL)
+        device->ops->event_destroy(device, event);
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, void *event)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_record");
+    return device == NULL ? DTRAIN_OK
+                          : DTRAIN__DEVICE_CALL(device, "device_event_record", event_record, (device, event));
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, void *event)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_await");
+    return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_event_await", event_await, (device, event));
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, void *event, int *done)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_done");
+    if (done == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_event_done on %s: done is NULL, expected a place for it",
+                            dtrain_device_name(device));
+    *done = 1;
+    return device == NULL ? DTRAIN_OK
+                          : DTRAIN__DEVICE_CALL(device, "device_event_done", event_done, (device, event, done));
+}
+
+/* ---- elementwise ---- */
+
+DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
+                                               dtrain_dtype to, size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
+    dtrain__format format;
+    if (!dtrain__format_of(from, &format) || !dtrain__format_of(to, &format))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "device_convert on %s: from %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and "
+                            "F8_E5M2",
+                            dtrain_device_name(device), dtrain_dtype_name(from), dtrain_dtype_name(to));
+    dtrain_status status = dtrain__device_pointers(device, "device_convert", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_convert", convert, (device, in, from, out, to, count));
+    return dtrain_convert(in, from, out, to, count);
+}
+
+/* Checks a reduction's list of pointers. */
+static dtrain_status dtrain__device_list(const dtrain_device *device, const char *name, const void *const *list, int n,
+                                         size_t count)
+{
+    if (n < 1 || n > DTRAIN__DEVICE_MOST || list == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_reduce on %s: %s is %s with %d pointers, expected 1 to %d",
+                            dtrain_device_name(device), name, list == NULL ? "NULL" : "a list", n, DTRAIN__DEVICE_MOST);
+    for (int i = 0; i < n && count > 0; i++)
+        if (list[i] == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "device_reduce on %s: %s[%d] of %d is NULL, expected memory of %zu elements",
+                                dtrain_device_name(device), name, i, n, count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op,
+                                              const void *const *in, int n, void *const *out, int m, size_t begin,
+                                              size_t count)
+{
+    dtrain_status status = dtrain__device_list(device, "in", in, n, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
+    if (status == DTRAIN_OK && count > SIZE_MAX - begin)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "device_reduce on %s: %zu elements from %zu on end beyond what can be counted",
+                              dtrain_device_name(device), count, begin);
+    if (status == DTRAIN_OK && !dtrain__fold_supported(dtype, op))
+        status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                              "device_reduce on %s: dtype %d (%s) has no op %d; see dtrain_op for which have",
+                              dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype), (int)op);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_reduce", reduce,
+                                   (device, dtype, op, (double)n, in, n, out, m, begin, count));
+    dtrain__fold(dtype, op, (double)n, in, n, out, m, begin, count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
+                                             size_t count)
+{
+    dtrain_status status = dtrain__device_floats(device, "device_scale", dtype);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointer(device, "device_scale", "x", x, count);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_scale", scale, (device, dtype, x, factor, count));
+    dtrain__vector(DTRAIN__VECTOR_SCALE, dtype, x, factor, NULL, count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha,
+                                            const void *x, size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"y", y}, {"x", x}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_floats(device, "device_axpy", dtype);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, "device_axpy", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_axpy", axpy, (device, dtype, y, alpha, x, count));
+    dtrain__vector(DTRAIN__VECTOR_AXPY, dtype, y, alpha, x, count);
+    return DTRAIN_OK;
+}
+
+/* ---- measuring ---- */
+
+/* Says whether a float of any alignment has all bits of its exponent. */
+static int dtrain__device_unbounded(dtrain_dtype dtype, const void *x, size_t count)
+{
+    int found = 0;
+    if (dtype == DTRAIN_F64)
+        for (size_t i = 0; i < count; i++)
+            found |= (((const dtrain__u64 *)x)[i] >> 52 & 0x7FF) == 0x7FF;
+    else if (dtype == DTRAIN_F32)
+        for (size_t i = 0; i < count; i++)
+            found |= (((const dtrain__u32 *)x)[i] & 0x7F800000u) == 0x7F800000u;
+    else {
+        unsigned exponent = dtype == DTRAIN_F16 ? 0x7C00u : 0x7F80u;
+        for (size_t i = 0; i < count; i++)
+            found |= (((const dtrain__u16 *)x)[i] & exponent) == exponent;
+    }
+    return found;
+}
+
+DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,
+                                                uint32_t *found)
+{
+    const dtrain__device_argument pointers[] = {{"x", x}, {"found", found}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_floats(device, "device_overflow", dtype);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, "device_overflow", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_overflow", overflow, (device, dtype, x, count, found));
+    if (dtrain__device_unbounded(dtype, x, count))
+        *found = 1;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs)
+{
+    const dtrain__device_argument pointers[] = {{"x", x}, {"limbs", limbs}, {NULL, NULL}};
+    dtrain__exact sum;
+    dtrain_status status = dtrain__device_pointers(device, "device_squares", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_squares", squares, (device, x, count, limbs));
+    memcpy(sum.limbs, limbs, sizeof sum.limbs);
+    dtrain__exact_add_squares(&sum, x, count);
+    memcpy(limbs, sum.limbs, sizeof sum.limbs);
+    return DTRAIN_OK;
+}
+
+DTRAIN__EXACT_BEGIN
+
+static float dtrain__device_ratio(double over, double under)
+{
+    return (float)(over / under);
+}
+
+DTRAIN__EXACT_END
+
+static void dtrain__device_clip_cpu(const int64_t *limbs, float max_norm, double *norm, float *x, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__exact sum;
+    memcpy(sum.limbs, limbs, sizeof sum.limbs);
+    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
+    memcpy(norm, &length, sizeof length);
+    if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
+        dtrain__scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);
+    dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm,
+                                            float *x, size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"limbs", limbs}, {"norm", norm}, {NULL, NULL}};
+    uint32_t bits;
+    memcpy(&bits, &max_norm, sizeof bits);
+    if (bits >= 0x7F800000u && bits != 0x80000000u)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_clip on %s: max_norm is %g, expected a number of at least 0",
+                            dtrain_device_name(device), (double)max_norm);
+    dtrain_status status = dtrain__device_pointers(device, "device_clip", 1, pointers);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointer(device, "device_clip", "x", x, count);
+    if (status != DTRAIN_OK)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_clip", clip, (device, limbs, max_norm, norm, x, count));
+    dtrain__device_clip_cpu(limbs, max_norm, norm, x, count);
+    return DTRAIN_OK;
+}
+
+#endif
+
 /* ---- >>tensor_core ----
  * dtrain_tensor: shapes checked once, when a tensor is made, so that the arithmetic on them cannot
  * overflow later; owning and viewing; cutting along a dimension and joining again; operations that check
- * shapes and dtypes and hand over to kernels. */
+ * shapes, dtypes and devices and hand over to kernels, or to the device. */
 #ifndef DTRAIN__TENSOR
 #define DTRAIN__TENSOR
 
@@ -6833,7 +7765,33 @@ static dtrain__shape_text dtrain__tensor_text(const dtrain_tensor *tensor)
     return out;
 }
 
-/* Fills everything but data and allocator. Sizes multiply left to right with checks, in bits. */
+/* Refuses a tensor that the CPU cannot touch. */
+static dtrain_status dtrain__tensor_on_cpu(const char *call, const dtrain_tensor *tensor, const char *cure)
+{
+    if (tensor->device == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is on %s, expected one on the cpu: %s", call,
+                        dtrain__tensor_text(tensor).text, dtrain_device_name(tensor->device), cure);
+}
+
+#define DTRAIN__TENSOR_COPY_FIRST "copy it with dtrain_tensor_copy first"
+
+static dtrain_status dtrain__tensor_one_device(const char *call, const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    if (a->device == b->device)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "%s: %s is on %s, %s on %s, expected one device: bring them together with dtrain_tensor_copy",
+                        call, dtrain__tensor_text(a).text, dtrain_device_name(a->device), dtrain__tensor_text(b).text,
+                        dtrain_device_name(b->device));
+}
+
+static int dtrain__tensor_same_shape(const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    return a->ndim == b->ndim && memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof a->shape[0]) == 0;
+}
+
+/* Fills everything but data, allocator and device. Sizes multiply left to right with checks, in bits. */
 static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape)
 {
     size_t bits = dtrain_dtype_bits(dtype), total = 1;
@@ -6899,10 +7857,38 @@ DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype 
     return DTRAIN_OK;
 }
 
+DTRAIN_API dtrain_status dtrain_tensor_create_on(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim,
+                                                 const size_t *shape, dtrain_device *device)
+{
+    const unsigned char zero = 0;
+    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
+    if (status != DTRAIN_OK)
+        return status;
+    tensor->device = device;
+    tensor->device_owned = 1;
+    status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, tensor->bytes, &tensor->data);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_fill(device, tensor->data, &zero, 1, tensor->bytes);
+    if (status != DTRAIN_OK)
+        dtrain_tensor_destroy(tensor);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_view_on(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                               void *data, dtrain_device *device)
+{
+    dtrain_status status = dtrain_tensor_view(tensor, dtype, ndim, shape, data);
+    if (status == DTRAIN_OK)
+        tensor->device = device;
+    return status;
+}
+
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
 {
     if (tensor == NULL)
         return;
+    if (tensor->device_owned)
+        dtrain_device_free(tensor->device, DTRAIN_MEMORY_DEVICE, tensor->data);
     if (tensor->allocator != NULL)
         dtrain__free(tensor->allocator, tensor->data, tensor->bytes);
     memset(tensor, 0, sizeof *tensor);
@@ -6931,6 +7917,14 @@ static dtrain_status dtrain__tensor_check_dim(const char *call, const dtrain_ten
     return DTRAIN_OK;
 }
 
+/* A new tensor of another shape, on the same device. */
+static dtrain_status dtrain__tensor_create_beside(dtrain_tensor *made, const dtrain_tensor *beside, const size_t *shape,
+                                                  dtrain_allocator *allocator)
+{
+    return beside->device != NULL ? dtrain_tensor_create_on(made, beside->dtype, beside->ndim, shape, beside->device)
+                                  : dtrain_tensor_create(made, beside->dtype, beside->ndim, shape, allocator);
+}
+
 DTRAIN_API dtrain_status dtrain_tensor_shard(dtrain_tensor *shard, const dtrain_tensor *whole, int dim, int parts,
                                              int part, dtrain_allocator *allocator)
 {
@@ -6946,13 +7940,35 @@ DTRAIN_API dtrain_status dtrain_tensor_shard(dtrain_tensor *shard, const dtrain_
         return status;
     memcpy(shape, whole->shape, sizeof shape);
     shape[dim] = dtrain_split(whole->shape[dim], parts, part, &begin);
-    status = dtrain_tensor_create(shard, whole->dtype, whole->ndim, shape, allocator);
+    status = dtrain__tensor_create_beside(shard, whole, shape, allocator);
     if (status != DTRAIN_OK || shard->count == 0)
         return status;
     outer = dtrain__tensor_outer(whole, dim, &step);
-    for (size_t i = 0; i < outer; i++)
-        memcpy((unsigned char *)shard->data + i * shape[dim] * step,
-               (const unsigned char *)whole->data + (i * whole->shape[dim] + begin) * step, shape[dim] * step);
+    for (size_t i = 0; i < outer && status == DTRAIN_OK; i++)
+        status = dtrain_device_copy(whole->device, (unsigned char *)shard->data + i * shape[dim] * step,
+                                    (const unsigned char *)whole->data + (i * whole->shape[dim] + begin) * step,
+                                    shape[dim] * step);
+    if (status != DTRAIN_OK)
+        dtrain_tensor_destroy(shard);
+    return status;
+}
+
+/* Adds up the sizes of shards along dim. */
+static dtrain_status dtrain__tensor_check_shards(const dtrain_tensor *shards, int parts, int dim, size_t *size)
+{
+    *size = 0;
+    for (int p = 0; p < parts; p++) {
+        int fits = shards[p].dtype == shards[0].dtype && shards[p].ndim == shards[0].ndim;
+        for (int i = 0; fits && i < shards[0].ndim; i++)
+            fits = i == dim || shards[p].shape[i] == shards[0].shape[i];
+        if (!fits || !dtrain__add_size(*size, shards[p].shape[dim], size))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "tensor_unshard: shard %d is %s, which does not join %s along "
+                                "dimension %d",
+                                p, dtrain__tensor_text(&shards[p]).text, dtrain__tensor_text(&shards[0]).text, dim);
+        if (dtrain__tensor_one_device("tensor_unshard", &shards[0], &shards[p]) != DTRAIN_OK)
+            return DTRAIN_ERR_INVALID;
+    }
     return DTRAIN_OK;
 }
 
@@ -6968,48 +7984,35 @@ DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrai
     if (status != DTRAIN_OK)
         return status;
     memcpy(shape, shards[0].shape, sizeof shape);
-    shape[dim] = 0;
-    for (int p = 0; p < parts; p++) {
-        int fits = shards[p].dtype == shards[0].dtype && shards[p].ndim == shards[0].ndim;
-        for (int i = 0; fits && i < shards[0].ndim; i++)
-            fits = i == dim || shards[p].shape[i] == shards[0].shape[i];
-        if (!fits || !dtrain__add_size(shape[dim], shards[p].shape[dim], &shape[dim]))
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "tensor_unshard: shard %d is %s, which does not join %s along "
-                                "dimension %d",
-                                p, dtrain__tensor_text(&shards[p]).text, dtrain__tensor_text(&shards[0]).text, dim);
-    }
-    status = dtrain_tensor_create(whole, shards[0].dtype, shards[0].ndim, shape, allocator);
+    status = dtrain__tensor_check_shards(shards, parts, dim, &shape[dim]);
+    if (status == DTRAIN_OK)
+        status = dtrain__tensor_create_beside(whole, &shards[0], shape, allocator);
     if (status != DTRAIN_OK)
         return status;
     outer = dtrain__tensor_outer(whole, dim, &step);
     for (int p = 0; p < parts; p++) {
         size_t n = shards[p].shape[dim];
-        for (size_t i = 0; n * step > 0 && i < outer; i++)
-            memcpy((unsigned char *)whole->data + (i * shape[dim] + begin) * step,
-                   (const unsigned char *)shards[p].data + i * n * step, n * step);
+        for (size_t i = 0; n * step > 0 && i < outer && status == DTRAIN_OK; i++)
+            status = dtrain_device_copy(whole->device, (unsigned char *)whole->data + (i * shape[dim] + begin) * step,
+                                        (const unsigned char *)shards[p].data + i * n * step, n * step);
         begin += n;
     }
-    return DTRAIN_OK;
-}
-
-static int dtrain__tensor_is_float(dtrain_dtype dtype)
-{
-    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+    if (status != DTRAIN_OK)
+        dtrain_tensor_destroy(whole);
+    return status;
 }
 
 static dtrain_status dtrain__tensor_check_pair(const char *call, const dtrain_tensor *a, const dtrain_tensor *b)
 {
     if (a == NULL || b == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a tensor is NULL", call);
-    if (!dtrain__tensor_is_float(a->dtype))
+    if (!dtrain__device_is_float(a->dtype))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s of %s: F64, F32, F16 and BF16 are possible", call,
                             dtrain__tensor_text(a).text);
-    if (a->dtype != b->dtype || a->ndim != b->ndim ||
-        memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof a->shape[0]) != 0)
+    if (a->dtype != b->dtype || !dtrain__tensor_same_shape(a, b))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s meets %s; both must be equal in dtype and shape", call,
                             dtrain__tensor_text(a).text, dtrain__tensor_text(b).text);
-    return DTRAIN_OK;
+    return dtrain__tensor_one_device(call, a, b);
 }
 
 DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tensor *a, const dtrain_tensor *b)
@@ -7024,24 +8027,19 @@ DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tens
     in[0] = a->data;
     in[1] = b->data;
     to[0] = out->data;
-    dtrain__fold(a->dtype, DTRAIN_SUM, 1, in, 2, to, 1, 0, a->count);
-    return DTRAIN_OK;
+    return dtrain_device_reduce(a->device, a->dtype, DTRAIN_SUM, in, 2, to, 1, 0, a->count);
 }
 
 DTRAIN_API dtrain_status dtrain_tensor_scale(dtrain_tensor *x, double factor)
 {
     dtrain_status status = dtrain__tensor_check_pair("tensor_scale", x, x);
-    if (status == DTRAIN_OK)
-        dtrain__vector(DTRAIN__VECTOR_SCALE, x->dtype, x->data, factor, NULL, x->count);
-    return status;
+    return status == DTRAIN_OK ? dtrain_device_scale(x->device, x->dtype, x->data, factor, x->count) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_tensor_axpy(dtrain_tensor *y, double alpha, const dtrain_tensor *x)
 {
     dtrain_status status = dtrain__tensor_check_pair("tensor_axpy", y, x);
-    if (status == DTRAIN_OK)
-        dtrain__vector(DTRAIN__VECTOR_AXPY, y->dtype, y->data, alpha, x->data, y->count);
-    return status;
+    return status == DTRAIN_OK ? dtrain_device_axpy(y->device, y->dtype, y->data, alpha, x->data, y->count) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_tensor *bias)
@@ -7054,14 +8052,20 @@ DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_t
     if (x->ndim < 1 || bias->ndim != 1 || bias->shape[0] != x->shape[x->ndim - 1])
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_add_bias: %s does not fit the rows of %s",
                             dtrain__tensor_text(bias).text, dtrain__tensor_text(x).text);
-    for (size_t i = 0; i < x->count; i += bias->count)
+    dtrain_status status = dtrain__tensor_on_cpu("tensor_add_bias", x, DTRAIN__TENSOR_COPY_FIRST);
+    if (status == DTRAIN_OK)
+        status = dtrain__tensor_on_cpu("tensor_add_bias", bias, DTRAIN__TENSOR_COPY_FIRST);
+    for (size_t i = 0; status == DTRAIN_OK && i < x->count; i += bias->count)
         dtrain__vector(DTRAIN__VECTOR_ADD, DTRAIN_F32, (float *)x->data + i, 1, bias->data, bias->count);
-    return DTRAIN_OK;
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_tensor_sum_squares(double *sum, const dtrain_tensor *x)
 {
     dtrain_status status = dtrain__tensor_check_pair("tensor_sum_squares", x, x);
+    if (status == DTRAIN_OK)
+        status = dtrain__tensor_on_cpu("tensor_sum_squares", x,
+                                       "use dtrain_device_squares, or copy it with dtrain_tensor_copy first");
     if (status == DTRAIN_OK) {
         uint64_t mode = dtrain__fpmode_enter();
         *sum = dtrain__sum_squares(x->dtype, x->data, x->count);
@@ -7079,6 +8083,10 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
     if (out->dtype != DTRAIN_F32 || a->dtype != DTRAIN_F32 || b->dtype != DTRAIN_F32)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "tensor_matmul: %s = %s x %s; all must be F32",
                             dtrain__tensor_text(out).text, dtrain__tensor_text(a).text, dtrain__tensor_text(b).text);
+    if (dtrain__tensor_on_cpu("tensor_matmul", out, DTRAIN__TENSOR_COPY_FIRST) != DTRAIN_OK ||
+        dtrain__tensor_on_cpu("tensor_matmul", a, DTRAIN__TENSOR_COPY_FIRST) != DTRAIN_OK ||
+        dtrain__tensor_on_cpu("tensor_matmul", b, DTRAIN__TENSOR_COPY_FIRST) != DTRAIN_OK)
+        return DTRAIN_ERR_UNSUPPORTED;
     m = a->shape[transpose_a ? 1 : 0];
     k = a->shape[transpose_a ? 0 : 1];
     inner = b->shape[transpose_b ? 1 : 0];
@@ -7091,6 +8099,108 @@ DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_t
     dtrain_sgemm(transpose_a, transpose_b, m, n, k, 1, (const float *)a->data, a->shape[1], (const float *)b->data,
                  b->shape[1], accumulate ? 1.0f : 0.0f, (float *)out->data, n);
     return DTRAIN_OK;
+}
+
+#define DTRAIN__TENSOR_CHUNK ((size_t)4 << 20) /* bytes that go between two devices at once */
+
+/* Copies between two devices by way of one that can see both memories, which those of one kind can, or of the CPU. */
+static dtrain_status dtrain__tensor_copy_across(dtrain_tensor *to, const dtrain_tensor *from)
+{
+    dtrain_device *device = to->device;
+    size_t chunk = from->bytes < DTRAIN__TENSOR_CHUNK ? from->bytes : DTRAIN__TENSOR_CHUNK;
+    void *pinned = NULL;
+    dtrain_status status = dtrain_device_wait(from->device);
+    if (status == DTRAIN_OK && device->ops == from->device->ops) {
+        status = dtrain_device_copy(device, to->data, from->data, from->bytes);
+        return status == DTRAIN_OK ? dtrain_device_wait(device) : status;
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_PINNED, chunk, &pinned);
+    for (size_t at = 0; at < from->bytes && status == DTRAIN_OK; at += chunk) {
+        size_t bytes = from->bytes - at < chunk ? from->bytes - at : chunk;
+        status = dtrain_device_copy(from->device, pinned, (const unsigned char *)from->data + at, bytes);
+        if (status == DTRAIN_OK)
+            status = dtrain_device_wait(from->device); /* to which the other's pinned memory may be pinned, too */
+        if (status == DTRAIN_OK)
+            status = dtrain_device_copy(device, (unsigned char *)to->data + at, pinned, bytes);
+        if (status == DTRAIN_OK)
+            status = dtrain_device_wait(device);
+    }
+    dtrain_device_free(device, DTRAIN_MEMORY_PINNED, pinned);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_copy(dtrain_tensor *to, const dtrain_tensor *from)
+{
+    if (to == NULL || from == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_copy: a tensor is NULL");
+    if (to->dtype != from->dtype || !dtrain__tensor_same_shape(to, from))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor_copy: %s to %s, expected equal dtypes and shapes: dtrain_tensor_cast converts",
+                            dtrain__tensor_text(from).text, dtrain__tensor_text(to).text);
+    if (from->bytes == 0)
+        return DTRAIN_OK;
+    if (to->device != NULL && from->device != NULL && to->device != from->device)
+        return dtrain__tensor_copy_across(to, from);
+    return dtrain_device_copy(to->device != NULL ? to->device : from->device, to->data, from->data, from->bytes);
+}
+
+/* Makes an integer of `bits` bits of a value. Returns 0 where there is none. */
+static int dtrain__tensor_integer(double value, unsigned bits, int is_signed, uint64_t *out)
+{
+    double top = (double)((uint64_t)1 << (bits - 1)), whole;
+    uint64_t pattern;
+    memcpy(&pattern, &value, sizeof pattern);
+    if ((pattern >> 52 & 0x7FF) == 0x7FF || value < (is_signed ? -top : 0.0) || value >= (is_signed ? top : 2 * top))
+        return 0;
+    *out = value < 0 ? (uint64_t)(int64_t)value : (uint64_t)value;
+    whole = value < 0 ? (double)(int64_t)*out : (double)*out;
+    return whole == value;
+}
+
+/* Makes an element of a value, in the first bytes of out. */
+static dtrain_status dtrain__tensor_element(dtrain_dtype dtype, double value, unsigned char out[8])
+{
+    unsigned bits = dtrain_dtype_bits(dtype);
+    dtrain__format format;
+    uint64_t whole = 0;
+    int is_signed = dtype == DTRAIN_I8 || dtype == DTRAIN_I16 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
+    int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U16 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
+    if (dtrain__format_of(dtype, &format))
+        return dtrain_convert(&value, DTRAIN_F64, out, dtype, 1);
+    if (!is_signed && !is_unsigned && dtype != DTRAIN_BOOL)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "tensor_fill of %s: integers, BOOL, F64, F32, F16, BF16, F8_E4M3 and F8_E5M2 are possible",
+                            dtrain_dtype_name(dtype));
+    if (!dtrain__tensor_integer(value, bits, is_signed, &whole) || (dtype == DTRAIN_BOOL && whole > 1))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_fill: %g is no value of %s", value,
+                            dtrain_dtype_name(dtype));
+    dtrain__store_bits(out, whole, (int)bits / 8);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_fill(dtrain_tensor *tensor, double value)
+{
+    unsigned char element[8] = {0};
+    if (tensor == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_fill: the tensor is NULL");
+    dtrain_status status = dtrain__tensor_element(tensor->dtype, value, element);
+    return status == DTRAIN_OK ? dtrain_device_fill(tensor->device, tensor->data, element,
+                                                    dtrain_dtype_bits(tensor->dtype) / 8, tensor->count)
+                               : status;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_cast(dtrain_tensor *to, const dtrain_tensor *from)
+{
+    if (to == NULL || from == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_cast: a tensor is NULL");
+    if (!dtrain__tensor_same_shape(to, from))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_cast: %s to %s, expected equal shapes",
+                            dtrain__tensor_text(from).text, dtrain__tensor_text(to).text);
+    dtrain_status status = dtrain__tensor_one_device("tensor_cast", from, to);
+    return status == DTRAIN_OK
+               ? dtrain_device_convert(from->device, from->data, from->dtype, to->data, to->dtype, from->count)
+               : status;
 }
 
 #endif
@@ -16476,6 +17586,15 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
 #ifndef DTRAIN__TENSOR_CALLS
 #define DTRAIN__TENSOR_CALLS
 
+/* Checks that a tensor is in memory that a group can read. */
+static dtrain_status dtrain__tensor_reaches(dtrain_comm *comm, const char *call, const dtrain_tensor *tensor)
+{
+    dtrain_status status = dtrain__tensor_on_cpu(call, tensor, DTRAIN__TENSOR_COPY_FIRST);
+    if (status != DTRAIN_OK && comm != NULL)
+        comm->error = dtrain__thread_error;
+    return status;
+}
+
 static size_t dtrain__tensor_rows(const dtrain_tensor *tensor)
 {
     return tensor->ndim > 0 ? tensor->shape[0] : 1;
@@ -16501,8 +17620,10 @@ static dtrain_status dtrain__tensor_fits(dtrain_comm *comm, const char *call, co
     fits = whole->dtype == part->dtype && whole->ndim == part->ndim && dtrain__tensor_rows(part) == rows;
     for (int i = 1; fits && i < whole->ndim; i++)
         fits = whole->shape[i] == part->shape[i];
-    if (fits)
-        return DTRAIN_OK;
+    if (fits) {
+        dtrain_status status = dtrain__tensor_reaches(comm, call, whole);
+        return status == DTRAIN_OK ? dtrain__tensor_reaches(comm, call, part) : status;
+    }
     dtrain_tensor expected = *whole;
     expected.shape[0] = rows;
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s was expected beside %s, %s came", call,
@@ -16556,7 +17677,8 @@ DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tenso
     if (tensor == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "tensor_broadcast: the tensor is NULL");
-    return dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
+    dtrain_status status = dtrain__tensor_reaches(comm, "tensor_broadcast", tensor);
+    return status != DTRAIN_OK ? status : dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
 }
 
 #endif
@@ -19100,6 +20222,220 @@ static dtrain_status dtrain__compressor_check(const dtrain_compressor *compresso
 
 #endif
 
+/* ---- >>device_selection ----
+ * Top-k and quantisers on a device, or without one by the CPU's functions at once. A selection is the library's own and
+ * holds the device's, so that its sizes and its device can be checked. */
+#ifndef DTRAIN__DEVICE_SELECTION
+#define DTRAIN__DEVICE_SELECTION
+
+#define DTRAIN__DEVICE_TILE ((size_t)1024) /* elements that are unpacked at once to be added */
+
+/* What a dtrain_device_selection of the caller's points to. */
+typedef struct dtrain__device_selection {
+    dtrain_allocator heap;
+    dtrain_device *device;
+    dtrain_device_selection *made; /* the device's; NULL: the CPU's */
+    dtrain_sparse sparse;          /* the CPU's */
+    size_t count, k;
+} dtrain__device_selection;
+
+DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, size_t count, size_t k,
+                                                        dtrain_device_selection **selection)
+{
+    const char *call = "device_selection_create";
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    if (selection == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: selection is NULL, expected a place for it", call,
+                            dtrain_device_name(device));
+    *selection = NULL;
+    if (k > count)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
+                            dtrain_device_name(device), k, count);
+    if ((uint64_t)count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
+                            dtrain_device_name(device), count);
+    dtrain__device_selection *mine = (dtrain__device_selection *)dtrain__alloc(&heap, sizeof *mine);
+    if (mine == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s on %s: no memory for %zu bytes", call,
+                            dtrain_device_name(device), sizeof *mine);
+    mine->heap = heap;
+    mine->device = device;
+    mine->count = count;
+    mine->k = k;
+    dtrain_status status = DTRAIN_OK;
+    if (device != NULL)
+        status = DTRAIN__DEVICE_CALL(device, call, selection_create, (device, count, k, &mine->made));
+    if (status != DTRAIN_OK) {
+        heap = mine->heap;
+        dtrain__free(&heap, mine, sizeof *mine);
+        return status;
+    }
+    *selection = (dtrain_device_selection *)(void *)mine;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__device_select_cpu(dtrain__device_selection *mine, float *data, const float *add,
+                                               uint32_t *indices, float *values)
+{
+    dtrain_sparse *sparse = &mine->sparse;
+    dtrain_status status = add != NULL ? dtrain_topk_add(data, add, mine->count, mine->k, sparse)
+                                       : dtrain_topk(data, mine->count, mine->k, sparse);
+    if (status != DTRAIN_OK || mine->k == 0)
+        return status;
+    memcpy(indices, sparse->indices, mine->k * sizeof *indices);
+    memcpy(values, sparse->values, mine->k * sizeof *values);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_select(dtrain_device *device, dtrain_device_selection *selection, float *data,
+                                              const float *add, uint32_t *indices, float *values)
+{
+    const char *call = "device_select";
+    dtrain__device_selection *mine = (dtrain__device_selection *)(void *)selection;
+    if (mine == NULL || mine->device != device)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s on %s: the selection is %s%s, expected one that was created with this device", call,
+                            dtrain_device_name(device), mine == NULL ? "NULL" : "of ",
+                            mine == NULL ? "" : dtrain_device_name(mine->device));
+    dtrain_status status = dtrain__device_pointer(device, call, "data", data, mine->count);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointer(device, call, "indices", indices, mine->k);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointer(device, call, "values", values, mine->k);
+    if (status != DTRAIN_OK || mine->count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, call, select, (device, mine->made, data, add, indices, values));
+    return dtrain__device_select_cpu(mine, data, add, indices, values);
+}
+
+DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection)
+{
+    dtrain__device_selection *mine = (dtrain__device_selection *)(void *)selection;
+    if (mine == NULL)
+        return;
+    if (device != NULL && device == mine->device && device->ops->selection_destroy != NULL)
+        device->ops->selection_destroy(device, mine->made);
+    dtrain_sparse_destroy(&mine->sparse);
+    dtrain_allocator heap = mine->heap;
+    dtrain__free(&heap, mine, sizeof *mine);
+}
+
+static void dtrain__device_sparse_add_cpu(const uint32_t *indices, const float *values, size_t k, float *data,
+                                          size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; i < k; i++)
+        if (indices[i] < count)
+            data[indices[i]] += values[i];
+    dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const uint32_t *indices, const float *values,
+                                                  size_t k, float *data, size_t count)
+{
+    const char *call = "device_sparse_add";
+    const dtrain__device_argument pointers[] = {{"indices", indices}, {"values", values}, {"data", data}, {NULL, NULL}};
+    if ((uint64_t)count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
+                            dtrain_device_name(device), count);
+    if (k > count)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
+                            dtrain_device_name(device), k, count);
+    dtrain_status status = dtrain__device_pointers(device, call, k, pointers);
+    if (status != DTRAIN_OK || k == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, call, sparse_add, (device, indices, values, k, data, count));
+    dtrain__device_sparse_add_cpu(indices, values, k, data, count);
+    return DTRAIN_OK;
+}
+
+/* ---- quantisers ---- */
+
+/* Checks a call's code and block, of which 0 becomes the default. */
+static dtrain_status dtrain__device_check_code(const dtrain_device *device, const char *call, dtrain_dtype code,
+                                               size_t *block)
+{
+    *block = *block > 0 ? *block : 256;
+    if (code != DTRAIN_I8 && code != DTRAIN_F8_E4M3)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: code is %d (%s), expected I8 or F8_E4M3", call,
+                            dtrain_device_name(device), (int)code, dtrain_dtype_name(code));
+    if (*block % 8 != 0 || *block > 65536)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s on %s: block is %zu elements, expected a multiple of 8 up to 65536", call,
+                            dtrain_device_name(device), *block);
+    return DTRAIN_OK;
+}
+
+static dtrain_compressor dtrain__device_compressor(dtrain_dtype code, size_t block)
+{
+    return code == DTRAIN_I8 ? dtrain_compressor_int8(block) : dtrain_compressor_fp8(block);
+}
+
+DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
+                                            size_t count, void *out)
+{
+    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_check_code(device, "device_pack", code, &block);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, "device_pack", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_pack", pack, (device, code, block, in, count, out));
+    dtrain_compressor compressor = dtrain__device_compressor(code, block);
+    compressor.pack(&compressor, in, count, out);
+    return DTRAIN_OK;
+}
+
+/* Adds what is unpacked, a tile at a time: a tile with its block's scale before it is a packed vector of one block. */
+static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const unsigned char *in, float *out,
+                                      size_t count)
+{
+    unsigned char packed[4 + DTRAIN__DEVICE_TILE];
+    float tile[DTRAIN__DEVICE_TILE];
+    uint64_t mode = dtrain__fpmode_enter();
+    const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
+    for (size_t at = 0; at < count;) {
+        size_t left = block - at % block < count - at ? block - at % block : count - at, n;
+        n = left < DTRAIN__DEVICE_TILE ? left : DTRAIN__DEVICE_TILE;
+        memcpy(packed, in + 4 * (at / block), 4);
+        memcpy(packed + 4, codes + at, n);
+        if (code == DTRAIN_I8)
+            dtrain__int8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
+        else
+            dtrain__fp8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
+        dtrain__sum_f32(out + at, tile, n);
+        at += n;
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
+                                              float *out, size_t count, int add)
+{
+    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_check_code(device, "device_unpack", code, &block);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, "device_unpack", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_unpack", unpack, (device, code, block, in, out, count, add));
+    if (add) {
+        dtrain__device_unpack_add(code, block, (const unsigned char *)in, out, count);
+    } else {
+        dtrain_compressor compressor = dtrain__device_compressor(code, block);
+        compressor.unpack(&compressor, in, out, count);
+    }
+    return DTRAIN_OK;
+}
+
+#endif
+
 /* ---- >>feedback ----
  * What is done to a vector before and after it is compressed: shortened when it is too long, folded into a velocity,
  * and what was not sent taken from the sum. Elementwise, each operation rounded; a length is the root of squares
@@ -20387,7 +21723,7 @@ DTRAIN__EXACT_BEGIN
             float left[width] = {0}, right[width] = {0};                                                              \
             size_t bytes = (count - i) * sizeof(float);                                                               \
             memcpy(left, a + i, bytes);                                                                               \
-            (void)right;                                                                                              \
+            (void)&right[0];                                                                                          \
             b_end;                                                                                                    \
             memcpy(out + i, left, bytes);                                                                             \
         }                                                                                                             \
@@ -20489,7 +21825,7 @@ typedef struct dtrain__params {
 
 /* Something that must not overlap another of its kind: bytes in memory, or unit numbers. */
 typedef struct dtrain__span {
-    uintptr_t begin, end;
+    uintptr_t begin, end, place; /* place: the device */
     const dtrain_param *param;
 } dtrain__span;
 
@@ -20628,6 +21964,8 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
 static int dtrain__params_compare_spans(const void *left, const void *right)
 {
     const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    if (a->place != b->place)
+        return a->place < b->place ? -1 : 1;
     if (a->begin != b->begin)
         return a->begin < b->begin ? -1 : 1;
     return a->end < b->end ? -1 : a->end > b->end;
@@ -20656,6 +21994,7 @@ static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_
 {
     uintptr_t covered = 0;
     for (size_t i = 0; i < count; i++) {
+        spans[i].place = 0;
         spans[i].begin = (uintptr_t)table[i].unit;
         spans[i].end = spans[i].begin + dtrain__params_layers(&table[i]);
         spans[i].param = &table[i];
@@ -20679,13 +22018,14 @@ static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size
         void *memory = i % 2 == 0 ? param->data : dtrain__params_trained(param) ? param->grad : NULL;
         if (!dtrain__params_size(param, &elements, &bytes) || bytes == 0 || memory == NULL)
             continue;
+        spans[used].place = (uintptr_t)param->device;
         spans[used].begin = (uintptr_t)memory;
         spans[used].end = (uintptr_t)memory + bytes;
         spans[used++].param = param;
     }
     qsort(spans, used, sizeof *spans, dtrain__params_compare_spans);
     for (size_t i = 1; i < used; i++) {
-        if (spans[i].begin < spans[i - 1].end)
+        if (spans[i].place == spans[i - 1].place && spans[i].begin < spans[i - 1].end)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "parameters %s and %s overlap in memory: list a shared tensor once, and keep data and "
                                 "grad apart",
@@ -20778,6 +22118,41 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
                 "set frozen",
                 table[i].name, dtrain_dtype_name(table[i].dtype));
     }
+    return DTRAIN_OK;
+}
+
+/* Refuses parameters that are not in the CPU's memory, for what has no other way to them. */
+static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (table[i].device != NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "%s: parameter %s is on %s, expected all on the cpu: list parameters of the cpu's "
+                                "memory here, and copy between the two with dtrain_device_copy",
+                                call, table[i].name, dtrain_device_name(table[i].device));
+    }
+    return DTRAIN_OK;
+}
+
+/* Finds the one device of all parameters with a gradient; NULL for the CPU, and for a table that has none. */
+static dtrain_status dtrain__params_device(const dtrain_param *table, size_t count, const char *call,
+                                           dtrain_device **device)
+{
+    const dtrain_param *first = NULL;
+    *device = NULL;
+    for (size_t i = 0; i < count; i++) {
+        if (!dtrain__params_trained(&table[i]))
+            continue;
+        if (first == NULL)
+            first = &table[i];
+        if (table[i].device != first->device)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "%s: parameter %s is on %s, %s on %s, expected one device: call it for each with a "
+                                "table of its own",
+                                call, first->name, dtrain_device_name(first->device), table[i].name,
+                                dtrain_device_name(table[i].device));
+    }
+    *device = first != NULL ? first->device : NULL;
     return DTRAIN_OK;
 }
 
@@ -20967,168 +22342,6 @@ DTRAIN_API size_t dtrain_param_whole_index(const dtrain_param *param, size_t ele
 
 #endif
 
-/* ---- >>norm ----
- * The sum of squares of float32, without an error: any order and any partition of the elements, over calls and over
- * ranks, gives the same integer, which is rounded once at the end. The square of a float32 is an integer of 48 bits
- * times a power of two. Long slices add such integers up by their exponent first, in 64 bits, and these sums go to a
- * fixed-point number of 32-bit limbs that carry late. Everything is integers: flags that relax floating point and
- * modes that flush subnormals change nothing.
- *
- *   source   Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015 */
-#ifndef DTRAIN__NORM
-#define DTRAIN__NORM
-
-#include <string.h>
-
-/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32, and the largest square is below 2^256. With 2^58 of
- * them, over all ranks, the sum has 612 bits, of which limbs keep 32 each between calls. */
-#define DTRAIN__EXACT_DIGITS 20
-#define DTRAIN__EXACT_INFINITIES 20 /* the limb that counts them */
-#define DTRAIN__EXACT_NANS 21
-#define DTRAIN__EXACT_LIMBS 22
-#define DTRAIN__EXACT_LOWEST (-298)
-
-#define DTRAIN__EXACT_BLOCK 65536u /* as many squares of 48 bits fit 64 */
-#define DTRAIN__EXACT_FEW 128u     /* below it, clearing and reading the bins costs more than they save */
-#define DTRAIN__EXACT_SETS 4u      /* so that neighbours of one exponent need not wait for each other's store */
-
-/* Zero before the first element; all-reduced as I64 with DTRAIN_SUM, by up to 1024 ranks. */
-typedef struct dtrain__exact {
-    int64_t limbs[DTRAIN__EXACT_LIMBS];
-} dtrain__exact;
-
-static uint32_t dtrain__exact_load(const unsigned char *from)
-{
-    uint32_t bits;
-    memcpy(&bits, from, sizeof bits);
-    return bits;
-}
-
-/* Subnormals, of exponent field 0, lack the leading bit. */
-static uint64_t dtrain__exact_square(uint32_t bits)
-{
-    uint32_t exponent = bits >> 23 & 255, leading = (0u - exponent) & 0x800000u;
-    uint32_t mantissa = (bits & 0x7FFFFFu) | leading;
-    return (uint64_t)mantissa * mantissa;
-}
-
-/* Adds squares of one exponent field. A limb grows by less than 2^33. */
-static void dtrain__exact_put(dtrain__exact *sum, uint64_t squares, uint32_t exponent)
-{
-    uint32_t position = exponent > 0 ? 2 * exponent - 2 : 0, shift = position % 32;
-    int64_t *limb = sum->limbs + position / 32;
-    uint64_t low = (squares & 0xFFFFFFFFu) << shift, high = (squares >> 32) << shift;
-    limb[0] += (int64_t)(low & 0xFFFFFFFFu);
-    limb[1] += (int64_t)(low >> 32) + (int64_t)(high & 0xFFFFFFFFu);
-    limb[2] += (int64_t)(high >> 32);
-}
-
-static void dtrain__exact_carry(dtrain__exact *sum)
-{
-    for (int i = 0; i + 1 < DTRAIN__EXACT_DIGITS; i++) {
-        sum->limbs[i + 1] += sum->limbs[i] >> 32;
-        sum->limbs[i] &= 0xFFFFFFFF;
-    }
-}
-
-static void dtrain__exact_add_few(dtrain__exact *sum, const unsigned char *from, size_t count)
-{
-    for (size_t i = 0; i < count; i++, from += sizeof(float)) {
-        uint32_t bits = dtrain__exact_load(from), exponent = bits >> 23 & 255;
-        if (exponent < 255)
-            dtrain__exact_put(sum, dtrain__exact_square(bits), exponent);
-        else
-            sum->limbs[bits & 0x7FFFFFu ? DTRAIN__EXACT_NANS : DTRAIN__EXACT_INFINITIES]++;
-    }
-}
-
-static void dtrain__exact_add_block(dtrain__exact *sum, const unsigned char *from, size_t count)
-{
-    uint64_t bins[256][DTRAIN__EXACT_SETS];
-    size_t whole = count - count % DTRAIN__EXACT_SETS;
-    memset(bins, 0, sizeof bins);
-    for (size_t i = 0; i < whole; i += DTRAIN__EXACT_SETS, from += DTRAIN__EXACT_SETS * sizeof(float)) {
-        uint32_t a = dtrain__exact_load(from), b = dtrain__exact_load(from + 4);
-        uint32_t c = dtrain__exact_load(from + 8), d = dtrain__exact_load(from + 12);
-        bins[a >> 23 & 255][0] += dtrain__exact_square(a);
-        bins[b >> 23 & 255][1] += dtrain__exact_square(b);
-        bins[c >> 23 & 255][2] += dtrain__exact_square(c);
-        bins[d >> 23 & 255][3] += dtrain__exact_square(d);
-    }
-    for (uint32_t exponent = 0; exponent < 255; exponent++) {
-        const uint64_t *bin = bins[exponent];
-        uint64_t squares = bin[0] + bin[1] + bin[2] + bin[3];
-        if (squares != 0)
-            dtrain__exact_put(sum, squares, exponent);
-    }
-    dtrain__exact_add_few(sum, from, count - whole);
-    if ((bins[255][0] | bins[255][1] | bins[255][2] | bins[255][3]) == 0)
-        return;
-    from -= whole * sizeof(float);
-    for (size_t i = 0; i < whole; i++, from += sizeof(float)) {
-        if ((dtrain__exact_load(from) >> 23 & 255) == 255)
-            dtrain__exact_add_few(sum, from, 1);
-    }
-}
-
-/* Adds count squares, from any alignment; up to 2^48 over all calls. */
-static void dtrain__exact_add_squares(dtrain__exact *sum, const float *x, size_t count)
-{
-    const unsigned char *from = (const unsigned char *)x;
-    while (count >= DTRAIN__EXACT_FEW) {
-        size_t block = count < DTRAIN__EXACT_BLOCK ? count : DTRAIN__EXACT_BLOCK;
-        dtrain__exact_add_block(sum, from, block);
-        dtrain__exact_carry(sum);
-        from += block * sizeof(float);
-        count -= block;
-    }
-    dtrain__exact_add_few(sum, from, count);
-    dtrain__exact_carry(sum);
-}
-
-/* Says whether every element added, on any rank, was finite. */
-static int dtrain__exact_finite(const dtrain__exact *sum)
-{
-    return sum->limbs[DTRAIN__EXACT_INFINITIES] == 0 && sum->limbs[DTRAIN__EXACT_NANS] == 0;
-}
-
-/* Returns the sum, rounded once to the nearest float64, ties to even; NaN when an element was, else infinity when
- * one was. */
-static double dtrain__exact_value(const dtrain__exact *sum)
-{
-    dtrain__exact carried = *sum;
-    int top = DTRAIN__EXACT_DIGITS - 1, zeros = 0;
-    uint64_t bits = 0, rest = 0;
-    double value;
-    dtrain__exact_carry(&carried);
-    while (top > 0 && carried.limbs[top] == 0)
-        top--;
-    for (int i = top; i >= 0; i--) {
-        uint64_t limb = (uint64_t)carried.limbs[i];
-        if (i > top - 2)
-            bits |= limb << (i == top ? 32 : 0);
-        else
-            rest |= i == top - 2 ? limb << 32 : (uint64_t)(limb != 0);
-    }
-    while (bits != 0 && bits >> 63 == 0) {
-        bits = bits << 1 | rest >> 63;
-        rest = rest << 1; /* by at most 31: what stands for lower limbs stays below its limb */
-        zeros++;
-    }
-    if (bits != 0) {
-        uint64_t exponent = (uint64_t)(32 * top + 31 - zeros + DTRAIN__EXACT_LOWEST + 1023);
-        uint64_t below = (bits & 0x7FF) | (uint64_t)(rest != 0), half = 0x400;
-        bits = (exponent << 52) + (bits << 1 >> 12);           /* the leading bit is not stored */
-        bits += below > half || (below == half && (bits & 1)); /* a carry goes on into the exponent, as it should */
-    }
-    if (!dtrain__exact_finite(sum))
-        bits = sum->limbs[DTRAIN__EXACT_NANS] != 0 ? UINT64_C(0x7FF8000000000000) : UINT64_C(0x7FF0000000000000);
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-#endif
-
 /* ---- >>sampler ----
  * Which examples a micro-batch has. Everything is computed from seed, step and index when it is asked for: there is
  * no state to keep, to share between ranks, or to save. An epoch is shuffled by a permutation of a rectangle just
@@ -21314,7 +22527,8 @@ struct dtrain_optimizer {
     dtrain_allocator *allocator;
     dtrain__params params;
     dtrain_optimizer_desc desc;
-    float *state; /* m of all ranges, then v of all; or the velocity */
+    dtrain_device *device; /* of the ranges and the state; NULL: the CPU */
+    float *state;          /* m of all ranges, then v of all; or the velocity */
     size_t state_count, count;
     uint64_t step;
 };
@@ -21418,9 +22632,89 @@ static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int 
     return NULL;
 }
 
+/* Checks a step on a device, count elements or none. */
+static dtrain_status dtrain__optimizer_check_step(const dtrain_device *device, const char *call, size_t count,
+                                                  const dtrain_optimizer_desc *desc, float lr,
+                                                  const dtrain__device_argument *pointers)
+{
+    const char *bad = dtrain__optimizer_bad(desc, 1);
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: the desc has a bad %s", call,
+                            dtrain_device_name(device), bad);
+    if (!dtrain__train_finite((double)lr) || lr < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: lr is %g, expected a number of at least 0", call,
+                            dtrain_device_name(device), (double)lr);
+    return dtrain__device_pointers(device, call, count, pointers);
+}
+
+DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,
+                                             float *v, size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                             uint64_t step, uint16_t *copy_bf16)
+{
+    const dtrain__device_argument pointers[] = {{"params", params}, {"grads", grads}, {"m", m}, {"v", v}, {NULL, NULL}};
+    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
+    full.kind = DTRAIN_ADAMW;
+    if (step == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_adamw on %s: step is 0, steps are counted from 1",
+                            dtrain_device_name(device));
+    dtrain_status status = dtrain__optimizer_check_step(device, "device_adamw", count, &full, lr, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device == NULL) {
+        dtrain_adamw(params, grads, m, v, count, &full, lr, step);
+        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
+    }
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
+    dtrain__fpmode_restore(mode);
+    dtrain_device_adamw_step now = {params,  m,       v,       grads,  copy_bf16, count,  c.beta1,
+                                    c.rest1, c.beta2, c.rest2, c.root, c.eps,     c.rate, c.keep};
+    return DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &now));
+}
+
+DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads, float *velocity,
+                                           size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                           uint16_t *copy_bf16)
+{
+    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
+    int has_momentum = full.momentum != 0.0f;
+    const dtrain__device_argument pointers[] = {
+        {"params", params}, {"grads", grads}, {has_momentum ? "velocity" : NULL, velocity}, {NULL, NULL}};
+    full.kind = DTRAIN_SGD;
+    dtrain_status status = dtrain__optimizer_check_step(device, "device_sgd", count, &full, lr, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device == NULL) {
+        dtrain_sgd(params, grads, velocity, count, &full, lr);
+        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
+    }
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
+    dtrain__fpmode_restore(mode);
+    dtrain_device_sgd_step now = {
+        params,    has_momentum ? velocity : NULL, grads, copy_bf16, count, c.momentum, c.lr, c.keep, c.coupled,
+        c.nesterov};
+    return DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &now));
+}
+
+/* Makes the state on the optimizer's device. */
+static dtrain_status dtrain__optimizer_init_on(dtrain_optimizer *optimizer, size_t floats)
+{
+    const float zero = 0.0f;
+    void *state;
+    dtrain_status status = dtrain_device_alloc(optimizer->device, DTRAIN_MEMORY_DEVICE, floats * sizeof(float), &state);
+    if (status != DTRAIN_OK)
+        return status;
+    optimizer->state = (float *)state;
+    optimizer->state_count = floats;
+    return dtrain_device_fill(optimizer->device, state, &zero, sizeof zero, floats);
+}
+
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_create(&optimizer->params, table, count, optimizer->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < optimizer->params.range_count; i++)
@@ -21428,7 +22722,10 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
     size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
     size_t bytes;
     /* The gradients are in memory, so their elements add up; twice as many need not fit. */
-    if (dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes))
+    int fits = dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes);
+    if (fits && optimizer->device != NULL)
+        return dtrain__optimizer_init_on(optimizer, optimizer->count * copies);
+    if (fits)
         optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
     if (optimizer->state == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
@@ -21472,20 +22769,23 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_optimizer_step: lr is %g, expected a number of at least 0", (double)lr);
     dtrain_optimizer_desc desc = optimizer->desc;
+    dtrain_status status = DTRAIN_OK;
     size_t done = 0;
     optimizer->step++;
-    for (size_t i = 0; i < optimizer->params.range_count; i++) {
+    for (size_t i = 0; i < optimizer->params.range_count && status == DTRAIN_OK; i++) {
         const dtrain__range *range = &optimizer->params.ranges[i];
-        float *state = optimizer->state + (optimizer->state_count > 0 ? done : 0);
+        float *state = optimizer->state_count > 0 ? optimizer->state + done : NULL;
+        float *second = state != NULL && desc.kind == DTRAIN_ADAMW ? state + optimizer->count : NULL;
         desc.weight_decay = range->no_decay ? 0.0f : optimizer->desc.weight_decay;
         if (desc.kind == DTRAIN_ADAMW)
-            dtrain_adamw(range->data, range->grad, state, state + optimizer->count, range->count, &desc, lr,
-                         optimizer->step);
+            status = dtrain_device_adamw(optimizer->device, range->data, range->grad, state, second, range->count,
+                                         &desc, lr, optimizer->step, NULL);
         else
-            dtrain_sgd(range->data, range->grad, state, range->count, &desc, lr);
+            status =
+                dtrain_device_sgd(optimizer->device, range->data, range->grad, state, range->count, &desc, lr, NULL);
         done += range->count;
     }
-    return DTRAIN_OK;
+    return status;
 }
 
 DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
@@ -21519,7 +22819,10 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     dtrain_allocator own = optimizer->own;
     dtrain_allocator *allocator = optimizer->allocator == &optimizer->own ? &own : optimizer->allocator;
     dtrain__params_destroy(&optimizer->params, allocator);
-    dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
+    if (optimizer->device != NULL)
+        dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
+    else
+        dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
     dtrain__free(allocator, optimizer, sizeof *optimizer);
 }
 
@@ -21543,15 +22846,51 @@ static void dtrain__aggregator_shorten(const dtrain_param *table, size_t count, 
     dtrain__fpmode_restore(mode);
 }
 
+/* The same over gradients on a device, whose kernels find the factor; the limbs and the norm are memory there. */
+static dtrain_status dtrain__aggregator_clip_on(dtrain_device *device, const dtrain_param *table, size_t count,
+                                                float max_norm, double *norm)
+{
+    const uint64_t zero = 0;
+    void *memory;
+    dtrain_status status =
+        dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, (DTRAIN_SQUARES_LIMBS + 1) * sizeof zero, &memory);
+    if (status != DTRAIN_OK)
+        return status;
+    int64_t *limbs = (int64_t *)memory;
+    double *length = (double *)(void *)(limbs + DTRAIN_SQUARES_LIMBS);
+    status = dtrain_device_fill(device, memory, &zero, sizeof zero, DTRAIN_SQUARES_LIMBS + 1);
+    for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
+        if (dtrain__params_trained(&table[i]))
+            status =
+                dtrain_device_squares(device, (const float *)table[i].grad, dtrain_param_elements(&table[i]), limbs);
+    for (size_t i = 0; i < count && status == DTRAIN_OK; i++) {
+        size_t elements = dtrain_param_elements(&table[i]);
+        if (!dtrain__params_trained(&table[i]) || elements == 0)
+            continue;
+        status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
+        if (max_norm == 0.0f) /* measured is measured */
+            break;
+    }
+    if (status == DTRAIN_OK && norm != NULL)
+        status = dtrain_device_copy(device, norm, length, sizeof *norm);
+    dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, memory);
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
 {
     dtrain__exact sum;
     if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
+    dtrain_device *device;
     dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_device(table, count, "dtrain_clip_grad_norm", &device);
     if (status != DTRAIN_OK)
         return status;
+    if (device != NULL)
+        return dtrain__aggregator_clip_on(device, table, count, max_norm, norm);
     memset(&sum, 0, sizeof sum);
     for (size_t i = 0; i < count; i++) {
         if (dtrain__params_trained(&table[i]))
@@ -21581,7 +22920,8 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
                             weight);
-    return dtrain__params_check_f32(table, count);
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    return status == DTRAIN_OK ? dtrain__params_on_cpu(table, count, "aggregate") : status;
 }
 
 static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
@@ -21949,6 +23289,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     if (desc != NULL)
         full = *desc;
     dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
@@ -22140,6 +23482,8 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "fsdp");
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
         if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -26137,6 +27481,8 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
                                 "params as it counts",
                                 i, layers[i].name != NULL ? layers[i].name : "NULL");
     dtrain_status status = dtrain__params_check_for(table, table_count, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, table_count, "dtrain_module_create");
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++)
         if (table[i].dtype != DTRAIN_F32)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -26634,6 +27980,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
                             input == NULL    ? "input is NULL"
                             : output == NULL ? "output is NULL"
                                              : dtrain_last_error());
+    status = dtrain__tensor_on_cpu("dtrain_fsdp_forward", input, DTRAIN__TENSOR_COPY_FIRST);
+    if (status != DTRAIN_OK) {
+        module->error = dtrain__thread_error;
+        return status;
+    }
     run.context.batch = batch;
     dtrain__module_prepare(&run, &checked);
     status = dtrain__module_ahead(&run);
@@ -26689,8 +28040,12 @@ static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, cons
     dtrain_tensor checked;
     if (gradient == NULL || !run->place->sized)
         return DTRAIN_OK;
-    dtrain_status status =
-        dtrain_tensor_view(&checked, gradient->dtype, gradient->ndim, gradient->shape, gradient->data);
+    dtrain_status status = dtrain__tensor_on_cpu(run->call, gradient, DTRAIN__TENSOR_COPY_FIRST);
+    if (status != DTRAIN_OK) {
+        run->module->error = dtrain__thread_error;
+        return status;
+    }
+    status = dtrain_tensor_view(&checked, gradient->dtype, gradient->ndim, gradient->shape, gradient->data);
     if (status == DTRAIN_OK && checked.dtype == value->dtype && checked.ndim == value->ndim &&
         memcmp(checked.shape, value->shape, sizeof checked.shape) == 0)
         return DTRAIN_OK;
@@ -28961,7 +30316,9 @@ static void dtrain__pipe_first_shapes(dtrain_pipeline *pipeline, const dtrain_te
         dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID, "inputs is NULL: rank 0 gives the shapes of all");
     for (int i = 0; inputs != NULL && i < pipeline->micro_batches; i++) {
         dtrain_tensor checked;
-        if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)
+        if (dtrain__tensor_on_cpu("dtrain_pipeline_agree", &inputs[i], DTRAIN__TENSOR_COPY_FIRST) != DTRAIN_OK)
+            dtrain__pipe_note_down(pipeline, DTRAIN_ERR_UNSUPPORTED, dtrain_last_error());
+        else if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)
             dtrain__pipe_write_shape(pipeline->shapes + (size_t)i * DTRAIN__PIPE_WORDS, &checked);
         else
             dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID, dtrain_last_error());
@@ -29139,6 +30496,10 @@ static void dtrain__pipe_input(dtrain_pipeline *pipeline, dtrain__pipe_run *run,
         int place = pipeline->places[dtrain__pipe_cell(pipeline, chunk - 1, micro)];
         if (before->places[place].sized)
             run->in.data = before->places[place].values[before->layer_count].tensor.data;
+    } else if (inputs != NULL &&
+               dtrain__tensor_on_cpu("dtrain_pipeline_step", &inputs[micro], DTRAIN__TENSOR_COPY_FIRST) != DTRAIN_OK) {
+        dtrain__pipe_note_down(pipeline, DTRAIN_ERR_UNSUPPORTED, dtrain_last_error());
+        run->in.dtype = (dtrain_dtype)0;
     } else if (inputs == NULL || !dtrain__pipe_alike(&inputs[micro], &run->in) ||
                (inputs[micro].data == NULL && run->in.bytes > 0)) {
         char why[DTRAIN__PIPE_WHY];
@@ -30028,6 +31389,8 @@ static dtrain_status dtrain__server_prepare(dtrain_server *s, const dtrain_param
     dtrain_status status = dtrain_params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "dtrain_server_create");
     if (status == DTRAIN_OK)
         status = dtrain__server_check_desc(s);
     if (status == DTRAIN_OK)
@@ -31109,6 +32472,8 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     dtrain_status status = dtrain_params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "dtrain_ddp_create");
     dtrain_param *copy = NULL;
     if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
         copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);
@@ -32609,6 +33974,8 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
         local->desc.compress = &local->compress;
     }
     dtrain_status status = dtrain__params_create(&local->params, table, count, local->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "dtrain_local_sgd_create");
     if (status == DTRAIN_OK)
         status = dtrain__rounds_check(&local->desc, &local->params);
     if (status == DTRAIN_OK)
@@ -34489,9 +35856,9 @@ static void dtrain__safetensors_swap(void *data, uint64_t bytes, dtrain_dtype dt
 {
     unsigned char *at = (unsigned char *)data;
     size_t width = dtype == DTRAIN_C64 ? 4 : dtrain_dtype_bits(dtype) / 8;
-    if (!DTRAIN__FILE_SWAP || width < 2)
+    if (width < 2)
         return;
-    for (; bytes >= width; bytes -= width, at += width)
+    for (; DTRAIN__FILE_SWAP && bytes >= width; bytes -= width, at += width)
         for (size_t i = 0; i < width / 2; i++) {
             unsigned char swap = at[i];
             at[i] = at[width - 1 - i];
@@ -36190,6 +37557,8 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
 {
     dtrain_allocator heap;
     dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "params_save (dtrain_checkpoint_save takes it as it is)");
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < count; i++)
@@ -36240,6 +37609,8 @@ DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t co
     dtrain_safetensors_model *model;
     dtrain__params_list ignored;
     dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "params_load (dtrain_checkpoint_load takes it, and the path)");
     if (status == DTRAIN_OK)
         status = dtrain_safetensors_model_open(&model, path, NULL);
     if (status != DTRAIN_OK)
@@ -36385,6 +37756,102 @@ static uint64_t dtrain__xxh64_of(const void *data, size_t bytes, uint64_t seed)
     dtrain__xxh64_begin(&hash, seed);
     dtrain__xxh64_add(&hash, data, bytes);
     return dtrain__xxh64_end(&hash);
+}
+
+#endif
+
+/* ---- >>staging ----
+ * The way between a device's memory and files: pinned memory of the CPU through which all goes in chunks, so that the
+ * copies of one chunk overlap what the CPU does with another. Lives for one save or load, since the device may not live
+ * longer. Everything else here takes a device's addresses for numbers. */
+#ifndef DTRAIN__STAGING
+#define DTRAIN__STAGING
+
+#define DTRAIN__STAGING_BYTES ((size_t)4 << 20)
+#define DTRAIN__STAGING_CHUNK ((size_t)1 << 20)
+
+typedef struct dtrain__staging {
+    dtrain_device *device; /* NULL: none yet */
+    unsigned char *pinned;
+    size_t used; /* bytes that the device may still read */
+} dtrain__staging;
+
+/* Waits until what was written is on the device. */
+static dtrain_status dtrain__staging_wait(dtrain__staging *staging)
+{
+    size_t used = staging->used;
+    staging->used = 0;
+    return used > 0 ? dtrain_device_wait(staging->device) : DTRAIN_OK;
+}
+
+static void dtrain__staging_free(dtrain__staging *staging)
+{
+    if (staging->device != NULL)
+        dtrain_device_free(staging->device, DTRAIN_MEMORY_PINNED, staging->pinned);
+    memset(staging, 0, sizeof *staging);
+}
+
+/* Turns to a device, which is not NULL. */
+static dtrain_status dtrain__staging_begin(dtrain__staging *staging, dtrain_device *device)
+{
+    void *pinned = NULL;
+    if (staging->device == device)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__staging_wait(staging);
+    dtrain__staging_free(staging);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_PINNED, DTRAIN__STAGING_BYTES, &pinned);
+    if (status != DTRAIN_OK)
+        return status;
+    staging->device = device;
+    staging->pinned = (unsigned char *)pinned;
+    return DTRAIN_OK;
+}
+
+/* Reads a device's memory: while one half of the pinned memory is filled, the other is taken out. */
+static dtrain_status dtrain__staging_read(dtrain__staging *staging, dtrain_device *device, void *to, const void *from,
+                                          size_t bytes)
+{
+    const size_t half = DTRAIN__STAGING_BYTES / 2;
+    const unsigned char *next = (const unsigned char *)from;
+    unsigned char *out = (unsigned char *)to;
+    size_t coming = bytes < half ? bytes : half;
+    dtrain_status status = bytes > 0 ? dtrain__staging_begin(staging, device) : DTRAIN_OK;
+    if (status == DTRAIN_OK && bytes > 0)
+        status = dtrain_device_copy(device, staging->pinned, next, coming);
+    for (unsigned turn = 0; bytes > 0 && status == DTRAIN_OK; turn ^= 1) {
+        size_t here = coming;
+        status = dtrain_device_wait(device);
+        next += here;
+        bytes -= here;
+        coming = bytes < half ? bytes : half;
+        if (status == DTRAIN_OK && coming > 0)
+            status = dtrain_device_copy(device, staging->pinned + (turn ^ 1) * half, next, coming);
+        if (status == DTRAIN_OK)
+            memcpy(out, staging->pinned + turn * half, here);
+        out += here;
+    }
+    return status;
+}
+
+/* Gives room for at most `want` bytes, *have, that dtrain__staging_send takes to the device. */
+static dtrain_status dtrain__staging_room(dtrain__staging *staging, dtrain_device *device, size_t want, void **at,
+                                          size_t *have)
+{
+    dtrain_status status = dtrain__staging_begin(staging, device);
+    *have = want < DTRAIN__STAGING_CHUNK ? want : DTRAIN__STAGING_CHUNK;
+    if (status == DTRAIN_OK && DTRAIN__STAGING_BYTES - staging->used < *have)
+        status = dtrain__staging_wait(staging);
+    *at = staging->pinned + staging->used;
+    return status;
+}
+
+/* Takes `bytes` bytes of the room that was given last to the device, once earlier work there has ended. */
+static dtrain_status dtrain__staging_send(dtrain__staging *staging, void *to, size_t bytes)
+{
+    const unsigned char *from = staging->pinned + staging->used;
+    staging->used += (bytes + 63) / 64 * 64;
+    return dtrain_device_copy(staging->device, to, from, bytes);
 }
 
 #endif
@@ -37618,10 +39085,9 @@ static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__
                                           uint32_t *seen)
 {
     dtrain__json_token token;
-    dtrain__json_kind kind;
     *seen = 0;
     dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && (kind = dtrain__json_next(&parser->json, &token)) == DTRAIN__JSON_KEY) {
+    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
         size_t begin = token.begin;
         int which = -1;
         status = member(parser, &token, out, &which);
@@ -38126,6 +39592,7 @@ static dtrain_piece dtrain__piece_of(const dtrain_param *param, dtrain_dtype dty
     piece.name = param->name;
     piece.dtype = dtype;
     piece.ndim = dtrain__params_ndim(param);
+    piece.device = param->device;
     piece.boxed = layer >= 0;
     memcpy(piece.shape, part != NULL ? part->shape : param->shape, (size_t)piece.ndim * sizeof *piece.shape);
     memcpy(piece.box_size, param->shape, (size_t)piece.ndim * sizeof *piece.box_size);
@@ -38423,6 +39890,8 @@ typedef struct dtrain__portion_item {
     size_t shape[DTRAIN_MAX_DIMS];
     const void *data;
     size_t bytes;
+    dtrain_device *device; /* whose memory data is; NULL: the CPU's */
+    dtrain__staging *way;  /* to it, while the file is written */
 } dtrain__portion_item;
 
 typedef struct dtrain__portion {
@@ -38589,6 +40058,7 @@ static void dtrain__portion_data(dtrain__portion_item *item, const dtrain_piece 
                                  size_t begin, size_t count)
 {
     item->dtype = piece->dtype;
+    item->device = piece->device;
     item->ndim = count == dtrain__region_product(region->size, 0, region->ndim) ? region->ndim : 1;
     memcpy(item->shape, region->size, sizeof item->shape);
     if (item->ndim == 1)
@@ -38781,6 +40251,26 @@ static void dtrain__portion_copy(unsigned char *to, const unsigned char *from, s
         memcpy(to + done, from + done, bytes - done);
 }
 
+/* Copies every item to the staging buffer, which has room. */
+static dtrain_status dtrain__portion_stage_items(dtrain__portion *part)
+{
+    dtrain__staging way = {NULL, NULL, 0};
+    dtrain_status status = DTRAIN_OK;
+    size_t all = 0;
+    for (size_t i = 0; i < part->item_count && status == DTRAIN_OK; i++) {
+        dtrain__portion_item *item = &part->items[i];
+        if (item->device != NULL)
+            status = dtrain__staging_read(&way, item->device, part->staging + all, item->data, item->bytes);
+        else
+            dtrain__portion_copy(part->staging + all, (const unsigned char *)item->data, item->bytes);
+        item->data = part->staging + all;
+        item->device = NULL;
+        all += (item->bytes + 63) / 64 * 64;
+    }
+    dtrain__staging_free(&way);
+    return status;
+}
+
 /* Copies what is to be written to the staging buffer, so that the program may go on. */
 static dtrain_status dtrain__portion_stage(dtrain__portion *part)
 {
@@ -38798,13 +40288,7 @@ static dtrain_status dtrain__portion_stage(dtrain__portion *part)
                                 part->rank, all);
         part->staging_room = all;
     }
-    all = 0;
-    for (size_t i = 0; i < part->item_count; i++) {
-        dtrain__portion_copy(part->staging + all, (const unsigned char *)part->items[i].data, part->items[i].bytes);
-        part->items[i].data = part->staging + all;
-        all += (part->items[i].bytes + 63) / 64 * 64;
-    }
-    return DTRAIN_OK;
+    return dtrain__portion_stage_items(part);
 }
 
 /* ---- hashed files ---- */
@@ -38883,11 +40367,19 @@ static dtrain_status dtrain__portion_put(dtrain__portion *part, int directory, c
     return dtrain__file_draft_commit(&sink.draft, part->no_sync);
 }
 
+/* Supplies a range of an item on a device. */
+static dtrain_status dtrain__portion_fill(void *user, uint64_t offset, void *out, size_t bytes)
+{
+    const dtrain__portion_item *item = (const dtrain__portion_item *)user;
+    return dtrain__staging_read(item->way, item->device, out, (const unsigned char *)item->data + offset, bytes);
+}
+
 /* Writes the data file; its hashes are then in part->blocks. */
 static dtrain_status dtrain__portion_put_data(dtrain__portion *part, int directory, const char *name,
                                               dtrain__index_hashed *file)
 {
     dtrain_safetensors_write_desc desc;
+    dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
     void *larger = dtrain__index_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1,
                                       &part->source_room);
@@ -38903,7 +40395,10 @@ static dtrain_status dtrain__portion_put_data(dtrain__portion *part, int directo
         source->dtype = part->items[i].dtype;
         source->ndim = part->items[i].ndim;
         source->shape = part->items[i].shape;
-        source->data = part->items[i].data;
+        part->items[i].way = &way;
+        source->data = part->items[i].device == NULL ? part->items[i].data : NULL;
+        source->fill = dtrain__portion_fill;
+        source->user = &part->items[i];
     }
     dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
     if (status != DTRAIN_OK)
@@ -38914,7 +40409,9 @@ static dtrain_status dtrain__portion_put_data(dtrain__portion *part, int directo
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
                             (unsigned long long)bytes);
     part->blocks = (uint64_t *)larger;
-    return dtrain__portion_put(part, directory, name, part->item_count, file, part->blocks);
+    status = dtrain__portion_put(part, directory, name, part->item_count, file, part->blocks);
+    dtrain__staging_free(&way);
+    return status;
 }
 
 /* Writes the file of hashes; the hashes of its own blocks go to the index. */
@@ -39734,6 +41231,7 @@ typedef struct dtrain__shelf {
     int verify;
     size_t open; /* which; NONE */
     dtrain__verified data, hashes;
+    dtrain__staging way; /* to devices that are read into */
     uint64_t bytes_read;
 } dtrain__shelf;
 
@@ -39869,10 +41367,34 @@ static dtrain_status dtrain__shelf_copy(dtrain__shelf *shelf, uint64_t offset, s
     return DTRAIN_OK;
 }
 
-/* Reads what a stored piece, in the open file, and a wanted region share. */
+/* The same into memory of a device, NULL for the CPU's; a device's is there after dtrain__staging_wait. */
+static dtrain_status dtrain__shelf_put(dtrain__shelf *shelf, uint64_t offset, size_t count, dtrain_dtype from,
+                                       void *out, dtrain_dtype to, dtrain_device *device)
+{
+    size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8, have = 0;
+    unsigned char *into = (unsigned char *)out;
+    dtrain_status status = DTRAIN_OK;
+    if (device == NULL)
+        return dtrain__shelf_copy(shelf, offset, count, from, out, to);
+    while (count > 0 && status == DTRAIN_OK) {
+        void *at;
+        status = dtrain__staging_room(&shelf->way, device, count * to_bytes, &at, &have);
+        size_t n = have / to_bytes;
+        if (status == DTRAIN_OK)
+            status = dtrain__shelf_copy(shelf, offset, n, from, at, to);
+        if (status == DTRAIN_OK)
+            status = dtrain__staging_send(&shelf->way, into, n * to_bytes);
+        into += n * to_bytes;
+        offset += (uint64_t)n * from_bytes;
+        count -= n;
+    }
+    return status;
+}
+
+/* Reads what a stored piece, in the open file, and a wanted region share; out is memory of device. */
 static dtrain_status dtrain__shelf_read(dtrain__shelf *shelf, const dtrain__index_tensor *tensor,
                                         const dtrain__index_piece *piece, const dtrain__region *want, void *out,
-                                        dtrain_dtype to, uint64_t *bytes)
+                                        dtrain_dtype to, dtrain_device *device, uint64_t *bytes)
 {
     size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
     dtrain__region have;
@@ -39884,8 +41406,8 @@ static dtrain_status dtrain__shelf_read(dtrain__shelf *shelf, const dtrain__inde
         return DTRAIN_OK;
     dtrain_status status = dtrain__shelf_find(shelf, tensor, piece, &begin);
     while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
-        status = dtrain__shelf_copy(shelf, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
-                                    (unsigned char *)out + run.to_begin * to_bytes, to);
+        status = dtrain__shelf_put(shelf, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
+                                   (unsigned char *)out + run.to_begin * to_bytes, to, device);
         *bytes += (uint64_t)run.count * from_bytes;
     }
     return status;
@@ -39937,6 +41459,7 @@ static void dtrain__load_end(dtrain__load *load)
 {
     dtrain_allocator *allocator = load->ckpt->allocator;
     dtrain__shelf_close(&load->shelf);
+    dtrain__staging_free(&load->shelf.way);
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
@@ -40382,48 +41905,9 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
         status = dtrain__load_open_file(load, job->file);
         if (status == DTRAIN_OK)
             status = dtrain__shelf_read(&load->shelf, &load->index.tensors[have->tensor], have, &region, want->data,
-                                        want->dtype, &load->report.bytes);
+                                        want->dtype, want->device, &load->report.bytes);
     }
-    return status;
-}
-
-/* One box of a wanted piece, read from a model. */
-typedef struct dtrain__load_box {
-    dtrain_safetensors *file;
-    const dtrain_safetensors_tensor *tensor;
-    const dtrain_piece *want;
-    size_t done; /* elements of the piece */
-} dtrain__load_box;
-
-static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
-{
-    dtrain__load_box *box = (dtrain__load_box *)user;
-    unsigned char *out = (unsigned char *)box->want->data + box->done * (dtrain_dtype_bits(box->want->dtype) / 8);
-    box->done += dtrain__region_product(region->size, 0, region->ndim);
-    return dtrain_safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
-}
-
-static dtrain_status dtrain__load_read_model(dtrain__load *load)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
-        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
-        dtrain__region region;
-        dtrain__load_box box;
-        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
-            continue;
-        memset(&box, 0, sizeof box);
-        box.want = want;
-        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
-        dtrain__region_of(&region, want);
-        status = dtrain__region_boxes(&region, dtrain__load_model_box, &box);
-        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
-    }
-    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
-        dtrain_safetensors *file = dtrain_safetensors_model_file(load->model, i);
-        load->shelf.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
-    }
-    return status;
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->shelf.way) : status;
 }
 
 /* Publishes new weights of every FSDP, also where one cannot: the ranks that share another wait for this one. */
@@ -40464,6 +41948,75 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
     }
     return status == DTRAIN_OK ? status
                                : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+}
+
+#endif
+
+/* ---- >>load-model ----
+ * Reading the pieces of a load from a plain model, whose tensors are whole: box after box, to wherever a piece is. */
+#ifndef DTRAIN__LOAD_MODEL
+#define DTRAIN__LOAD_MODEL
+
+/* One box of a wanted piece, read from a model. */
+typedef struct dtrain__load_box {
+    dtrain_safetensors *file;
+    const dtrain_safetensors_tensor *tensor;
+    const dtrain_piece *want;
+    unsigned char *out; /* of the next box */
+} dtrain__load_box;
+
+static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
+{
+    dtrain__load_box *box = (dtrain__load_box *)user;
+    unsigned char *out = box->out;
+    box->out += dtrain__region_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
+    return dtrain_safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
+}
+
+/* Reads a piece on a device, a range of it after another. */
+static dtrain_status dtrain__load_model_to(dtrain__load *load, dtrain__region *region, dtrain__load_box *box)
+{
+    const dtrain_piece *want = box->want;
+    size_t each = dtrain_dtype_bits(want->dtype) / 8, have = 0;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t done = 0; done < want->count && status == DTRAIN_OK; done += region->count) {
+        void *at;
+        status = dtrain__staging_room(&load->shelf.way, want->device, (want->count - done) * each, &at, &have);
+        region->at = want->begin + done;
+        region->count = have / each;
+        box->out = (unsigned char *)at;
+        if (status == DTRAIN_OK)
+            status = dtrain__region_boxes(region, dtrain__load_model_box, box);
+        if (status == DTRAIN_OK)
+            status =
+                dtrain__staging_send(&load->shelf.way, (unsigned char *)want->data + done * each, region->count * each);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__load_read_model(dtrain__load *load)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
+        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
+        dtrain__region region;
+        dtrain__load_box box;
+        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
+            continue;
+        memset(&box, 0, sizeof box);
+        box.want = want;
+        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
+        dtrain__region_of(&region, want);
+        box.out = (unsigned char *)want->data;
+        status = want->device == NULL ? dtrain__region_boxes(&region, dtrain__load_model_box, &box)
+                                      : dtrain__load_model_to(load, &region, &box);
+        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
+    }
+    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
+        dtrain_safetensors *file = dtrain_safetensors_model_file(load->model, i);
+        load->shelf.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
+    }
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->shelf.way) : status;
 }
 
 #endif
@@ -40807,6 +42360,29 @@ static void dtrain__local_serve(dtrain__local_turn *turn, const dtrain__local_re
         load->failed = dtrain__thread_error;
 }
 
+/* Converts elements on their way to a device. */
+static dtrain_status dtrain__local_send(dtrain__load *load, const unsigned char *from, dtrain_dtype dtype,
+                                        unsigned char *to, const dtrain_piece *want, size_t count)
+{
+    size_t from_bytes = dtrain_dtype_bits(dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8, have = 0;
+    dtrain_status status = DTRAIN_OK;
+    while (count > 0 && status == DTRAIN_OK) {
+        void *at;
+        status = dtrain__staging_room(&load->shelf.way, want->device, count * to_bytes, &at, &have);
+        size_t n = have / to_bytes;
+        if (status == DTRAIN_OK && dtype == want->dtype)
+            memcpy(at, from, n * to_bytes);
+        else if (status == DTRAIN_OK)
+            status = dtrain_convert(from, dtype, at, want->dtype, n);
+        if (status == DTRAIN_OK)
+            status = dtrain__staging_send(&load->shelf.way, to, n * to_bytes);
+        from += n * from_bytes;
+        to += n * to_bytes;
+        count -= n;
+    }
+    return status;
+}
+
 /* Puts what was asked for in its place. */
 static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
 {
@@ -40830,14 +42406,16 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     dtrain__overlap_begin(&overlap, &have, &region);
     while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
         unsigned char *to = (unsigned char *)want->data + (region.at - want->begin + run.to_begin) * to_bytes;
-        if (tensor->dtype == want->dtype)
+        if (want->device != NULL)
+            status = dtrain__local_send(load, from, tensor->dtype, to, want, run.count);
+        else if (tensor->dtype == want->dtype)
             memcpy(to, from, run.count * to_bytes);
         else
             status = dtrain_convert(from, tensor->dtype, to, want->dtype, run.count);
         from += run.count * from_bytes;
     }
     load->report.bytes += request->bytes;
-    return status;
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->shelf.way) : status;
 }
 
 /* One turn: everybody asks one rank, reads for those that ask it, and gets what it asked for. *more: somebody asked. */
@@ -41551,7 +43129,7 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
             continue;
         status = dtrain__shelf_open(&all->shelf, all->directory, piece->file);
         if (status == DTRAIN_OK)
-            status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, &ignored);
+            status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, NULL, &ignored);
     }
     if (all->tell != NULL)
         all->tell(bytes);

@@ -11,6 +11,7 @@
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
  *     >>tensor       element types, conversions, tensors, the matrix product
+ *     >>device       memory and arithmetic of GPUs: queues, copies, events, and a table to fill for a device of your own
  *     >>transport    the table to fill for a transport of your own
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
  *                    of groups, survivors, the store

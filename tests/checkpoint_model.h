@@ -40,12 +40,12 @@ enum { WIDE, TINY, STACK, FROZEN, HALF, LAST, PARAMS };
 static void describe(dtrain_param *table)
 {
     dtrain_param params[PARAMS] = {
-        {"wide", DTRAIN_F32, {37, 301}, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL},
-        {"tiny", DTRAIN_F32, {3}, 0, 0, 0, 1, 0, 0, NULL, NULL, NULL},
-        {"stack", DTRAIN_F32, {3, 7, 111}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL},
-        {"frozen", DTRAIN_F32, {9, 2}, 0, 0, 2, 0, 1, 0, NULL, NULL, NULL},
-        {"half", DTRAIN_BF16, {501}, 0, 0, 3, 0, 1, 0, NULL, NULL, NULL},
-        {"last", DTRAIN_F32, {20011}, 0, 0, 4, 0, 0, 0, NULL, NULL, NULL},
+        {"wide", DTRAIN_F32, {37, 301}, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL},
+        {"tiny", DTRAIN_F32, {3}, 0, 0, 0, 1, 0, 0, NULL, NULL, NULL, NULL},
+        {"stack", DTRAIN_F32, {3, 7, 111}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+        {"frozen", DTRAIN_F32, {9, 2}, 0, 0, 2, 0, 1, 0, NULL, NULL, NULL, NULL},
+        {"half", DTRAIN_BF16, {501}, 0, 0, 3, 0, 1, 0, NULL, NULL, NULL, NULL},
+        {"last", DTRAIN_F32, {20011}, 0, 0, 4, 0, 0, 0, NULL, NULL, NULL, NULL},
     };
     memcpy(table, params, sizeof params);
 }

@@ -16,14 +16,14 @@ static size_t model_describe(dtrain_param *table)
 {
     memset(table, 0, PARAMS * sizeof *table);
     dtrain_param params[PARAMS] = {
-        {"tokens", DTRAIN_F32, {13, 5}, 0, 0, 0, 0, 0, 1, NULL, NULL, NULL},
-        {"scalar", DTRAIN_F32, {1}, 0, 0, 0, 1, 0, 0, NULL, NULL, NULL},
-        {"two", DTRAIN_F32, {2}, 0, 0, 1, 0, 0, 0, NULL, NULL, NULL},
-        {"layers", DTRAIN_F32, {L, 7, 11}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL},
-        {"bias", DTRAIN_F32, {L, 3}, 0, 1, 1, 1, 0, 0, NULL, NULL, NULL},
-        {"frozen", DTRAIN_F32, {9}, 0, 0, 2, 0, 1, 0, NULL, NULL, NULL},
-        {"seven", DTRAIN_F32, {7}, 0, 0, 3, 0, 0, 0, NULL, NULL, NULL},
-        {"last", DTRAIN_F32, {8191}, 0, 0, L + 1, 0, 0, 0, NULL, NULL, NULL},
+        {"tokens", DTRAIN_F32, {13, 5}, 0, 0, 0, 0, 0, 1, NULL, NULL, NULL, NULL},
+        {"scalar", DTRAIN_F32, {1}, 0, 0, 0, 1, 0, 0, NULL, NULL, NULL, NULL},
+        {"two", DTRAIN_F32, {2}, 0, 0, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+        {"layers", DTRAIN_F32, {L, 7, 11}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+        {"bias", DTRAIN_F32, {L, 3}, 0, 1, 1, 1, 0, 0, NULL, NULL, NULL, NULL},
+        {"frozen", DTRAIN_F32, {9}, 0, 0, 2, 0, 1, 0, NULL, NULL, NULL, NULL},
+        {"seven", DTRAIN_F32, {7}, 0, 0, 3, 0, 0, 0, NULL, NULL, NULL, NULL},
+        {"last", DTRAIN_F32, {8191}, 0, 0, L + 1, 0, 0, 0, NULL, NULL, NULL, NULL},
     };
     memcpy(table, params, sizeof params);
     return PARAMS;

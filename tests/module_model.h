@@ -14,14 +14,14 @@ enum { GAIN, W_IN, B_IN, W_DEEP, B_DEEP, W_OUT, B_OUT, SHIFT, PARAMS };
 enum { SCALE, FIRST, SOFT_1, DEEP_1, SOFT_2, DEEP_2, SOFT_3, LAST, ADD, UNSCALE, LOSS, LAYERS };
 
 static const dtrain_param table_of_model[PARAMS] = {
-    {"gain", DTRAIN_F32, {IN}, 0, 0, 0, 0, 0, 1, NULL, NULL, NULL},
-    {"w_in", DTRAIN_F32, {IN, HIDDEN}, 0, 0, 1, 0, 0, 0, NULL, NULL, NULL},
-    {"b_in", DTRAIN_F32, {HIDDEN}, 0, 0, 1, 0, 0, 0, NULL, NULL, NULL},
-    {"w_deep", DTRAIN_F32, {DEEP, HIDDEN, HIDDEN}, 0, 1, 2, 0, 0, 0, NULL, NULL, NULL},
-    {"b_deep", DTRAIN_F32, {DEEP, HIDDEN}, 0, 1, 2, 0, 0, 0, NULL, NULL, NULL},
-    {"w_out", DTRAIN_F32, {HIDDEN, IN}, 0, 0, 4, 0, 0, 0, NULL, NULL, NULL},
-    {"b_out", DTRAIN_F32, {IN}, 0, 0, 4, 0, 0, 0, NULL, NULL, NULL},
-    {"shift", DTRAIN_F32, {IN}, 0, 0, 4, 0, 1, 0, NULL, NULL, NULL},
+    {"gain", DTRAIN_F32, {IN}, 0, 0, 0, 0, 0, 1, NULL, NULL, NULL, NULL},
+    {"w_in", DTRAIN_F32, {IN, HIDDEN}, 0, 0, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+    {"b_in", DTRAIN_F32, {HIDDEN}, 0, 0, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+    {"w_deep", DTRAIN_F32, {DEEP, HIDDEN, HIDDEN}, 0, 1, 2, 0, 0, 0, NULL, NULL, NULL, NULL},
+    {"b_deep", DTRAIN_F32, {DEEP, HIDDEN}, 0, 1, 2, 0, 0, 0, NULL, NULL, NULL, NULL},
+    {"w_out", DTRAIN_F32, {HIDDEN, IN}, 0, 0, 4, 0, 0, 0, NULL, NULL, NULL, NULL},
+    {"b_out", DTRAIN_F32, {IN}, 0, 0, 4, 0, 0, 0, NULL, NULL, NULL, NULL},
+    {"shift", DTRAIN_F32, {IN}, 0, 0, 4, 0, 1, 0, NULL, NULL, NULL, NULL},
 };
 
 static size_t offsets(size_t *begin)

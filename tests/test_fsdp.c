@@ -588,7 +588,7 @@ TEST(objects_come_and_go_on_one_group_and_do_not_mix)
 static dtrain_status count_operations(dtrain_comm *world, void *user)
 {
     const dtrain_fsdp_desc *desc = (const dtrain_fsdp_desc *)user;
-    dtrain_param table[1] = {{"w", DTRAIN_F32, {6, 10}, 0, 1, 0, 0, 0, 0, NULL, NULL, NULL}};
+    dtrain_param table[1] = {{"w", DTRAIN_F32, {6, 10}, 0, 1, 0, 0, 0, 0, NULL, NULL, NULL, NULL}};
     dtrain_fsdp *fsdp;
     /* a unit has 40 bytes: three fill a bucket of 100 */
     uint64_t expected = desc->bucket_bytes == 0 ? 1 : desc->bucket_bytes == 1 ? 6 : 2;

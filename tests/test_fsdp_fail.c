@@ -480,7 +480,7 @@ TEST(a_rank_that_leaves_is_an_error_on_all_others_and_no_leak)
 
 static dtrain_status destroys_early(dtrain_comm *world, void *user)
 {
-    dtrain_param table[1] = {{"w", DTRAIN_F32, {6, 1000}, 0, 1, 0, 0, 0, 0, NULL, NULL, NULL}};
+    dtrain_param table[1] = {{"w", DTRAIN_F32, {6, 1000}, 0, 1, 0, 0, 0, 0, NULL, NULL, NULL, NULL}};
     dtrain_fsdp *fsdp;
     (void)user;
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, 1, NULL), DTRAIN_OK);

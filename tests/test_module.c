@@ -126,7 +126,7 @@ static dtrain_status twenty(dtrain_comm *world, void *user)
     const char *names[] = {"weight"};
     float ten[] = {1, 2, 3, 4}, two = 2;
     size_t one = 1;
-    dtrain_param table[] = {{"weight", DTRAIN_F32, {4}, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL}};
+    dtrain_param table[] = {{"weight", DTRAIN_F32, {4}, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL}};
     dtrain_layer layer = {"sum", names, 1, 0, sum_shape, sum_forward, no_backward, NULL, NULL, 0};
     dtrain_tensor input, output;
     dtrain_fsdp *fsdp;
@@ -415,7 +415,7 @@ static dtrain_status big(dtrain_comm *world, void *user)
 {
     static const char *const names[] = {"w"};
     int rank = dtrain_comm_rank(world);
-    dtrain_param table[] = {{"w", DTRAIN_F32, {BIG_UNITS, BIG}, 0, 1, 0, 0, 0, 0, NULL, NULL, NULL}};
+    dtrain_param table[] = {{"w", DTRAIN_F32, {BIG_UNITS, BIG}, 0, 1, 0, 0, 0, 0, NULL, NULL, NULL, NULL}};
     dtrain_layer layers[BIG_UNITS];
     dtrain_fsdp_desc desc;
     dtrain_fsdp_plan_result plan;
@@ -466,7 +466,7 @@ TEST(times_of_layers_are_measured)
     unsigned naps_us[2] = {2000, 30000};
     float x[3] = {1, 2, 3}, dx[3], unused[2] = {0, 0};
     const size_t three = 3;
-    dtrain_param table[] = {{"unused", DTRAIN_F32, {1}, 0, 0, 0, 0, 0, 0, &unused[0], &unused[1], NULL}};
+    dtrain_param table[] = {{"unused", DTRAIN_F32, {1}, 0, 0, 0, 0, 0, 0, &unused[0], &unused[1], NULL, NULL}};
     dtrain_layer layers[2];
     dtrain_module *module;
     dtrain_tensor input, output, d_input;

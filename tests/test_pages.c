@@ -203,10 +203,10 @@ static void add_to(float *grad, size_t count, float what)
 static dtrain_status train_tied(dtrain_comm *world, void *user)
 {
     static const char *const stacked[3] = {"wide", "small", "tiny"};
-    dtrain_param table[4] = {{"small", DTRAIN_F32, {LAYERS, SMALL}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL},
-                             {"wide", DTRAIN_F32, {LAYERS, WIDE}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL},
-                             {"tiny", DTRAIN_F32, {LAYERS, TINY}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL},
-                             {"tied", DTRAIN_F32, {TIED}, 0, 0, 0, 0, 0, 1, NULL, NULL, NULL}};
+    dtrain_param table[4] = {{"small", DTRAIN_F32, {LAYERS, SMALL}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+                             {"wide", DTRAIN_F32, {LAYERS, WIDE}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+                             {"tiny", DTRAIN_F32, {LAYERS, TINY}, 0, 1, 1, 0, 0, 0, NULL, NULL, NULL, NULL},
+                             {"tied", DTRAIN_F32, {TIED}, 0, 0, 0, 0, 0, 1, NULL, NULL, NULL, NULL}};
     float rank = (float)dtrain_comm_rank(world), *grads[3];
     dtrain_fsdp_desc desc = *(const dtrain_fsdp_desc *)user;
     dtrain_fsdp_plan_result plan;

@@ -46,6 +46,17 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status);
  * any thread */
 DTRAIN_API const char *dtrain_last_error(void);
 
+/* Sets the calling thread's last error: for transports, devices and callbacks of your own, which return its result.
+ *
+ *   format    as printf's, one line; longer texts are cut at 639 bytes. What it quotes may be dtrain_last_error()
+ *   returns   status
+ *
+ * any thread */
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
+
 /* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
  * Expands in the program's own code; the library itself never exits. */
 #define DTRAIN_CHECK(call)                                                                                             \

@@ -23,9 +23,15 @@
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
 #elif defined(__GNUC__)
-#define DTRAIN__EXACT_BEGIN \
+#define DTRAIN__EXACT_GCC \
     _Pragma("GCC push_options") \
     _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
+#ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it */
+#define DTRAIN__EXACT_BEGIN \
+    _Pragma("nv_diagnostic push") _Pragma("nv_diag_suppress 1675") DTRAIN__EXACT_GCC _Pragma("nv_diagnostic pop")
+#else
+#define DTRAIN__EXACT_BEGIN DTRAIN__EXACT_GCC
+#endif
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
 #else
 #define DTRAIN__EXACT_BEGIN

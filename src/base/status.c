@@ -73,6 +73,16 @@ DTRAIN_API const char *dtrain_last_error(void)
     return dtrain__thread_error.text;
 }
 
+DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    return dtrain__fail(NULL, status, "%s", text);
+}
+
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
     static const char *const names[] = {

@@ -4,6 +4,7 @@
  * every call raises on every rank, whatever becomes of it. */
 #ifndef DTRAIN__CHECKPOINT
 #define DTRAIN__CHECKPOINT
+#include "load_model.c"
 #include "local.c"
 
 /* ---- creation ---- */

@@ -45,12 +45,15 @@ typedef struct dtrain_piece {
     int ndim;                      /* 0: a scalar */
     int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
     size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
-    size_t begin, count; /* elements of the box, counted row by row, that this piece has; count may be 0 */
-    int copies;          /* ranks that hold the very same piece; 0: 1 */
-    int copy;            /* which of them this is: 0 to copies - 1 */
-    void *data;          /* count elements, packed */
-    int unsaved;         /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
-                            loaded: for what several ranks have alike, but cut otherwise */
+    size_t begin, count;   /* elements of the box, counted row by row, that this piece has; count may be 0 */
+    int copies;            /* ranks that hold the very same piece; 0: 1 */
+    int copy;              /* which of them this is: 0 to copies - 1 */
+    void *data;            /* count elements, packed */
+    int unsaved;           /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
+                              loaded: for what several ranks have alike, but cut otherwise */
+    dtrain_device *device; /* whose memory data is; NULL: the CPU's. What is saved is the same, and either is loaded
+                              into the other: a save or load passes it on in chunks of at most 4 MiB, through memory
+                              pinned for as long as the call lasts */
 } dtrain_piece;
 
 /* Elements that go from a piece that exists to one that is wanted. */
@@ -172,7 +175,7 @@ DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
  *            DTRAIN_ERR_INVALID   a bad or doubled piece or value; pieces do not tile their tensor; an asynchronous
  *                                 save is under way
  *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
- *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file
+ *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or a device failed
  *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
  *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
  *            that of the last asynchronous save, where it has failed and no wait has told; this one was not begun
@@ -189,7 +192,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
  *   errors   on this rank alone: bad pieces; no memory; the one before is under way (see dtrain_checkpoint_wait) or has
  *            failed and no wait has told. Then no rank's save becomes visible. Others from dtrain_checkpoint_wait
  *
- * every rank of comm, same order as the other saves; never waits for a rank or a disk */
+ * every rank of comm, same order as the other saves; never waits for a rank or a disk, only for the copies of a device,
+ * and so for what its queue has before them */
 DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
 
 /* Says whether no asynchronous save is under way on this rank; 1 for NULL. Another rank may take longer: wait before

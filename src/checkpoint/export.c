@@ -125,7 +125,7 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
             continue;
         status = dtrain__shelf_open(&all->shelf, all->directory, piece->file);
         if (status == DTRAIN_OK)
-            status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, &ignored);
+            status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, NULL, &ignored);
     }
     if (all->tell != NULL)
         all->tell(bytes);

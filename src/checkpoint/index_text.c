@@ -326,10 +326,9 @@ static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__
                                           uint32_t *seen)
 {
     dtrain__json_token token;
-    dtrain__json_kind kind;
     *seen = 0;
     dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && (kind = dtrain__json_next(&parser->json, &token)) == DTRAIN__JSON_KEY) {
+    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
         size_t begin = token.begin;
         int which = -1;
         status = member(parser, &token, out, &which);

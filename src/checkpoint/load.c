@@ -44,6 +44,7 @@ static void dtrain__load_end(dtrain__load *load)
 {
     dtrain_allocator *allocator = load->ckpt->allocator;
     dtrain__shelf_close(&load->shelf);
+    dtrain__staging_free(&load->shelf.way);
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
@@ -489,48 +490,9 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
         status = dtrain__load_open_file(load, job->file);
         if (status == DTRAIN_OK)
             status = dtrain__shelf_read(&load->shelf, &load->index.tensors[have->tensor], have, &region, want->data,
-                                        want->dtype, &load->report.bytes);
+                                        want->dtype, want->device, &load->report.bytes);
     }
-    return status;
-}
-
-/* One box of a wanted piece, read from a model. */
-typedef struct dtrain__load_box {
-    dtrain_safetensors *file;
-    const dtrain_safetensors_tensor *tensor;
-    const dtrain_piece *want;
-    size_t done; /* elements of the piece */
-} dtrain__load_box;
-
-static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
-{
-    dtrain__load_box *box = (dtrain__load_box *)user;
-    unsigned char *out = (unsigned char *)box->want->data + box->done * (dtrain_dtype_bits(box->want->dtype) / 8);
-    box->done += dtrain__region_product(region->size, 0, region->ndim);
-    return dtrain_safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
-}
-
-static dtrain_status dtrain__load_read_model(dtrain__load *load)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
-        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
-        dtrain__region region;
-        dtrain__load_box box;
-        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
-            continue;
-        memset(&box, 0, sizeof box);
-        box.want = want;
-        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
-        dtrain__region_of(&region, want);
-        status = dtrain__region_boxes(&region, dtrain__load_model_box, &box);
-        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
-    }
-    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
-        dtrain_safetensors *file = dtrain_safetensors_model_file(load->model, i);
-        load->shelf.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
-    }
-    return status;
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->shelf.way) : status;
 }
 
 /* Publishes new weights of every FSDP, also where one cannot: the ranks that share another wait for this one. */

@@ -338,6 +338,29 @@ static void dtrain__local_serve(dtrain__local_turn *turn, const dtrain__local_re
         load->failed = dtrain__thread_error;
 }
 
+/* Converts elements on their way to a device. */
+static dtrain_status dtrain__local_send(dtrain__load *load, const unsigned char *from, dtrain_dtype dtype,
+                                        unsigned char *to, const dtrain_piece *want, size_t count)
+{
+    size_t from_bytes = dtrain_dtype_bits(dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8, have = 0;
+    dtrain_status status = DTRAIN_OK;
+    while (count > 0 && status == DTRAIN_OK) {
+        void *at;
+        status = dtrain__staging_room(&load->shelf.way, want->device, count * to_bytes, &at, &have);
+        size_t n = have / to_bytes;
+        if (status == DTRAIN_OK && dtype == want->dtype)
+            memcpy(at, from, n * to_bytes);
+        else if (status == DTRAIN_OK)
+            status = dtrain_convert(from, dtype, at, want->dtype, n);
+        if (status == DTRAIN_OK)
+            status = dtrain__staging_send(&load->shelf.way, to, n * to_bytes);
+        from += n * from_bytes;
+        to += n * to_bytes;
+        count -= n;
+    }
+    return status;
+}
+
 /* Puts what was asked for in its place. */
 static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
 {
@@ -361,14 +384,16 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     dtrain__overlap_begin(&overlap, &have, &region);
     while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
         unsigned char *to = (unsigned char *)want->data + (region.at - want->begin + run.to_begin) * to_bytes;
-        if (tensor->dtype == want->dtype)
+        if (want->device != NULL)
+            status = dtrain__local_send(load, from, tensor->dtype, to, want, run.count);
+        else if (tensor->dtype == want->dtype)
             memcpy(to, from, run.count * to_bytes);
         else
             status = dtrain_convert(from, tensor->dtype, to, want->dtype, run.count);
         from += run.count * from_bytes;
     }
     load->report.bytes += request->bytes;
-    return status;
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->shelf.way) : status;
 }
 
 /* One turn: everybody asks one rank, reads for those that ask it, and gets what it asked for. *more: somebody asked. */

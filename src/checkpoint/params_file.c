@@ -98,6 +98,8 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
 {
     dtrain_allocator heap;
     dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "params_save (dtrain_checkpoint_save takes it as it is)");
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < count; i++)
@@ -148,6 +150,8 @@ DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t co
     dtrain_safetensors_model *model;
     dtrain__params_list ignored;
     dtrain_status status = dtrain_params_check(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "params_load (dtrain_checkpoint_load takes it, and the path)");
     if (status == DTRAIN_OK)
         status = dtrain_safetensors_model_open(&model, path, NULL);
     if (status != DTRAIN_OK)

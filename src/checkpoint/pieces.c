@@ -37,6 +37,7 @@ static dtrain_piece dtrain__piece_of(const dtrain_param *param, dtrain_dtype dty
     piece.name = param->name;
     piece.dtype = dtype;
     piece.ndim = dtrain__params_ndim(param);
+    piece.device = param->device;
     piece.boxed = layer >= 0;
     memcpy(piece.shape, part != NULL ? part->shape : param->shape, (size_t)piece.ndim * sizeof *piece.shape);
     memcpy(piece.box_size, param->shape, (size_t)piece.ndim * sizeof *piece.box_size);

@@ -7,6 +7,7 @@
 #define DTRAIN__PORTION
 #include "index_text.c"
 #include "pieces.c"
+#include "staging.c"
 #include "safetensors_write.c"
 
 #ifdef __SSE2__
@@ -24,6 +25,8 @@ typedef struct dtrain__portion_item {
     size_t shape[DTRAIN_MAX_DIMS];
     const void *data;
     size_t bytes;
+    dtrain_device *device; /* whose memory data is; NULL: the CPU's */
+    dtrain__staging *way;  /* to it, while the file is written */
 } dtrain__portion_item;
 
 typedef struct dtrain__portion {
@@ -190,6 +193,7 @@ static void dtrain__portion_data(dtrain__portion_item *item, const dtrain_piece 
                                  size_t begin, size_t count)
 {
     item->dtype = piece->dtype;
+    item->device = piece->device;
     item->ndim = count == dtrain__region_product(region->size, 0, region->ndim) ? region->ndim : 1;
     memcpy(item->shape, region->size, sizeof item->shape);
     if (item->ndim == 1)
@@ -382,6 +386,26 @@ static void dtrain__portion_copy(unsigned char *to, const unsigned char *from, s
         memcpy(to + done, from + done, bytes - done);
 }
 
+/* Copies every item to the staging buffer, which has room. */
+static dtrain_status dtrain__portion_stage_items(dtrain__portion *part)
+{
+    dtrain__staging way = {NULL, NULL, 0};
+    dtrain_status status = DTRAIN_OK;
+    size_t all = 0;
+    for (size_t i = 0; i < part->item_count && status == DTRAIN_OK; i++) {
+        dtrain__portion_item *item = &part->items[i];
+        if (item->device != NULL)
+            status = dtrain__staging_read(&way, item->device, part->staging + all, item->data, item->bytes);
+        else
+            dtrain__portion_copy(part->staging + all, (const unsigned char *)item->data, item->bytes);
+        item->data = part->staging + all;
+        item->device = NULL;
+        all += (item->bytes + 63) / 64 * 64;
+    }
+    dtrain__staging_free(&way);
+    return status;
+}
+
 /* Copies what is to be written to the staging buffer, so that the program may go on. */
 static dtrain_status dtrain__portion_stage(dtrain__portion *part)
 {
@@ -399,13 +423,7 @@ static dtrain_status dtrain__portion_stage(dtrain__portion *part)
                                 part->rank, all);
         part->staging_room = all;
     }
-    all = 0;
-    for (size_t i = 0; i < part->item_count; i++) {
-        dtrain__portion_copy(part->staging + all, (const unsigned char *)part->items[i].data, part->items[i].bytes);
-        part->items[i].data = part->staging + all;
-        all += (part->items[i].bytes + 63) / 64 * 64;
-    }
-    return DTRAIN_OK;
+    return dtrain__portion_stage_items(part);
 }
 
 /* ---- hashed files ---- */
@@ -484,11 +502,19 @@ static dtrain_status dtrain__portion_put(dtrain__portion *part, int directory, c
     return dtrain__file_draft_commit(&sink.draft, part->no_sync);
 }
 
+/* Supplies a range of an item on a device. */
+static dtrain_status dtrain__portion_fill(void *user, uint64_t offset, void *out, size_t bytes)
+{
+    const dtrain__portion_item *item = (const dtrain__portion_item *)user;
+    return dtrain__staging_read(item->way, item->device, out, (const unsigned char *)item->data + offset, bytes);
+}
+
 /* Writes the data file; its hashes are then in part->blocks. */
 static dtrain_status dtrain__portion_put_data(dtrain__portion *part, int directory, const char *name,
                                               dtrain__index_hashed *file)
 {
     dtrain_safetensors_write_desc desc;
+    dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
     void *larger = dtrain__index_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1,
                                       &part->source_room);
@@ -504,7 +530,10 @@ static dtrain_status dtrain__portion_put_data(dtrain__portion *part, int directo
         source->dtype = part->items[i].dtype;
         source->ndim = part->items[i].ndim;
         source->shape = part->items[i].shape;
-        source->data = part->items[i].data;
+        part->items[i].way = &way;
+        source->data = part->items[i].device == NULL ? part->items[i].data : NULL;
+        source->fill = dtrain__portion_fill;
+        source->user = &part->items[i];
     }
     dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
     if (status != DTRAIN_OK)
@@ -515,7 +544,9 @@ static dtrain_status dtrain__portion_put_data(dtrain__portion *part, int directo
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
                             (unsigned long long)bytes);
     part->blocks = (uint64_t *)larger;
-    return dtrain__portion_put(part, directory, name, part->item_count, file, part->blocks);
+    status = dtrain__portion_put(part, directory, name, part->item_count, file, part->blocks);
+    dtrain__staging_free(&way);
+    return status;
 }
 
 /* Writes the file of hashes; the hashes of its own blocks go to the index. */

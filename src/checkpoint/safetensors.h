@@ -341,6 +341,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 /* Saves the data of a whole table of parameters as one file, under its names and shapes.
  *
  *   errors   as dtrain_params_check and dtrain_safetensors_save
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_save takes; or that is a part
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t count, const char *path);
@@ -351,7 +352,8 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
  *   strict   1: names and shapes must be those of the file, nothing more and nothing less; otherwise nothing is read,
  *            and the text lists what is missing, extra and of another shape. 0: what fits is read, the rest is logged
  *   errors   as dtrain_params_check, dtrain_safetensors_model_open and dtrain_safetensors_read
- *            DTRAIN_ERR_MISMATCH  strict, and the two differ
+ *            DTRAIN_ERR_MISMATCH     strict, and the two differ
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_load takes, of such a file too
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);

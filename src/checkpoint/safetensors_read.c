@@ -24,9 +24,9 @@ static void dtrain__safetensors_swap(void *data, uint64_t bytes, dtrain_dtype dt
 {
     unsigned char *at = (unsigned char *)data;
     size_t width = dtype == DTRAIN_C64 ? 4 : dtrain_dtype_bits(dtype) / 8;
-    if (!DTRAIN__FILE_SWAP || width < 2)
+    if (width < 2)
         return;
-    for (; bytes >= width; bytes -= width, at += width)
+    for (; DTRAIN__FILE_SWAP && bytes >= width; bytes -= width, at += width)
         for (size_t i = 0; i < width / 2; i++) {
             unsigned char swap = at[i];
             at[i] = at[width - 1 - i];

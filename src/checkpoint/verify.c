@@ -187,6 +187,7 @@ typedef struct dtrain__shelf {
     int verify;
     size_t open; /* which; NONE */
     dtrain__verified data, hashes;
+    dtrain__staging way; /* to devices that are read into */
     uint64_t bytes_read;
 } dtrain__shelf;
 
@@ -322,10 +323,34 @@ static dtrain_status dtrain__shelf_copy(dtrain__shelf *shelf, uint64_t offset, s
     return DTRAIN_OK;
 }
 
-/* Reads what a stored piece, in the open file, and a wanted region share. */
+/* The same into memory of a device, NULL for the CPU's; a device's is there after dtrain__staging_wait. */
+static dtrain_status dtrain__shelf_put(dtrain__shelf *shelf, uint64_t offset, size_t count, dtrain_dtype from,
+                                       void *out, dtrain_dtype to, dtrain_device *device)
+{
+    size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8, have = 0;
+    unsigned char *into = (unsigned char *)out;
+    dtrain_status status = DTRAIN_OK;
+    if (device == NULL)
+        return dtrain__shelf_copy(shelf, offset, count, from, out, to);
+    while (count > 0 && status == DTRAIN_OK) {
+        void *at;
+        status = dtrain__staging_room(&shelf->way, device, count * to_bytes, &at, &have);
+        size_t n = have / to_bytes;
+        if (status == DTRAIN_OK)
+            status = dtrain__shelf_copy(shelf, offset, n, from, at, to);
+        if (status == DTRAIN_OK)
+            status = dtrain__staging_send(&shelf->way, into, n * to_bytes);
+        into += n * to_bytes;
+        offset += (uint64_t)n * from_bytes;
+        count -= n;
+    }
+    return status;
+}
+
+/* Reads what a stored piece, in the open file, and a wanted region share; out is memory of device. */
 static dtrain_status dtrain__shelf_read(dtrain__shelf *shelf, const dtrain__index_tensor *tensor,
                                         const dtrain__index_piece *piece, const dtrain__region *want, void *out,
-                                        dtrain_dtype to, uint64_t *bytes)
+                                        dtrain_dtype to, dtrain_device *device, uint64_t *bytes)
 {
     size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
     dtrain__region have;
@@ -337,8 +362,8 @@ static dtrain_status dtrain__shelf_read(dtrain__shelf *shelf, const dtrain__inde
         return DTRAIN_OK;
     dtrain_status status = dtrain__shelf_find(shelf, tensor, piece, &begin);
     while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
-        status = dtrain__shelf_copy(shelf, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
-                                    (unsigned char *)out + run.to_begin * to_bytes, to);
+        status = dtrain__shelf_put(shelf, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
+                                   (unsigned char *)out + run.to_begin * to_bytes, to, device);
         *bytes += (uint64_t)run.count * from_bytes;
     }
     return status;

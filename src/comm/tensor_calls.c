@@ -6,6 +6,15 @@
 #include "op.c"
 #include "collectives.c"
 
+/* Checks that a tensor is in memory that a group can read. */
+static dtrain_status dtrain__tensor_reaches(dtrain_comm *comm, const char *call, const dtrain_tensor *tensor)
+{
+    dtrain_status status = dtrain__tensor_on_cpu(call, tensor, DTRAIN__TENSOR_COPY_FIRST);
+    if (status != DTRAIN_OK && comm != NULL)
+        comm->error = dtrain__thread_error;
+    return status;
+}
+
 static size_t dtrain__tensor_rows(const dtrain_tensor *tensor)
 {
     return tensor->ndim > 0 ? tensor->shape[0] : 1;
@@ -31,8 +40,10 @@ static dtrain_status dtrain__tensor_fits(dtrain_comm *comm, const char *call, co
     fits = whole->dtype == part->dtype && whole->ndim == part->ndim && dtrain__tensor_rows(part) == rows;
     for (int i = 1; fits && i < whole->ndim; i++)
         fits = whole->shape[i] == part->shape[i];
-    if (fits)
-        return DTRAIN_OK;
+    if (fits) {
+        dtrain_status status = dtrain__tensor_reaches(comm, call, whole);
+        return status == DTRAIN_OK ? dtrain__tensor_reaches(comm, call, part) : status;
+    }
     dtrain_tensor expected = *whole;
     expected.shape[0] = rows;
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s was expected beside %s, %s came", call,
@@ -86,7 +97,8 @@ DTRAIN_API dtrain_status dtrain_tensor_broadcast(dtrain_comm *comm, dtrain_tenso
     if (tensor == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "tensor_broadcast: the tensor is NULL");
-    return dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
+    dtrain_status status = dtrain__tensor_reaches(comm, "tensor_broadcast", tensor);
+    return status != DTRAIN_OK ? status : dtrain_broadcast(comm, tensor->data, tensor->count, tensor->dtype, root);
 }
 
 #endif

@@ -7,6 +7,7 @@
 #define DTRAIN__COMPRESS_H
 #include "../base/base.h"
 #include "../tensor/tensor.h"
+#include "../tensor/device.h"
 #include "../comm/comm.h"
 
 #ifdef __cplusplus
@@ -164,6 +165,47 @@ DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype);
 DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block);
 DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block);
 DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
+
+/* Select on a device what dtrain_topk and dtrain_topk_add select: the same elements, in memory of the device.
+ *
+ *   create    for vectors of count elements, of which k; makes all memory that selecting needs
+ *   select    data: count float32; add: NULL, or count float32 that are added to data first, as dtrain_topk_add.
+ * indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated destroy
+ * after what was queued before; NULL is legal device    the same in all three; NULL: the CPU errors DTRAIN_ERR_INVALID
+ * k above count, something is NULL, or a selection of another device DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
+ *             DTRAIN_ERR_MEMORY
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, size_t count, size_t k,
+                                                        dtrain_device_selection **selection);
+DTRAIN_API dtrain_status dtrain_device_select(dtrain_device *device, dtrain_device_selection *selection, float *data,
+                                              const float *add, uint32_t *indices, float *values);
+DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection);
+
+/* data[indices[i]] += values[i] for k elements, on a device.
+ *
+ *   indices   ascending, none twice. What is not below count is left out: the CPU does not read them to refuse it
+ *   data      count float32
+ *   errors    DTRAIN_ERR_INVALID      k above count, or something is NULL
+ *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const uint32_t *indices, const float *values,
+                                                  size_t k, float *data, size_t count);
+
+/* Pack and unpack on a device as dtrain_compressor_int8 and dtrain_compressor_fp8 do, the same bytes.
+ *
+ *   code     DTRAIN_I8, or DTRAIN_F8_E4M3
+ *   block    as in those calls, which say by bytes(compressor, count) how many bytes the packed form has
+ *   add      1: out[i] += what is unpacked, each rounded; 0: out[i] is overwritten
+ *   errors   DTRAIN_ERR_INVALID      a bad block, or something is NULL
+ *            DTRAIN_ERR_UNSUPPORTED  another code
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
+                                            size_t count, void *out);
+DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
+                                              float *out, size_t count, int add);
 
 /* How ranks add up what each has selected. The result is the same bits for all but SPLIT_TOPK. */
 typedef enum dtrain_sparse_exchange {

@@ -50,6 +50,9 @@ typedef enum dtrain_op {
 
 #define DTRAIN_MAX_DIMS 8
 
+/* Memory and a queue of work beside the CPU's: see >>device. Where one is asked for, NULL is the CPU. */
+typedef struct dtrain_device dtrain_device;
+
 /* Returns the width of one element in bits, 4 to 64; 0 for what is no dtype.
  *
  * any thread */
@@ -95,7 +98,9 @@ typedef struct dtrain_tensor {
     size_t count; /* elements */
     size_t bytes;
     void *data;
-    dtrain_allocator *allocator; /* NULL: a view, which owns nothing */
+    dtrain_allocator *allocator; /* that its memory is of; NULL: a view, or memory of a device */
+    dtrain_device *device;       /* whose memory data is; NULL: the CPU's */
+    int device_owned;            /* 1: data was made by dtrain_tensor_create_on, and is freed with the tensor */
 } dtrain_tensor;
 
 /* Makes a zeroed tensor that owns its memory, aligned to 64 bytes.
@@ -118,13 +123,56 @@ DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtyp
 DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
                                             void *data);
 
-/* Frees what the tensor owns and zeroes it. NULL and views are legal.
+/* Make a zeroed tensor in a device's memory, and a view of such memory.
+ *
+ * Tensors of devices are copied, filled, cast, cut, joined, added and scaled by the functions below, in the order of
+ * the device's queue; the others return DTRAIN_ERR_UNSUPPORTED for them. Tensors of one call are of one device, but for
+ * dtrain_tensor_copy.
+ *
+ *   device   must outlive the tensor; NULL: the CPU
+ *   others   as dtrain_tensor_create and dtrain_tensor_view
+ *   errors   also those of dtrain_device_alloc and dtrain_device_fill
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_create_on(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim,
+                                                 const size_t *shape, dtrain_device *device);
+DTRAIN_API dtrain_status dtrain_tensor_view_on(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                               void *data, dtrain_device *device);
+
+/* Copies the elements of a tensor to another, wherever both are. Between a device and the CPU it returns when the CPU
+ * may use its memory again, unless that is pinned (see dtrain_device_copy); between two devices it waits for both.
+ *
+ *   to, from   equal in dtype and shape, and apart
+ *   errors     DTRAIN_ERR_INVALID  they differ; others as dtrain_device_copy
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_copy(dtrain_tensor *to, const dtrain_tensor *from);
+
+/* Sets every element to value: floats rounded as by dtrain_convert; integers, and DTRAIN_BOOL as 0 or 1, exactly.
+ *
+ *   errors   DTRAIN_ERR_INVALID      an integer dtype has no such value
+ *            DTRAIN_ERR_UNSUPPORTED  a dtype that is none of dtrain_convert, no integer and not DTRAIN_BOOL
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_fill(dtrain_tensor *tensor, double value);
+
+/* Converts the elements of a tensor into another, as dtrain_convert.
+ *
+ *   to, from   equal in shape, of one device, and apart
+ *   errors     DTRAIN_ERR_INVALID  shapes or devices differ; others as dtrain_device_convert
+ *
+ * one thread per object */
+DTRAIN_API dtrain_status dtrain_tensor_cast(dtrain_tensor *to, const dtrain_tensor *from);
+
+/* Frees what the tensor owns, of a device after what was queued before, and zeroes it. NULL and views are legal.
  *
  * one thread per object */
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
 
-/* Copies part `part` of `parts` of a tensor along dimension dim into a new tensor that owns its memory.
+/* Copies part `part` of `parts` of a tensor along dimension dim into a new tensor that owns its memory, of the same
+ * device.
  *
+ *   allocator   not used for a device's tensor
  *   parts     any number of at least 1; earlier parts are one longer, parts beyond the size are empty
  *   errors    DTRAIN_ERR_INVALID  dim, parts or part out of range, or elements narrower than a byte
  *             DTRAIN_ERR_MEMORY
@@ -135,7 +183,7 @@ DTRAIN_API dtrain_status dtrain_tensor_shard(dtrain_tensor *shard, const dtrain_
 
 /* Joins shards along dimension dim into a new tensor: the inverse of dtrain_tensor_shard.
  *
- *   shards    parts tensors in order, equal in dtype and in every size but that of dim
+ *   shards    parts tensors in order, equal in dtype, device and in every size but that of dim
  *   errors    DTRAIN_ERR_INVALID  shards that do not fit together; the text names the first
  *             DTRAIN_ERR_MEMORY
  *
@@ -146,7 +194,7 @@ DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrai
 /* out[i] = a[i] + b[i] over F64, F32, F16 or BF16 tensors of one dtype and shape; any of them may be the same.
  * 16-bit floats add as float32 and round once.
  *
- *   errors   DTRAIN_ERR_INVALID  shapes or dtypes differ; DTRAIN_ERR_UNSUPPORTED another dtype
+ *   errors   DTRAIN_ERR_INVALID  shapes, dtypes or devices differ; DTRAIN_ERR_UNSUPPORTED another dtype
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tensor *a, const dtrain_tensor *b);
@@ -164,7 +212,7 @@ DTRAIN_API dtrain_status dtrain_tensor_axpy(dtrain_tensor *y, double alpha, cons
 /* Adds bias to every row of the last dimension of an F32 tensor.
  *
  *   bias     F32, one dimension, of x's last size
- *   errors   as dtrain_tensor_add
+ *   errors   as dtrain_tensor_add; DTRAIN_ERR_UNSUPPORTED also a device's tensor
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_tensor *bias);
@@ -172,7 +220,7 @@ DTRAIN_API dtrain_status dtrain_tensor_add_bias(dtrain_tensor *x, const dtrain_t
 /* Sums the squares of an F64, F32, F16 or BF16 tensor in float64: squares exact for F32 and narrower, blocks of
  * 8 lanes added in index order, the same bits everywhere.
  *
- *   errors   DTRAIN_ERR_UNSUPPORTED  another dtype
+ *   errors   DTRAIN_ERR_UNSUPPORTED  another dtype, or a device's tensor: see dtrain_device_squares
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_tensor_sum_squares(double *sum, const dtrain_tensor *x);
@@ -181,7 +229,7 @@ DTRAIN_API dtrain_status dtrain_tensor_sum_squares(double *sum, const dtrain_ten
  *
  *   a, b         two dimensions; transpose_a and transpose_b of 1 take them transposed
  *   accumulate   1: adds to out
- *   errors       DTRAIN_ERR_INVALID  the sizes do not meet; DTRAIN_ERR_UNSUPPORTED another dtype
+ *   errors       DTRAIN_ERR_INVALID  the sizes do not meet; DTRAIN_ERR_UNSUPPORTED another dtype, or a device's tensor
  *
  * any thread; out overlaps neither a nor b */
 DTRAIN_API dtrain_status dtrain_tensor_matmul(dtrain_tensor *out, const dtrain_tensor *a, int transpose_a,

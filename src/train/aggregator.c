@@ -6,7 +6,7 @@
 #include "train.h"
 #include "kernels.c"
 #include "params.c"
-#include "norm.c"
+#include "../tensor/norm.c"
 
 static void dtrain__aggregator_shorten(const dtrain_param *table, size_t count, double max_norm, double norm)
 {
@@ -20,15 +20,51 @@ static void dtrain__aggregator_shorten(const dtrain_param *table, size_t count, 
     dtrain__fpmode_restore(mode);
 }
 
+/* The same over gradients on a device, whose kernels find the factor; the limbs and the norm are memory there. */
+static dtrain_status dtrain__aggregator_clip_on(dtrain_device *device, const dtrain_param *table, size_t count,
+                                                float max_norm, double *norm)
+{
+    const uint64_t zero = 0;
+    void *memory;
+    dtrain_status status =
+        dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, (DTRAIN_SQUARES_LIMBS + 1) * sizeof zero, &memory);
+    if (status != DTRAIN_OK)
+        return status;
+    int64_t *limbs = (int64_t *)memory;
+    double *length = (double *)(void *)(limbs + DTRAIN_SQUARES_LIMBS);
+    status = dtrain_device_fill(device, memory, &zero, sizeof zero, DTRAIN_SQUARES_LIMBS + 1);
+    for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
+        if (dtrain__params_trained(&table[i]))
+            status =
+                dtrain_device_squares(device, (const float *)table[i].grad, dtrain_param_elements(&table[i]), limbs);
+    for (size_t i = 0; i < count && status == DTRAIN_OK; i++) {
+        size_t elements = dtrain_param_elements(&table[i]);
+        if (!dtrain__params_trained(&table[i]) || elements == 0)
+            continue;
+        status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
+        if (max_norm == 0.0f) /* measured is measured */
+            break;
+    }
+    if (status == DTRAIN_OK && norm != NULL)
+        status = dtrain_device_copy(device, norm, length, sizeof *norm);
+    dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, memory);
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
 {
     dtrain__exact sum;
     if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
+    dtrain_device *device;
     dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_device(table, count, "dtrain_clip_grad_norm", &device);
     if (status != DTRAIN_OK)
         return status;
+    if (device != NULL)
+        return dtrain__aggregator_clip_on(device, table, count, max_norm, norm);
     memset(&sum, 0, sizeof sum);
     for (size_t i = 0; i < count; i++) {
         if (dtrain__params_trained(&table[i]))
@@ -58,7 +94,8 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
                             weight);
-    return dtrain__params_check_f32(table, count);
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    return status == DTRAIN_OK ? dtrain__params_on_cpu(table, count, "aggregate") : status;
 }
 
 static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,

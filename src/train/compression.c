@@ -278,6 +278,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     if (desc != NULL)
         full = *desc;
     dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);

@@ -130,6 +130,8 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     dtrain_status status = dtrain_params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "dtrain_ddp_create");
     dtrain_param *copy = NULL;
     if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
         copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);

@@ -9,7 +9,7 @@
 #define DTRAIN__FSDP
 #include "layout.c"
 #include "pages.c"
-#include "norm.c"
+#include "../tensor/norm.c"
 #include "kernels.c"
 #include "optimizer.c"
 #include "../comm/op.c"

@@ -163,7 +163,7 @@ DTRAIN__EXACT_BEGIN
             float left[width] = {0}, right[width] = {0};                                                              \
             size_t bytes = (count - i) * sizeof(float);                                                               \
             memcpy(left, a + i, bytes);                                                                               \
-            (void)right;                                                                                              \
+            (void)&right[0];                                                                                          \
             b_end;                                                                                                    \
             memcpy(out + i, left, bytes);                                                                             \
         }                                                                                                             \

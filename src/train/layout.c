@@ -160,6 +160,8 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "fsdp");
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
         if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,

@@ -120,6 +120,8 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     }
     dtrain_status status = dtrain__params_create(&local->params, table, count, local->allocator);
     if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "dtrain_local_sgd_create");
+    if (status == DTRAIN_OK)
         status = dtrain__rounds_check(&local->desc, &local->params);
     if (status == DTRAIN_OK)
         status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, local->rank, &local->desc);

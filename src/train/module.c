@@ -190,6 +190,8 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
                                 "params as it counts",
                                 i, layers[i].name != NULL ? layers[i].name : "NULL");
     dtrain_status status = dtrain__params_check_for(table, table_count, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, table_count, "dtrain_module_create");
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++)
         if (table[i].dtype != DTRAIN_F32)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,

@@ -151,6 +151,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
                             input == NULL    ? "input is NULL"
                             : output == NULL ? "output is NULL"
                                              : dtrain_last_error());
+    status = dtrain__tensor_on_cpu("dtrain_fsdp_forward", input, DTRAIN__TENSOR_COPY_FIRST);
+    if (status != DTRAIN_OK) {
+        module->error = dtrain__thread_error;
+        return status;
+    }
     run.context.batch = batch;
     dtrain__module_prepare(&run, &checked);
     status = dtrain__module_ahead(&run);
@@ -206,8 +211,12 @@ static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, cons
     dtrain_tensor checked;
     if (gradient == NULL || !run->place->sized)
         return DTRAIN_OK;
-    dtrain_status status =
-        dtrain_tensor_view(&checked, gradient->dtype, gradient->ndim, gradient->shape, gradient->data);
+    dtrain_status status = dtrain__tensor_on_cpu(run->call, gradient, DTRAIN__TENSOR_COPY_FIRST);
+    if (status != DTRAIN_OK) {
+        run->module->error = dtrain__thread_error;
+        return status;
+    }
+    status = dtrain_tensor_view(&checked, gradient->dtype, gradient->ndim, gradient->shape, gradient->data);
     if (status == DTRAIN_OK && checked.dtype == value->dtype && checked.ndim == value->ndim &&
         memcmp(checked.shape, value->shape, sizeof checked.shape) == 0)
         return DTRAIN_OK;

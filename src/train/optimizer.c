@@ -5,6 +5,7 @@
 #define DTRAIN__OPTIMIZER
 #include "train.h"
 #include "kernels.c"
+#include "../tensor/device.c"
 #include "params.c"
 
 struct dtrain_optimizer {
@@ -12,7 +13,8 @@ struct dtrain_optimizer {
     dtrain_allocator *allocator;
     dtrain__params params;
     dtrain_optimizer_desc desc;
-    float *state; /* m of all ranges, then v of all; or the velocity */
+    dtrain_device *device; /* of the ranges and the state; NULL: the CPU */
+    float *state;          /* m of all ranges, then v of all; or the velocity */
     size_t state_count, count;
     uint64_t step;
 };
@@ -116,9 +118,89 @@ static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int 
     return NULL;
 }
 
+/* Checks a step on a device, count elements or none. */
+static dtrain_status dtrain__optimizer_check_step(const dtrain_device *device, const char *call, size_t count,
+                                                  const dtrain_optimizer_desc *desc, float lr,
+                                                  const dtrain__device_argument *pointers)
+{
+    const char *bad = dtrain__optimizer_bad(desc, 1);
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: the desc has a bad %s", call,
+                            dtrain_device_name(device), bad);
+    if (!dtrain__train_finite((double)lr) || lr < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: lr is %g, expected a number of at least 0", call,
+                            dtrain_device_name(device), (double)lr);
+    return dtrain__device_pointers(device, call, count, pointers);
+}
+
+DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,
+                                             float *v, size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                             uint64_t step, uint16_t *copy_bf16)
+{
+    const dtrain__device_argument pointers[] = {{"params", params}, {"grads", grads}, {"m", m}, {"v", v}, {NULL, NULL}};
+    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
+    full.kind = DTRAIN_ADAMW;
+    if (step == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_adamw on %s: step is 0, steps are counted from 1",
+                            dtrain_device_name(device));
+    dtrain_status status = dtrain__optimizer_check_step(device, "device_adamw", count, &full, lr, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device == NULL) {
+        dtrain_adamw(params, grads, m, v, count, &full, lr, step);
+        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
+    }
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
+    dtrain__fpmode_restore(mode);
+    dtrain_device_adamw_step now = {params,  m,       v,       grads,  copy_bf16, count,  c.beta1,
+                                    c.rest1, c.beta2, c.rest2, c.root, c.eps,     c.rate, c.keep};
+    return DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &now));
+}
+
+DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads, float *velocity,
+                                           size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                           uint16_t *copy_bf16)
+{
+    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
+    int has_momentum = full.momentum != 0.0f;
+    const dtrain__device_argument pointers[] = {
+        {"params", params}, {"grads", grads}, {has_momentum ? "velocity" : NULL, velocity}, {NULL, NULL}};
+    full.kind = DTRAIN_SGD;
+    dtrain_status status = dtrain__optimizer_check_step(device, "device_sgd", count, &full, lr, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device == NULL) {
+        dtrain_sgd(params, grads, velocity, count, &full, lr);
+        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
+    }
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
+    dtrain__fpmode_restore(mode);
+    dtrain_device_sgd_step now = {
+        params,    has_momentum ? velocity : NULL, grads, copy_bf16, count, c.momentum, c.lr, c.keep, c.coupled,
+        c.nesterov};
+    return DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &now));
+}
+
+/* Makes the state on the optimizer's device. */
+static dtrain_status dtrain__optimizer_init_on(dtrain_optimizer *optimizer, size_t floats)
+{
+    const float zero = 0.0f;
+    void *state;
+    dtrain_status status = dtrain_device_alloc(optimizer->device, DTRAIN_MEMORY_DEVICE, floats * sizeof(float), &state);
+    if (status != DTRAIN_OK)
+        return status;
+    optimizer->state = (float *)state;
+    optimizer->state_count = floats;
+    return dtrain_device_fill(optimizer->device, state, &zero, sizeof zero, floats);
+}
+
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_create(&optimizer->params, table, count, optimizer->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < optimizer->params.range_count; i++)
@@ -126,7 +208,10 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
     size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
     size_t bytes;
     /* The gradients are in memory, so their elements add up; twice as many need not fit. */
-    if (dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes))
+    int fits = dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes);
+    if (fits && optimizer->device != NULL)
+        return dtrain__optimizer_init_on(optimizer, optimizer->count * copies);
+    if (fits)
         optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
     if (optimizer->state == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
@@ -170,20 +255,23 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_optimizer_step: lr is %g, expected a number of at least 0", (double)lr);
     dtrain_optimizer_desc desc = optimizer->desc;
+    dtrain_status status = DTRAIN_OK;
     size_t done = 0;
     optimizer->step++;
-    for (size_t i = 0; i < optimizer->params.range_count; i++) {
+    for (size_t i = 0; i < optimizer->params.range_count && status == DTRAIN_OK; i++) {
         const dtrain__range *range = &optimizer->params.ranges[i];
-        float *state = optimizer->state + (optimizer->state_count > 0 ? done : 0);
+        float *state = optimizer->state_count > 0 ? optimizer->state + done : NULL;
+        float *second = state != NULL && desc.kind == DTRAIN_ADAMW ? state + optimizer->count : NULL;
         desc.weight_decay = range->no_decay ? 0.0f : optimizer->desc.weight_decay;
         if (desc.kind == DTRAIN_ADAMW)
-            dtrain_adamw(range->data, range->grad, state, state + optimizer->count, range->count, &desc, lr,
-                         optimizer->step);
+            status = dtrain_device_adamw(optimizer->device, range->data, range->grad, state, second, range->count,
+                                         &desc, lr, optimizer->step, NULL);
         else
-            dtrain_sgd(range->data, range->grad, state, range->count, &desc, lr);
+            status =
+                dtrain_device_sgd(optimizer->device, range->data, range->grad, state, range->count, &desc, lr, NULL);
         done += range->count;
     }
-    return DTRAIN_OK;
+    return status;
 }
 
 DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
@@ -217,7 +305,10 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     dtrain_allocator own = optimizer->own;
     dtrain_allocator *allocator = optimizer->allocator == &optimizer->own ? &own : optimizer->allocator;
     dtrain__params_destroy(&optimizer->params, allocator);
-    dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
+    if (optimizer->device != NULL)
+        dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
+    else
+        dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
     dtrain__free(allocator, optimizer, sizeof *optimizer);
 }
 

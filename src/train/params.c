@@ -6,6 +6,7 @@
 #define DTRAIN__PARAMS
 #include "train.h"
 #include "../base/memory.c"
+#include "../tensor/device.c"
 
 typedef struct dtrain__range {
     float *data;
@@ -24,7 +25,7 @@ typedef struct dtrain__params {
 
 /* Something that must not overlap another of its kind: bytes in memory, or unit numbers. */
 typedef struct dtrain__span {
-    uintptr_t begin, end;
+    uintptr_t begin, end, place; /* place: the device */
     const dtrain_param *param;
 } dtrain__span;
 
@@ -163,6 +164,8 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
 static int dtrain__params_compare_spans(const void *left, const void *right)
 {
     const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    if (a->place != b->place)
+        return a->place < b->place ? -1 : 1;
     if (a->begin != b->begin)
         return a->begin < b->begin ? -1 : 1;
     return a->end < b->end ? -1 : a->end > b->end;
@@ -191,6 +194,7 @@ static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_
 {
     uintptr_t covered = 0;
     for (size_t i = 0; i < count; i++) {
+        spans[i].place = 0;
         spans[i].begin = (uintptr_t)table[i].unit;
         spans[i].end = spans[i].begin + dtrain__params_layers(&table[i]);
         spans[i].param = &table[i];
@@ -214,13 +218,14 @@ static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size
         void *memory = i % 2 == 0 ? param->data : dtrain__params_trained(param) ? param->grad : NULL;
         if (!dtrain__params_size(param, &elements, &bytes) || bytes == 0 || memory == NULL)
             continue;
+        spans[used].place = (uintptr_t)param->device;
         spans[used].begin = (uintptr_t)memory;
         spans[used].end = (uintptr_t)memory + bytes;
         spans[used++].param = param;
     }
     qsort(spans, used, sizeof *spans, dtrain__params_compare_spans);
     for (size_t i = 1; i < used; i++) {
-        if (spans[i].begin < spans[i - 1].end)
+        if (spans[i].place == spans[i - 1].place && spans[i].begin < spans[i - 1].end)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "parameters %s and %s overlap in memory: list a shared tensor once, and keep data and "
                                 "grad apart",
@@ -313,6 +318,41 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
                 "set frozen",
                 table[i].name, dtrain_dtype_name(table[i].dtype));
     }
+    return DTRAIN_OK;
+}
+
+/* Refuses parameters that are not in the CPU's memory, for what has no other way to them. */
+static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (table[i].device != NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "%s: parameter %s is on %s, expected all on the cpu: list parameters of the cpu's "
+                                "memory here, and copy between the two with dtrain_device_copy",
+                                call, table[i].name, dtrain_device_name(table[i].device));
+    }
+    return DTRAIN_OK;
+}
+
+/* Finds the one device of all parameters with a gradient; NULL for the CPU, and for a table that has none. */
+static dtrain_status dtrain__params_device(const dtrain_param *table, size_t count, const char *call,
+                                           dtrain_device **device)
+{
+    const dtrain_param *first = NULL;
+    *device = NULL;
+    for (size_t i = 0; i < count; i++) {
+        if (!dtrain__params_trained(&table[i]))
+            continue;
+        if (first == NULL)
+            first = &table[i];
+        if (table[i].device != first->device)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "%s: parameter %s is on %s, %s on %s, expected one device: call it for each with a "
+                                "table of its own",
+                                call, first->name, dtrain_device_name(first->device), table[i].name,
+                                dtrain_device_name(table[i].device));
+    }
+    *device = first != NULL ? first->device : NULL;
     return DTRAIN_OK;
 }
 

@@ -157,7 +157,9 @@ static void dtrain__pipe_first_shapes(dtrain_pipeline *pipeline, const dtrain_te
         dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID, "inputs is NULL: rank 0 gives the shapes of all");
     for (int i = 0; inputs != NULL && i < pipeline->micro_batches; i++) {
         dtrain_tensor checked;
-        if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)
+        if (dtrain__tensor_on_cpu("dtrain_pipeline_agree", &inputs[i], DTRAIN__TENSOR_COPY_FIRST) != DTRAIN_OK)
+            dtrain__pipe_note_down(pipeline, DTRAIN_ERR_UNSUPPORTED, dtrain_last_error());
+        else if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)
             dtrain__pipe_write_shape(pipeline->shapes + (size_t)i * DTRAIN__PIPE_WORDS, &checked);
         else
             dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID, dtrain_last_error());

@@ -58,6 +58,10 @@ static void dtrain__pipe_input(dtrain_pipeline *pipeline, dtrain__pipe_run *run,
         int place = pipeline->places[dtrain__pipe_cell(pipeline, chunk - 1, micro)];
         if (before->places[place].sized)
             run->in.data = before->places[place].values[before->layer_count].tensor.data;
+    } else if (inputs != NULL &&
+               dtrain__tensor_on_cpu("dtrain_pipeline_step", &inputs[micro], DTRAIN__TENSOR_COPY_FIRST) != DTRAIN_OK) {
+        dtrain__pipe_note_down(pipeline, DTRAIN_ERR_UNSUPPORTED, dtrain_last_error());
+        run->in.dtype = (dtrain_dtype)0;
     } else if (inputs == NULL || !dtrain__pipe_alike(&inputs[micro], &run->in) ||
                (inputs[micro].data == NULL && run->in.bytes > 0)) {
         char why[DTRAIN__PIPE_WHY];

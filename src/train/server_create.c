@@ -118,6 +118,8 @@ static dtrain_status dtrain__server_prepare(dtrain_server *s, const dtrain_param
     if (status == DTRAIN_OK)
         status = dtrain__params_check_f32(table, count);
     if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "dtrain_server_create");
+    if (status == DTRAIN_OK)
         status = dtrain__server_check_desc(s);
     if (status == DTRAIN_OK)
         status = dtrain__server_lay_out(s, table, count);

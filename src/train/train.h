@@ -8,6 +8,7 @@
 #define DTRAIN__TRAIN_H
 #include "../base/base.h"
 #include "../tensor/tensor.h"
+#include "../tensor/device.h"
 #include "../comm/comm.h"
 #include "../compress/compress.h"
 
@@ -46,6 +47,8 @@ typedef struct dtrain_param {
     void *data;
     void *grad;                    /* as data; not touched when frozen; NULL: as frozen */
     const dtrain_param_part *part; /* of which tensor of the whole model this is a part; NULL: it is whole */
+    dtrain_device *device;         /* whose memory data and grad are; NULL: the CPU's. An optimizer, clipping and
+                                      checkpoints know such parameters, everything else refuses them */
 } dtrain_param;
 
 /* Checks a table as every function here that takes one does.
@@ -250,25 +253,42 @@ DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float 
 DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
                            const dtrain_optimizer_desc *desc, float lr);
 
+/* A step of AdamW and of SGD over a slice in a device's memory, in one pass: dtrain_adamw and dtrain_sgd, the same
+ * bits.
+ *
+ *   copy_bf16   out: the new parameters rounded to BF16, count of them; NULL: none
+ *   velocity    as in dtrain_sgd; not read where desc has no momentum
+ *   errors      DTRAIN_ERR_INVALID  a NULL pointer; constants out of range; lr negative or not finite; step 0
+ *
+ * one thread per object; allocates nothing */
+DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,
+                                             float *v, size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                             uint64_t step, uint16_t *copy_bf16);
+DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads, float *velocity,
+                                           size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                           uint16_t *copy_bf16);
+
 typedef struct dtrain_optimizer dtrain_optimizer;
 
 /* Makes an optimizer for the parameters of a table that have a gradient.
  *
- *   table       copied; its data and grad are used by every step
+ *   table       copied; its data and grad are used by every step. All of it that has a gradient is of one device, or of
+ *               the CPU; the device must outlive the optimizer
  *   desc        NULL: all defaults
  *   allocator   of the state: 2 floats an element for AdamW, 1 for SGD with momentum; must outlive it. NULL: the
- *               C library
+ *               C library. Of parameters on a device the state is there, in memory of dtrain_device_alloc
  *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_params_check), or constants out of range
- *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32
+ *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32, or two that are on different devices
  *               DTRAIN_ERR_MEMORY
  *
  * any thread */
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator);
 
-/* Updates every parameter from its gradient, which stays as it is.
+/* Updates every parameter from its gradient, which stays as it is; on a device in its queue, for which nobody waits.
  *
- *   errors   DTRAIN_ERR_INVALID  a NULL optimizer, or lr negative or not finite
+ *   errors   DTRAIN_ERR_INVALID  a NULL optimizer, or lr negative or not finite; those of the device, after which
+ *                                parameters and state are undefined
  *
  * one thread per object; allocates nothing */
 DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
@@ -281,7 +301,7 @@ DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
 DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
 
 /* Returns the optimizer's state of a parameter, or of a layer of a stacked one, as many floats as that has; it may be
- * read and written between steps.
+ * read and written between steps. Of a parameter on a device it is memory of that device.
  *
  *   data      where the parameter, or the layer, begins
  *   which     AdamW: 0 for m, 1 for v; SGD with momentum: 0 for the velocity
@@ -303,11 +323,15 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  *   max_norm   0: measure only
  *   norm       out: the length before; may be NULL. NaN when a gradient has a NaN, else infinity when one has an
  *              infinity: then the gradients are left as they are
- *   errors     DTRAIN_ERR_INVALID      max_norm negative or NaN
- *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite
+ *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or two that are on different devices
+ *              those of the device
  *   source     Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015
  *
- * any thread; allocates nothing */
+ * On a device it asks for 184 bytes there, and waits once, for the norm, unless norm is NULL: dtrain_device_squares and
+ * dtrain_device_clip do the same over memory that is kept.
+ *
+ * any thread, on a device one; allocates nothing on the CPU */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
 
 /* What gradients become before they travel. */

@@ -1,0 +1,418 @@
+/* ---- >>device_calls ----
+ * Devices as the library calls them: arguments are checked, then handed to the device's table; without a device the
+ * CPU's kernels do the work at once. Nothing above this file calls a table, and nothing but a table's functions touches
+ * a device's memory. */
+#ifndef DTRAIN__DEVICE
+#define DTRAIN__DEVICE
+#include "device.h"
+#include "../base/memory.c"
+#include "dtype.c"
+#include "fold.c"
+#include "vector.c"
+#include "norm.c"
+
+#if DTRAIN_SQUARES_LIMBS != DTRAIN__EXACT_LIMBS
+#error "DTRAIN_SQUARES_LIMBS and DTRAIN__EXACT_LIMBS differ"
+#endif
+
+#define DTRAIN__DEVICE_MOST 64   /* inputs and outputs of a reduction */
+#define DTRAIN__DEVICE_HEADER 64 /* before memory of a NULL device: how many bytes it has */
+
+DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
+{
+    return device == NULL ? "cpu" : device->name != NULL ? device->name : "a device without a name";
+}
+
+static dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "%s on %s: the device's table has no such function: copy to the CPU's memory, and call it with "
+                        "device NULL",
+                        call, dtrain_device_name(device));
+}
+
+/* Calls a function of a device's table. */
+#define DTRAIN__DEVICE_CALL(device, call, function, arguments)                                                         \
+    ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments                      \
+                                                              : dtrain__device_lacks(device, call))
+
+/* Checks one pointer of a call on count elements; there must be memory where there are elements. */
+static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
+                                            const void *pointer, size_t count)
+{
+    if (pointer != NULL || count == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: %s is NULL, expected memory of %zu elements", call,
+                        dtrain_device_name(device), name, count);
+}
+
+/* Checks a call's pointers: pairs of a name and a pointer, of which the last name is NULL. */
+typedef struct dtrain__device_argument {
+    const char *name;
+    const void *pointer;
+} dtrain__device_argument;
+
+static dtrain_status dtrain__device_pointers(const dtrain_device *device, const char *call, size_t count,
+                                             const dtrain__device_argument *arguments)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (; arguments->name != NULL && status == DTRAIN_OK; arguments++)
+        status = dtrain__device_pointer(device, call, arguments->name, arguments->pointer, count);
+    return status;
+}
+
+static int dtrain__device_is_float(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+}
+
+static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype)
+{
+    if (dtrain__device_is_float(dtype))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: dtype is %d (%s), expected F64, F32, F16 or BF16",
+                        call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
+}
+
+/* ---- memory ---- */
+
+static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t all;
+    unsigned char *block = NULL;
+    if (dtrain__add_size(bytes, DTRAIN__DEVICE_HEADER, &all))
+        block = (unsigned char *)dtrain__resize(&heap, NULL, 0, all);
+    if (block == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
+    memcpy(block, &all, sizeof all);
+    *pointer = block + DTRAIN__DEVICE_HEADER;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
+{
+    if (pointer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected a place for it",
+                            dtrain_device_name(device));
+    *pointer = NULL;
+    if (memory != DTRAIN_MEMORY_DEVICE && memory != DTRAIN_MEMORY_PINNED)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_alloc on %s: memory is %d, expected DTRAIN_MEMORY_DEVICE or DTRAIN_MEMORY_PINNED",
+                            dtrain_device_name(device), (int)memory);
+    if (bytes == 0)
+        return DTRAIN_OK;
+    if (device == NULL)
+        return dtrain__device_alloc_cpu(bytes, pointer);
+    dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_alloc", allocate, (device, memory, bytes, pointer));
+    if (status != DTRAIN_OK)
+        *pointer = NULL;
+    return status;
+}
+
+DTRAIN_API void dtrain_device_free(dtrain_device *device, dtrain_memory memory, void *pointer)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t all;
+    if (pointer == NULL)
+        return;
+    if (device == NULL) {
+        unsigned char *block = (unsigned char *)pointer - DTRAIN__DEVICE_HEADER;
+        memcpy(&all, block, sizeof all);
+        dtrain__resize(&heap, block, all, 0);
+    } else if (device->ops != NULL && device->ops->release != NULL) {
+        device->ops->release(device, memory, pointer);
+    }
+}
+
+DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes)
+{
+    const dtrain__device_argument pointers[] = {{"to", to}, {"from", from}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_pointers(device, "device_copy", bytes, pointers);
+    if (status != DTRAIN_OK || bytes == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_copy", copy, (device, to, from, bytes));
+    memcpy(to, from, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__device_fill_cpu(unsigned char *to, const void *element, size_t bytes, size_t count)
+{
+    unsigned char one[8];
+    memcpy(one, element, bytes);
+    if (bytes == 1) {
+        memset(to, one[0], count);
+        return;
+    }
+    for (size_t i = 0; i < count; i++)
+        memcpy(to + i * bytes, one, bytes);
+}
+
+DTRAIN_API dtrain_status dtrain_device_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes,
+                                            size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"to", to}, {"element", element}, {NULL, NULL}};
+    size_t all;
+    if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4 && element_bytes != 8)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_fill on %s: element_bytes is %zu, expected 1, 2, 4 or 8",
+                            dtrain_device_name(device), element_bytes);
+    if (!dtrain__mul_size(count, element_bytes, &all))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_fill on %s: count is %zu, more than memory holds",
+                            dtrain_device_name(device), count);
+    dtrain_status status = dtrain__device_pointers(device, "device_fill", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_fill", fill, (device, to, element, element_bytes, count));
+    dtrain__device_fill_cpu((unsigned char *)to, element, element_bytes, count);
+    return DTRAIN_OK;
+}
+
+/* ---- order ---- */
+
+DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
+{
+    return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_wait", wait, (device));
+}
+
+/* What stands for an event where all is done at once. */
+static char dtrain__device_event_cpu;
+
+static dtrain_status dtrain__device_event_null(const dtrain_device *device, const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: event is NULL, expected one of dtrain_device_event_create",
+                        call, dtrain_device_name(device));
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, void **event)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_create");
+    *event = NULL;
+    if (device != NULL) {
+        dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
+        if (status != DTRAIN_OK)
+            *event = NULL;
+        return status;
+    }
+    *event = &dtrain__device_event_cpu;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, void *event)
+{
+    if (device != NULL && event != NULL && device->ops != NULL && device->ops->event_destroy != NULL)
+        device->ops->event_destroy(device, event);
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, void *event)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_record");
+    return device == NULL ? DTRAIN_OK
+                          : DTRAIN__DEVICE_CALL(device, "device_event_record", event_record, (device, event));
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, void *event)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_await");
+    return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_event_await", event_await, (device, event));
+}
+
+DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, void *event, int *done)
+{
+    if (event == NULL)
+        return dtrain__device_event_null(device, "device_event_done");
+    if (done == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_event_done on %s: done is NULL, expected a place for it",
+                            dtrain_device_name(device));
+    *done = 1;
+    return device == NULL ? DTRAIN_OK
+                          : DTRAIN__DEVICE_CALL(device, "device_event_done", event_done, (device, event, done));
+}
+
+/* ---- elementwise ---- */
+
+DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
+                                               dtrain_dtype to, size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
+    dtrain__format format;
+    if (!dtrain__format_of(from, &format) || !dtrain__format_of(to, &format))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "device_convert on %s: from %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and "
+                            "F8_E5M2",
+                            dtrain_device_name(device), dtrain_dtype_name(from), dtrain_dtype_name(to));
+    dtrain_status status = dtrain__device_pointers(device, "device_convert", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_convert", convert, (device, in, from, out, to, count));
+    return dtrain_convert(in, from, out, to, count);
+}
+
+/* Checks a reduction's list of pointers. */
+static dtrain_status dtrain__device_list(const dtrain_device *device, const char *name, const void *const *list, int n,
+                                         size_t count)
+{
+    if (n < 1 || n > DTRAIN__DEVICE_MOST || list == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_reduce on %s: %s is %s with %d pointers, expected 1 to %d",
+                            dtrain_device_name(device), name, list == NULL ? "NULL" : "a list", n, DTRAIN__DEVICE_MOST);
+    for (int i = 0; i < n && count > 0; i++)
+        if (list[i] == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "device_reduce on %s: %s[%d] of %d is NULL, expected memory of %zu elements",
+                                dtrain_device_name(device), name, i, n, count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op,
+                                              const void *const *in, int n, void *const *out, int m, size_t begin,
+                                              size_t count)
+{
+    dtrain_status status = dtrain__device_list(device, "in", in, n, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
+    if (status == DTRAIN_OK && count > SIZE_MAX - begin)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "device_reduce on %s: %zu elements from %zu on end beyond what can be counted",
+                              dtrain_device_name(device), count, begin);
+    if (status == DTRAIN_OK && !dtrain__fold_supported(dtype, op))
+        status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                              "device_reduce on %s: dtype %d (%s) has no op %d; see dtrain_op for which have",
+                              dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype), (int)op);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_reduce", reduce,
+                                   (device, dtype, op, (double)n, in, n, out, m, begin, count));
+    dtrain__fold(dtype, op, (double)n, in, n, out, m, begin, count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
+                                             size_t count)
+{
+    dtrain_status status = dtrain__device_floats(device, "device_scale", dtype);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointer(device, "device_scale", "x", x, count);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_scale", scale, (device, dtype, x, factor, count));
+    dtrain__vector(DTRAIN__VECTOR_SCALE, dtype, x, factor, NULL, count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha,
+                                            const void *x, size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"y", y}, {"x", x}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_floats(device, "device_axpy", dtype);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, "device_axpy", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_axpy", axpy, (device, dtype, y, alpha, x, count));
+    dtrain__vector(DTRAIN__VECTOR_AXPY, dtype, y, alpha, x, count);
+    return DTRAIN_OK;
+}
+
+/* ---- measuring ---- */
+
+/* Says whether a float of any alignment has all bits of its exponent. */
+static int dtrain__device_unbounded(dtrain_dtype dtype, const void *x, size_t count)
+{
+    int found = 0;
+    if (dtype == DTRAIN_F64)
+        for (size_t i = 0; i < count; i++)
+            found |= (((const dtrain__u64 *)x)[i] >> 52 & 0x7FF) == 0x7FF;
+    else if (dtype == DTRAIN_F32)
+        for (size_t i = 0; i < count; i++)
+            found |= (((const dtrain__u32 *)x)[i] & 0x7F800000u) == 0x7F800000u;
+    else {
+        unsigned exponent = dtype == DTRAIN_F16 ? 0x7C00u : 0x7F80u;
+        for (size_t i = 0; i < count; i++)
+            found |= (((const dtrain__u16 *)x)[i] & exponent) == exponent;
+    }
+    return found;
+}
+
+DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,
+                                                uint32_t *found)
+{
+    const dtrain__device_argument pointers[] = {{"x", x}, {"found", found}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_floats(device, "device_overflow", dtype);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, "device_overflow", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_overflow", overflow, (device, dtype, x, count, found));
+    if (dtrain__device_unbounded(dtype, x, count))
+        *found = 1;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs)
+{
+    const dtrain__device_argument pointers[] = {{"x", x}, {"limbs", limbs}, {NULL, NULL}};
+    dtrain__exact sum;
+    dtrain_status status = dtrain__device_pointers(device, "device_squares", count, pointers);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_squares", squares, (device, x, count, limbs));
+    memcpy(sum.limbs, limbs, sizeof sum.limbs);
+    dtrain__exact_add_squares(&sum, x, count);
+    memcpy(limbs, sum.limbs, sizeof sum.limbs);
+    return DTRAIN_OK;
+}
+
+DTRAIN__EXACT_BEGIN
+
+static float dtrain__device_ratio(double over, double under)
+{
+    return (float)(over / under);
+}
+
+DTRAIN__EXACT_END
+
+static void dtrain__device_clip_cpu(const int64_t *limbs, float max_norm, double *norm, float *x, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__exact sum;
+    memcpy(sum.limbs, limbs, sizeof sum.limbs);
+    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
+    memcpy(norm, &length, sizeof length);
+    if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
+        dtrain__scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);
+    dtrain__fpmode_restore(mode);
+}
+
+DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm,
+                                            float *x, size_t count)
+{
+    const dtrain__device_argument pointers[] = {{"limbs", limbs}, {"norm", norm}, {NULL, NULL}};
+    uint32_t bits;
+    memcpy(&bits, &max_norm, sizeof bits);
+    if (bits >= 0x7F800000u && bits != 0x80000000u)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_clip on %s: max_norm is %g, expected a number of at least 0",
+                            dtrain_device_name(device), (double)max_norm);
+    dtrain_status status = dtrain__device_pointers(device, "device_clip", 1, pointers);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointer(device, "device_clip", "x", x, count);
+    if (status != DTRAIN_OK)
+        return status;
+    if (device != NULL)
+        return DTRAIN__DEVICE_CALL(device, "device_clip", clip, (device, limbs, max_norm, norm, x, count));
+    dtrain__device_clip_cpu(limbs, max_norm, norm, x, count);
+    return DTRAIN_OK;
+}
+
+#endif
