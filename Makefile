@@ -1,4 +1,4 @@
-# make           dtrain.h from src/, and every example and tool into build/
+# make           dtrain.h and dtrain_cuda.h from src/, and every example and tool into build/
 # make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
 # make demo-fsdp trains it sharded: memory, weights and hidden communication of every strategy
 # make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
@@ -6,10 +6,15 @@
 #                and 600 of jobs killed while they save
 # make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
 # make bench     the benchmark table into build/bench.csv
+# make cuda      dtrain_cuda.h for every GPU from sm_80 on, and examples/*.cu, by nvcc (NVCC=...); needs no GPU
+# make test-cuda the tests of dtrain_cuda.h on a GPU; make test runs them emulated
+# make bench-cuda  its kernels as shares of the rate of a copy, on a GPU
 CC ?= cc
 CFLAGS ?= -O2
 WARN = -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion
 LIBS = -lpthread -lm
+NVCC ?= nvcc
+NVCCFLAGS ?= -O2
 SAN ?=
 MINUTES ?= 10
 MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
@@ -21,12 +26,15 @@ test_programs = $(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_*.c) $(
 test_flags = -O2 $(if $(SAN),-g1 -fsanitize=$(SAN) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
 private_tests = $(shell grep -l '^.define DTRAIN_IMPLEMENTATION' tests/*.c)
 
-all: dtrain.h $(programs)
+all: dtrain.h dtrain_cuda.h $(programs)
 
-dtrain.h: src/order.txt $(shell find src -type f) tools/amalgamate
+dtrain.h: src/order.txt $(shell find src -type f -not -path 'src/cuda/*') tools/amalgamate
 	@tools/amalgamate && touch dtrain.h
 
-build $(test_dir):
+dtrain_cuda.h: dtrain.h $(shell find src/cuda -type f)
+	@tools/amalgamate && touch dtrain_cuda.h
+
+build $(test_dir) build/cuda:
 	@mkdir -p $@
 
 build/train_%: examples/train_%.c dtrain.h $(wildcard examples/*.h) | build
@@ -59,8 +67,43 @@ $(test_dir)/%: tests/%.c $(wildcard tests/*.h) $(test_dir)/libdtrain.a $(wildcar
 
 $(test_dir)/test_plan: $(wildcard tools/plan_*.h)
 
+$(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_cuda_*.c)): dtrain_cuda.h
+
 test: $(if $(SAN),,all) $(test_programs)
 	@sh tests/run.sh $(test_dir)
+
+# Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.
+cuda_code = -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90] \
+	$(if $(filter sm_100,$(shell $(NVCC) --list-gpu-code)),-gencode=arch=compute_100$(comma)code=sm_100)
+cuda_examples = $(patsubst examples/%.cu,build/%,$(wildcard examples/*.cu))
+cuda_tests = $(patsubst tests/%.c,build/cuda/%,$(wildcard tests/test_cuda_*.c))
+
+cuda: build/cuda/dtrain_cuda.o $(cuda_examples)
+
+build/cuda/dtrain_cuda.o: dtrain_cuda.h | build/cuda
+	printf '#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >build/cuda/dtrain_cuda.cu
+	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -Xptxas -warn-spills,-warn-lmem-usage -I. -c build/cuda/dtrain_cuda.cu -o $@
+
+$(cuda_examples): build/%: examples/%.cu dtrain_cuda.h | build
+	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
+
+build/bench_cuda: tools/bench_cuda.cu dtrain_cuda.h | build
+	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
+
+build/cuda/libdtrain.a: dtrain.h | build/cuda
+	printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >build/cuda/dtrain.c
+	$(CC) -O2 -I. -c build/cuda/dtrain.c -o build/cuda/dtrain.o
+	ar rcs $@ build/cuda/dtrain.o
+
+$(cuda_tests): build/cuda/%: tests/%.c $(wildcard tests/*.h) build/cuda/libdtrain.a dtrain_cuda.h
+	$(NVCC) -std=c++17 -O1 $(cuda_code) $(if $(filter $<,$(private_tests)),-w) -I. -x cu -c $< -o $@.o
+	$(NVCC) $@.o -o $@ build/cuda/libdtrain.a $(LIBS)
+
+test-cuda: $(cuda_tests)
+	@bad=0; for test in $^; do echo "$$test"; $$test || bad=1; done; exit $$bad
+
+bench-cuda: build/bench_cuda
+	@build/bench_cuda
 
 demo: all
 	@sh tools/demo
@@ -92,4 +135,4 @@ check:
 clean:
 	rm -rf build
 
-.PHONY: all test demo demo-fsdp bench soak fuzz check clean
+.PHONY: all test cuda test-cuda bench-cuda demo demo-fsdp bench soak fuzz check clean

@@ -1,0 +1,207 @@
+/* ---- >>cuda-create ----
+ * The table of operations, and devices made and freed. Stands last: it knows every operation. */
+#ifndef DTRAIN__CUDA_CREATE
+#define DTRAIN__CUDA_CREATE
+#include "queue.cu"
+#include "copy.cu"
+
+/* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
+#define DTRAIN__CUDA_ROW(name, parameters, arguments)                                                                  \
+    static dtrain_status dtrain__cuda_row_##name parameters                                                            \
+    {                                                                                                                  \
+        int before;                                                                                                    \
+        dtrain_status status = dtrain__cuda_status(device, "device_" #name, dtrain__cuda_switch(device, &before));     \
+        if (status != DTRAIN_OK)                                                                                       \
+            return status;                                                                                             \
+        status = dtrain__cuda_##name arguments;                                                                        \
+        dtrain__cuda_leave(device, before);                                                                            \
+        return status;                                                                                                 \
+    }
+#define DTRAIN__CUDA_VOID_ROW(name, parameters, arguments)                                                             \
+    static void dtrain__cuda_row_##name parameters                                                                     \
+    {                                                                                                                  \
+        int before;                                                                                                    \
+        (void)dtrain__cuda_switch(device, &before); /* if the GPU is lost, the CPU's part is freed all the same */     \
+        dtrain__cuda_##name arguments;                                                                                 \
+        dtrain__cuda_leave(device, before);                                                                            \
+    }
+
+DTRAIN__CUDA_ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer),
+                 (device, memory, bytes, pointer))
+DTRAIN__CUDA_VOID_ROW(release, (dtrain_device * device, dtrain_memory memory, void *pointer), (device, memory, pointer))
+DTRAIN__CUDA_ROW(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes))
+DTRAIN__CUDA_ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count),
+                 (device, to, element, element_bytes, count))
+DTRAIN__CUDA_ROW(wait, (dtrain_device * device), (device))
+DTRAIN__CUDA_ROW(event_create, (dtrain_device * device, void **event), (device, event))
+DTRAIN__CUDA_VOID_ROW(event_destroy, (dtrain_device * device, void *event), (device, event))
+DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, void *event), (device, event))
+DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, void *event), (device, event))
+DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, void *event, int *done), (device, event, done))
+
+
+static const dtrain_device_ops dtrain__cuda_ops = {
+    dtrain__cuda_row_allocate,
+    dtrain__cuda_row_release,
+    dtrain__cuda_row_copy,
+    dtrain__cuda_row_fill,
+    dtrain__cuda_row_wait,
+    dtrain__cuda_row_event_create,
+    dtrain__cuda_row_event_destroy,
+    dtrain__cuda_row_event_record,
+    dtrain__cuda_row_event_await,
+    dtrain__cuda_row_event_done,
+    NULL, /* convert */
+    NULL, /* reduce */
+    NULL, /* scale */
+    NULL, /* axpy */
+    NULL, /* adamw */
+    NULL, /* sgd */
+    NULL, /* overflow */
+    NULL, /* squares */
+    NULL, /* clip */
+    NULL, /* selection_create */
+    NULL, /* selection_destroy */
+    NULL, /* select */
+    NULL, /* sparse_add */
+    NULL, /* pack */
+    NULL, /* unpack */
+};
+
+DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
+{
+    int found = 0;
+    if (count == NULL)
+        return dtrain_error_set(DTRAIN_ERR_INVALID, "dtrain_cuda_count: count must be an address, it is NULL");
+    *count = 0;
+    dtrain_status status = dtrain__cuda_status(NULL, "dtrain_cuda_count", cudaGetDeviceCount(&found));
+    if (status == DTRAIN_OK)
+        *count = found;
+    return status;
+}
+
+/* The driver's functions come through the runtime, so that nothing is linked with the driver. */
+static void dtrain__cuda_find_attribute(dtrain__cuda_queue *queue)
+{
+    queue->attribute = NULL;
+#ifndef DTRAIN_CUDA_EMULATE
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &found, 12000, cudaEnableDefault, &result);
+#else
+    cudaError_t error = cudaGetDriverEntryPoint("cuPointerGetAttribute", &found, cudaEnableDefault, &result);
+#endif
+    if (error == cudaSuccess && result == cudaDriverEntryPointSuccess)
+        queue->attribute = (dtrain__cuda_attribute_fn)found;
+    else
+        (void)cudaGetLastError();
+#endif
+}
+
+/* Has this build code for the GPU? Asked of one kernel, for all. */
+static cudaError_t dtrain__cuda_find_code(void)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    return cudaSuccess;
+#else
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, (const void *)dtrain__cuda_fill_all);
+#endif
+}
+
+/* The caller's stream is tried with an event, which another GPU's stream or a destroyed one refuses. */
+static cudaError_t dtrain__cuda_try_stream(cudaStream_t stream)
+{
+    cudaEvent_t event = NULL;
+    cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    if (error != cudaSuccess)
+        return error;
+    error = cudaEventRecord(event, stream);
+    (void)cudaEventDestroy(event);
+    return error;
+}
+
+/* Fills the queue, whose GPU is the current one. */
+static dtrain_status dtrain__cuda_open(dtrain__cuda_queue *queue, void *stream)
+{
+    cudaError_t error = cudaDeviceGetAttribute(&queue->processors, cudaDevAttrMultiProcessorCount, queue->index);
+    if (error == cudaSuccess)
+        error = dtrain__cuda_find_code();
+    if (error != cudaSuccess)
+        return dtrain__cuda_status(&queue->device, "dtrain_cuda_create", error);
+    dtrain__cuda_find_attribute(queue);
+    queue->own_stream = stream == NULL;
+    queue->stream = (cudaStream_t)stream;
+    if (stream == NULL)
+        error = cudaStreamCreateWithFlags(&queue->stream, cudaStreamNonBlocking);
+    else
+        error = dtrain__cuda_try_stream(queue->stream);
+    return dtrain__cuda_status(&queue->device, stream == NULL ? "dtrain_cuda_create" : "dtrain_cuda_create: stream",
+                               error);
+}
+
+static dtrain_status dtrain__cuda_check_create(dtrain_device **device, int index)
+{
+    int count = 0;
+    if (device == NULL)
+        return dtrain_error_set(DTRAIN_ERR_INVALID, "dtrain_cuda_create: device must be an address, it is NULL");
+    *device = NULL;
+    dtrain_status status = dtrain__cuda_status(NULL, "dtrain_cuda_create", cudaGetDeviceCount(&count));
+    if (status == DTRAIN_OK && (index < 0 || index >= count))
+        return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                "dtrain_cuda_create: index must be 0 to %d, as this process sees %d GPUs, it is %d",
+                                count - 1, count, index);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain_cuda_desc *desc)
+{
+    int index = desc != NULL ? desc->index : 0, before;
+    dtrain_status status = dtrain__cuda_check_create(device, index);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__cuda_queue *queue = (dtrain__cuda_queue *)calloc(1, sizeof *queue);
+    if (queue == NULL)
+        return dtrain_error_set(DTRAIN_ERR_MEMORY, "dtrain_cuda_create: no %zu bytes for a queue", sizeof *queue);
+    snprintf(queue->name, sizeof queue->name, "cuda:%d", index);
+    queue->index = index;
+    queue->device.ops = &dtrain__cuda_ops;
+    queue->device.name = queue->name;
+    queue->device.self = queue;
+    status = dtrain__cuda_status(&queue->device, "dtrain_cuda_create", dtrain__cuda_switch(&queue->device, &before));
+    if (status == DTRAIN_OK) {
+        status = dtrain__cuda_open(queue, desc != NULL ? desc->stream : NULL);
+        dtrain__cuda_leave(&queue->device, before);
+    }
+    if (status != DTRAIN_OK)
+        free(queue);
+    else
+        *device = &queue->device;
+    return status;
+}
+
+DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device)
+{
+    int before;
+    if (device == NULL || device->ops != &dtrain__cuda_ops)
+        return;
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    (void)dtrain__cuda_switch(device, &before);
+    (void)cudaStreamSynchronize(queue->stream);
+    if (queue->own_stream)
+        (void)cudaStreamDestroy(queue->stream);
+    (void)cudaGetLastError();
+    dtrain__cuda_leave(device, before);
+    free(queue);
+}
+
+DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
+{
+    if (device == NULL || device->ops != &dtrain__cuda_ops)
+        return NULL;
+    return (void *)((const dtrain__cuda_queue *)device->self)->stream;
+}
+
+#endif

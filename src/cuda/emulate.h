@@ -1,0 +1,428 @@
+/* ---- >>cuda-emulate ----
+ * DTRAIN_CUDA_EMULATE: what this header calls of the CUDA runtime, on the CPU, so that the code above it is the same.
+ * There are two GPUs. Their memory is out of the CPU's reach but while a kernel, a copy or a fill runs, and what lies
+ * beside an allocation is looked at when it is freed. Streams run at once. Every call reports the lasting error, once
+ * there is one, as the runtime does after a kernel's fault. */
+#ifndef DTRAIN__CUDA_EMULATE
+#define DTRAIN__CUDA_EMULATE
+#include "cuda.h"
+
+#ifdef DTRAIN_CUDA_EMULATE
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef MAP_ANONYMOUS
+#error "DTRAIN_CUDA_EMULATE: include dtrain_cuda.h before any system header, or compile with -D_DEFAULT_SOURCE"
+#endif
+
+#define DTRAIN__CUDA_EMULATED_GPUS 2
+#define DTRAIN__CUDA_EMULATED_FREE 0xee /* bytes that nobody has written */
+
+typedef int cudaError_t;
+typedef void *cudaStream_t;
+typedef void *cudaEvent_t;
+
+enum {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInitializationError = 3,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorStubLibrary = 34,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorDevicesUnavailable = 46,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorUnsupportedPtxVersion = 222,
+    cudaErrorInvalidResourceHandle = 400,
+    cudaErrorNotReady = 600,
+    cudaErrorIllegalAddress = 700,
+    cudaErrorContextIsDestroyed = 709,
+    cudaErrorSystemDriverMismatch = 803,
+    cudaErrorCompatNotSupportedOnDevice = 804
+};
+enum { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
+enum { cudaMemcpyDefault = 4, cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHostAllocDefault = 0 };
+enum { cudaDevAttrMultiProcessorCount = 16 };
+
+typedef struct cudaPointerAttributes {
+    int type, device;
+} cudaPointerAttributes;
+
+/* One allocation, stream or event of the emulation. */
+typedef struct dtrain__cuda_emulated_thing {
+    struct dtrain__cuda_emulated_thing *next;
+    char *map; /* of memory: guard pages at both ends, the allocation before the last */
+    char *pointer;
+    size_t map_bytes, bytes;
+    int kind, gpu; /* a memory type, 's' or 'e' */
+} dtrain__cuda_emulated_thing;
+
+static struct dtrain__cuda_emulation {
+    pthread_mutex_t mutex;
+    dtrain__cuda_emulated_thing *things;
+    size_t used;
+    int open; /* operations that run now */
+    cudaError_t lasting;
+    cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
+    int after;
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, 0, 0, 0};
+static __thread int dtrain__cuda_emulated_gpu;
+
+static size_t dtrain__cuda_emulated_limit(void)
+{
+    const char *text = getenv("DTRAIN_CUDA_EMULATED_BYTES");
+    return text != NULL ? (size_t)strtoull(text, NULL, 10) : (size_t)1 << 34;
+}
+
+/* What a call reports before it begins. */
+static cudaError_t dtrain__cuda_emulated_error(void)
+{
+    cudaError_t error = dtrain__cuda_emulated.lasting;
+    if (error == 0 && dtrain__cuda_emulated.next != 0 && dtrain__cuda_emulated.after-- == 0) {
+        error = dtrain__cuda_emulated.next;
+        dtrain__cuda_emulated.next = 0;
+    }
+    return error;
+}
+
+static void dtrain__cuda_emulated_protect(int protection)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
+        if (thing->kind == cudaMemoryTypeDevice)
+            mprotect(thing->map + page, thing->map_bytes - 2 * page, protection);
+}
+
+/* Around what may touch a device's memory. */
+static void dtrain__cuda_emulated_enter(void)
+{
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    if (dtrain__cuda_emulated.open++ == 0)
+        dtrain__cuda_emulated_protect(PROT_READ | PROT_WRITE);
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+}
+
+static void dtrain__cuda_emulated_leave(void)
+{
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    if (--dtrain__cuda_emulated.open == 0)
+        dtrain__cuda_emulated_protect(PROT_NONE);
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+}
+
+static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cuda_emulated_thing **made)
+{
+    dtrain__cuda_emulated_thing *thing = (dtrain__cuda_emulated_thing *)calloc(1, sizeof *thing);
+    *made = thing;
+    if (thing == NULL)
+        return cudaErrorMemoryAllocation;
+    thing->kind = kind, thing->gpu = dtrain__cuda_emulated_gpu, thing->bytes = bytes;
+    thing->pointer = (char *)thing; /* of streams and events */
+    return cudaSuccess;
+}
+
+static void dtrain__cuda_emulated_link(dtrain__cuda_emulated_thing *thing)
+{
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    thing->next = dtrain__cuda_emulated.things;
+    dtrain__cuda_emulated.things = thing;
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+}
+
+/* Finds a thing of a kind by any of its addresses, and takes it out of the book where asked to. kind -1: any memory. */
+static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, dtrain__cuda_emulated_thing *found)
+{
+    uintptr_t at = (uintptr_t)pointer;
+    int hit = 0;
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    dtrain__cuda_emulated_thing **link = &dtrain__cuda_emulated.things;
+    for (; *link != NULL && !hit; link = hit ? link : &(*link)->next) {
+        dtrain__cuda_emulated_thing *thing = *link;
+        hit = (kind < 0 ? thing->kind < 'e' : kind == thing->kind) && at >= (uintptr_t)thing->pointer &&
+              (at == (uintptr_t)thing->pointer || at - (uintptr_t)thing->pointer < thing->bytes);
+        if (hit && found != NULL)
+            *found = *thing;
+        if (hit && take) {
+            *link = thing->next;
+            dtrain__cuda_emulated.used -= thing->kind == cudaMemoryTypeDevice ? thing->bytes : 0;
+            free(thing);
+            break;
+        }
+    }
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    return hit;
+}
+
+/* A stream of the current GPU, or its own, NULL. */
+static cudaError_t dtrain__cuda_emulated_stream(cudaStream_t stream)
+{
+    dtrain__cuda_emulated_thing thing;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    if (error != 0 || stream == NULL)
+        return error;
+    if (!dtrain__cuda_emulated_find('s', stream, 0, &thing) || thing.gpu != dtrain__cuda_emulated_gpu)
+        return cudaErrorInvalidResourceHandle;
+    return cudaSuccess;
+}
+
+/* Before a kernel: may it run? */
+static cudaError_t dtrain__cuda_emulated_launch(cudaStream_t stream, size_t blocks)
+{
+    return blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration : dtrain__cuda_emulated_stream(stream);
+}
+
+static const char *cudaGetErrorName(cudaError_t error)
+{
+    switch (error) {
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
+    case cudaErrorNoDevice: return "cudaErrorNoDevice";
+    case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
+    case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    default: return "cudaError";
+    }
+}
+
+static const char *cudaGetErrorString(cudaError_t error)
+{
+    switch (error) {
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
+    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    default: return "emulated error";
+    }
+}
+
+static cudaError_t cudaGetLastError(void)
+{
+    return dtrain__cuda_emulated.lasting;
+}
+
+static cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = DTRAIN__CUDA_EMULATED_GPUS;
+    return dtrain__cuda_emulated_error();
+}
+
+static cudaError_t cudaGetDevice(int *gpu)
+{
+    *gpu = dtrain__cuda_emulated_gpu;
+    return dtrain__cuda_emulated.lasting;
+}
+
+static cudaError_t cudaSetDevice(int gpu)
+{
+    if (dtrain__cuda_emulated.lasting != 0)
+        return dtrain__cuda_emulated.lasting;
+    if (gpu < 0 || gpu >= DTRAIN__CUDA_EMULATED_GPUS)
+        return cudaErrorInvalidDevice;
+    dtrain__cuda_emulated_gpu = gpu;
+    return cudaSuccess;
+}
+
+static cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int gpu)
+{
+    (void)attribute, (void)gpu;
+    *value = 4;
+    return dtrain__cuda_emulated_error();
+}
+
+static cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
+{
+    *total = dtrain__cuda_emulated_limit();
+    *free_bytes = *total - dtrain__cuda_emulated.used;
+    return dtrain__cuda_emulated.lasting;
+}
+
+static cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+{
+    dtrain__cuda_emulated_thing *thing;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    (void)flags;
+    if (error == 0)
+        error = dtrain__cuda_emulated_add('s', 0, &thing);
+    if (error != 0)
+        return error;
+    dtrain__cuda_emulated_link(thing);
+    *stream = thing;
+    return cudaSuccess;
+}
+
+static cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+    return dtrain__cuda_emulated_find('s', stream, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+}
+
+static cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+    return dtrain__cuda_emulated_stream(stream);
+}
+
+static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
+{
+    dtrain__cuda_emulated_thing *thing;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    (void)flags;
+    if (error == 0)
+        error = dtrain__cuda_emulated_add('e', 0, &thing);
+    if (error != 0)
+        return error;
+    dtrain__cuda_emulated_link(thing);
+    *event = thing;
+    return cudaSuccess;
+}
+
+static cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    return dtrain__cuda_emulated_find('e', event, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+}
+
+static cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    dtrain__cuda_emulated_thing thing;
+    if (!dtrain__cuda_emulated_find('e', event, 0, &thing) || thing.gpu != dtrain__cuda_emulated_gpu)
+        return cudaErrorInvalidResourceHandle;
+    return dtrain__cuda_emulated_stream(stream);
+}
+
+static cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    if (!dtrain__cuda_emulated_find('e', event, 0, NULL))
+        return cudaErrorInvalidResourceHandle;
+    return dtrain__cuda_emulated_error();
+}
+
+static cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
+{
+    (void)flags;
+    if (!dtrain__cuda_emulated_find('e', event, 0, NULL))
+        return cudaErrorInvalidResourceHandle;
+    return dtrain__cuda_emulated_stream(stream);
+}
+
+/* Memory whose end lies before a guard page, but for what an alignment of 256 bytes leaves between. */
+static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t bytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), room;
+    dtrain__cuda_emulated_thing *thing;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    if (error == 0 && bytes > (SIZE_MAX >> 1))
+        error = cudaErrorMemoryAllocation;
+    if (error == 0)
+        error = dtrain__cuda_emulated_add(kind, bytes, &thing);
+    if (error != 0)
+        return error;
+    room = (bytes + page - 1) / page * page;
+    thing->map_bytes = room + 2 * page;
+    thing->map = (char *)mmap(NULL, thing->map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (thing->map == MAP_FAILED) {
+        free(thing);
+        return cudaErrorMemoryAllocation;
+    }
+    thing->pointer = thing->map + page + room - (bytes + 255) / 256 * 256;
+    mprotect(thing->map + page, room, PROT_READ | PROT_WRITE);
+    if (bytes <= (size_t)1 << 26) /* larger memory takes pages only where it is written */
+        memset(thing->map + page, DTRAIN__CUDA_EMULATED_FREE, room);
+    dtrain__cuda_emulated_link(thing);
+    dtrain__cuda_emulated_enter(); /* leaving closes what was made just now as well */
+    dtrain__cuda_emulated_leave();
+    *pointer = thing->pointer;
+    return cudaSuccess;
+}
+
+/* Was anything written beside the allocation? */
+static int dtrain__cuda_emulated_overrun(const dtrain__cuda_emulated_thing *thing)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const char *end = thing->map + thing->map_bytes - page;
+    if (thing->bytes > (size_t)1 << 26)
+        return 0;
+    for (const char *at = thing->map + page; at < end; at++)
+        if (at == thing->pointer && thing->bytes > 0)
+            at += thing->bytes - 1;
+        else if (*(const unsigned char *)at != DTRAIN__CUDA_EMULATED_FREE)
+            return 1;
+    return 0;
+}
+
+static cudaError_t dtrain__cuda_emulated_unmap(int kind, void *pointer)
+{
+    dtrain__cuda_emulated_thing thing;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    if (!dtrain__cuda_emulated_find(kind, pointer, 1, &thing))
+        return cudaErrorInvalidValue;
+    mprotect(thing.map + page, thing.map_bytes - 2 * page, PROT_READ | PROT_WRITE);
+    if (dtrain__cuda_emulated_overrun(&thing)) {
+        fprintf(stderr, "dtrain_cuda.h: something was written beside an allocation of %zu bytes of emulated memory\n",
+                thing.bytes);
+        dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
+    }
+    munmap(thing.map, thing.map_bytes);
+    return dtrain__cuda_emulated.lasting;
+}
+
+static cudaError_t cudaMalloc(void **pointer, size_t bytes)
+{
+    size_t limit = dtrain__cuda_emulated_limit();
+    int full;
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    full = dtrain__cuda_emulated.used > limit || bytes > limit - dtrain__cuda_emulated.used;
+    dtrain__cuda_emulated.used += full ? 0 : bytes;
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    if (full)
+        return cudaErrorMemoryAllocation;
+    cudaError_t error = dtrain__cuda_emulated_map(cudaMemoryTypeDevice, pointer, bytes);
+    if (error != 0) {
+        pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+        dtrain__cuda_emulated.used -= bytes;
+        pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    }
+    return error;
+}
+
+static cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    return dtrain__cuda_emulated_map(cudaMemoryTypeHost, pointer, bytes);
+}
+
+static cudaError_t cudaFree(void *pointer)
+{
+    return dtrain__cuda_emulated_unmap(cudaMemoryTypeDevice, pointer);
+}
+
+static cudaError_t cudaFreeHost(void *pointer)
+{
+    return dtrain__cuda_emulated_unmap(cudaMemoryTypeHost, pointer);
+}
+
+static cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer)
+{
+    dtrain__cuda_emulated_thing thing;
+    int found = dtrain__cuda_emulated_find(-1, pointer, 0, &thing);
+    attributes->type = found ? thing.kind : cudaMemoryTypeUnregistered;
+    attributes->device = found ? thing.gpu : -2;
+    return dtrain__cuda_emulated.lasting;
+}
+
+static cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, cudaStream_t stream)
+{
+    cudaError_t error = dtrain__cuda_emulated_stream(stream);
+    (void)direction;
+    if (error != 0)
+        return error;
+    dtrain__cuda_emulated_enter();
+    memcpy(to, from, bytes);
+    dtrain__cuda_emulated_leave();
+    return cudaSuccess;
+}
+#endif
+
+#endif

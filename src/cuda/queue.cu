@@ -1,0 +1,166 @@
+/* ---- >>cuda-queue ----
+ * What every operation needs of a device: its stream, errors as status and text, and whether a pointer is memory that
+ * a kernel may touch. */
+#ifndef DTRAIN__CUDA_QUEUE
+#define DTRAIN__CUDA_QUEUE
+#include "cuda.h"
+#include "body.h"
+
+/* The driver's cuPointerGetAttribute, which the runtime hands out. */
+typedef int (*dtrain__cuda_attribute_fn)(void *data, int attribute, unsigned long long pointer);
+
+typedef struct dtrain__cuda_queue {
+    dtrain_device device;
+    cudaStream_t stream;
+    int index, own_stream;
+    int processors; /* of the GPU */
+    char name[16];
+    dtrain__cuda_attribute_fn attribute; /* NULL: where allocations end is not known */
+} dtrain__cuda_queue;
+
+static dtrain__cuda_queue *dtrain__cuda_queue_of(dtrain_device *device)
+{
+    return (dtrain__cuda_queue *)device->self;
+}
+
+/* Errors after which every call of this process fails: of a kernel, and of the GPU's memory or links. */
+static int dtrain__cuda_lost(cudaError_t error)
+{
+    int code = (int)error;
+    return code == cudaErrorIllegalAddress || code == 702 || code == 710 || (code >= 714 && code <= 719) ||
+           code == 214 || code == 220;
+}
+
+/* Which status an error of the runtime is, and what its reader can do. */
+static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
+{
+    switch ((int)error) {
+    case cudaErrorStubLibrary:
+    case cudaErrorInsufficientDriver:
+    case cudaErrorSystemDriverMismatch:
+        *cure = "install a driver of NVIDIA's that is new enough for the CUDA of this build, or go on without a GPU";
+        return DTRAIN_ERR_UNSUPPORTED;
+    case cudaErrorNoDevice:
+    case cudaErrorCompatNotSupportedOnDevice:
+        *cure = "no GPU here that this build can use (CUDA_VISIBLE_DEVICES hides some); go on without";
+        return DTRAIN_ERR_UNSUPPORTED;
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorUnsupportedPtxVersion:
+        *cure = "compile dtrain_cuda.h with nvcc -arch for this GPU, such as -arch=sm_90 for an H100";
+        return DTRAIN_ERR_UNSUPPORTED;
+    case cudaErrorMemoryAllocation: *cure = "free some memory or allocate less"; return DTRAIN_ERR_MEMORY;
+    case cudaErrorInvalidResourceHandle:
+    case cudaErrorContextIsDestroyed:
+        *cure = "the stream or event is destroyed or another GPU's; make another device";
+        return DTRAIN_ERR_INVALID;
+    case cudaErrorInvalidDevice: *cure = "see dtrain_cuda_count for how many there are"; return DTRAIN_ERR_INVALID;
+    case cudaErrorDevicesUnavailable: *cure = "another process has the GPU for itself; end it"; return DTRAIN_ERR_IO;
+    case cudaErrorInitializationError:
+        *cure = "a child of fork cannot use CUDA that its parent has used; make processes before";
+        return DTRAIN_ERR_IO;
+    default: break;
+    }
+    if (dtrain__cuda_lost(error))
+        *cure =
+            "the GPU is lost to this process, and what its memory held: begin again in a new one; compute-sanitizer "
+            "finds a kernel's fault";
+    else
+        *cure = "what was queued may not have been done; wait for the device, and end this process if that fails too";
+    return DTRAIN_ERR_IO;
+}
+
+/* Makes an error of what the CUDA runtime said to `call`, or passes success on. */
+static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call, cudaError_t error)
+{
+    const char *cure, *name = device != NULL ? device->name : "CUDA";
+    char memory[80] = "";
+    size_t free_bytes = 0, total = 0;
+    if (error == cudaSuccess)
+        return DTRAIN_OK;
+    (void)cudaGetLastError(); /* or the program's next call would report this one */
+    dtrain_status status = dtrain__cuda_meaning(error, &cure);
+    if (status == DTRAIN_ERR_MEMORY && cudaMemGetInfo(&free_bytes, &total) == cudaSuccess)
+        snprintf(memory, sizeof memory, ", %zu of %zu bytes are free", free_bytes, total);
+    return dtrain_error_set(status, "%s on %s: %s (%s, error %d)%s; %s", call, name, cudaGetErrorString(error),
+                            cudaGetErrorName(error), (int)error, memory, cure);
+}
+
+/* Makes the queue's GPU the calling thread's own, and says in *before which was. */
+static cudaError_t dtrain__cuda_switch(dtrain_device *device, int *before)
+{
+    int index = dtrain__cuda_queue_of(device)->index;
+    cudaError_t error = cudaGetDevice(before);
+    if (error == cudaSuccess && *before != index)
+        error = cudaSetDevice(index);
+    if (error != cudaSuccess)
+        *before = index; /* nothing to go back to */
+    return error;
+}
+
+static void dtrain__cuda_leave(dtrain_device *device, int before)
+{
+    if (before != dtrain__cuda_queue_of(device)->index)
+        (void)cudaSetDevice(before);
+}
+
+/* Bytes from pointer to the end of its allocation; SIZE_MAX where nobody can tell. */
+static size_t dtrain__cuda_room(const dtrain__cuda_queue *queue, const void *pointer)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    dtrain__cuda_emulated_thing thing;
+    (void)queue;
+    if (!dtrain__cuda_emulated_find(-1, pointer, 0, &thing))
+        return SIZE_MAX;
+    return thing.bytes - (size_t)((uintptr_t)pointer - (uintptr_t)thing.pointer);
+#else
+    enum { plain = 10, range_start = 11, range_bytes = 12 }; /* CU_POINTER_ATTRIBUTE_... */
+    unsigned long long start = 0, at = (unsigned long long)(uintptr_t)pointer;
+    size_t bytes = 0;
+    int is_plain = 0; /* a range that is mapped piece by piece may go on in the next piece */
+    if (queue->attribute == NULL || queue->attribute(&is_plain, plain, at) != 0 || !is_plain ||
+        queue->attribute(&start, range_start, at) != 0 || queue->attribute(&bytes, range_bytes, at) != 0 ||
+        at < start || at - start > bytes)
+        return SIZE_MAX;
+    return (size_t)(bytes - (at - start));
+#endif
+}
+
+/* Refuses a range that is longer than what is left of its allocation. */
+static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, const char *what, const void *pointer,
+                                       size_t bytes)
+{
+    size_t room = dtrain__cuda_room(dtrain__cuda_queue_of(device), pointer);
+    if (bytes <= room)
+        return DTRAIN_OK;
+    return dtrain_error_set(DTRAIN_ERR_INVALID,
+                            "%s on %s: %s (%p) must hold %zu bytes, its allocation ends after %zu; allocate more, or "
+                            "pass a smaller count",
+                            call, device->name, what, pointer, bytes, room);
+}
+
+/* Says whether `bytes` bytes at pointer are memory that the device's kernels may touch: its own, or pinned. */
+static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call, const char *what, const void *pointer,
+                                         size_t bytes)
+{
+    int index = dtrain__cuda_queue_of(device)->index;
+    cudaPointerAttributes found;
+    if (bytes == 0)
+        return DTRAIN_OK;
+    cudaError_t error = cudaPointerGetAttributes(&found, pointer);
+    if (error != cudaSuccess && error != cudaErrorInvalidValue)
+        return dtrain__cuda_status(device, call, error);
+    if (error == cudaErrorInvalidValue || found.type == cudaMemoryTypeUnregistered) {
+        (void)cudaGetLastError();
+        return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                "%s on %s: %s (%p) must be memory of the device, and CUDA does not know it: it is the "
+                                "CPU's, or freed; allocate with dtrain_device_alloc and copy with dtrain_device_copy",
+                                call, device->name, what, pointer);
+    }
+    if (found.type == cudaMemoryTypeDevice && found.device != index)
+        return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                "%s on %s: %s (%p) is memory of cuda:%d; copy it over with dtrain_device_copy", call,
+                                device->name, what, pointer, found.device);
+    return dtrain__cuda_fits(device, call, what, pointer, bytes);
+}
+
+#endif

@@ -1,0 +1,255 @@
+#!/bin/sh
+# What dtrain_cuda.h is to compilers: every nvcc at hand, and C and C++ where there is none. Needs no GPU and sees none.
+# Compilers and tools that are not here come from PyPI, into build/; what cannot be had is skipped, with the reason.
+# nvcc of CUDA 12 is no package of PyPI's, nor of Debian's main: one that is installed is found; without, CUDA 12's
+# assembler stands in for it. .ci/run runs this, make test does not.
+set -u
+cd "$(dirname "$0")/.."
+root=$PWD
+mkdir -p build
+top=$(mktemp -d "${TMPDIR:-/tmp}/cuda_build.XXXXXX")
+trap 'rm -rf "$top"' EXIT
+trap 'exit 1' HUP INT TERM
+passed=0
+failed=0
+warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
+CUDA_VISIBLE_DEVICES=
+export CUDA_VISIBLE_DEVICES
+
+# Kernels that move 16 bytes at once: name without dtrain__cuda_, and how many such loads and stores it has at least.
+vectors='
+fill_all 0 1
+'
+
+good() {
+    passed=$((passed + 1))
+    echo "ok $1"
+}
+bad() { # name, log
+    failed=$((failed + 1))
+    echo "not ok $1"
+    [ -z "${2:-}" ] || head -12 "$2" | cut -c1-200
+}
+skip() { echo "skipped: $1"; }
+holds() { # name, command...
+    name=$1
+    shift
+    if "$@" >"$top/log" 2>&1; then good "$name"; else bad "$name" "$top/log"; fi
+}
+has_none() { # name, pattern, file
+    if grep -nE "$2" "$3" >"$top/log"; then bad "$1" "$top/log"; else good "$1"; fi
+}
+from_pypi() { # directory below build, packages...; does nothing where it is already
+    target=build/$1
+    shift
+    [ ! -e "$target/done" ] || return 0
+    python3 -m pip install -q --root-user-action=ignore --target "$target" "$@" >"$top/pip.log" 2>&1 && : >"$target/done"
+}
+
+printf '#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >"$top/kernels.cu"
+printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >"$top/both.cu"
+printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$top/dtrain.c"
+printf '#include "dtrain_cuda.h"\nint other(void);\nint other(void) { return dtrain_cuda_stream(NULL) != NULL; }\n' >"$top/other.c"
+cat >"$top/user.c" <<'END'
+#include "dtrain_cuda.h"
+#include <string.h>
+int main(int argc, char **argv)
+{
+    dtrain_device *device = (dtrain_device *)(void *)&argc;
+    int count = 5;
+    if (dtrain_cuda_count(&count) != DTRAIN_ERR_UNSUPPORTED || count != 0 || argc != 2 ||
+        strstr(dtrain_last_error(), argv[1]) == NULL)
+        return 1;
+    if (dtrain_cuda_create(&device, NULL) != DTRAIN_ERR_UNSUPPORTED || device != NULL ||
+        strstr(dtrain_last_error(), argv[1]) == NULL)
+        return 2;
+    puts(dtrain_last_error());
+    dtrain_cuda_destroy(NULL);
+    return dtrain_cuda_stream(NULL) != NULL;
+}
+END
+# Where a sum may be joined with its product, the host's compiler does it; between the marks of dtrain.h it must not.
+cat >"$top/exact.cu" <<'END'
+#include "dtrain.h"
+extern "C" float loose(float a, float b, float c) { return a * b + c; }
+DTRAIN__EXACT_BEGIN
+extern "C" float exact(float a, float b, float c) { return a * b + c; }
+DTRAIN__EXACT_END
+END
+
+# Counts the 16-byte loads and stores of a kernel, by its mangled name, in PTX.
+vectors_of() { # kernel, file -> loads stores
+    awk -v mark="$(printf 'dtrain__cuda_%s' "$1" | wc -c | tr -d ' ')dtrain__cuda_$1" '
+        /\.entry/ { inside = index($0, mark) > 0; found += inside }
+        inside && /ld\.global[a-z0-9_:.]*\.(v4\.[a-z]32|v2\.[a-z]64|b128)/ { loads++ }
+        inside && /st\.global[a-z0-9_:.]*\.(v4\.[a-z]32|v2\.[a-z]64|b128)/ { stores++ }
+        END { print found + 0, loads + 0, stores + 0 }' "$2"
+}
+
+check_vectors() { # name, file
+    echo "$vectors" | grep . >"$top/vectors"
+    while read -r kernel loads stores; do
+        # shellcheck disable=SC2046
+        set -- "$1" "$2" $(vectors_of "$kernel" "$2")
+        if [ "$3" -eq 1 ] && [ "$4" -ge "$loads" ] && [ "$5" -ge "$stores" ]; then
+            good "$1: $kernel loads and stores 16 bytes at once"
+        else
+            bad "$1: $kernel: $3 kernels with $4 loads and $5 stores of 16 bytes; 1 with $loads and $stores are due"
+        fi
+    done <"$top/vectors"
+}
+
+check_ptx() { # name, file
+    has_none "$1: nothing contracted, flushed or approximated" 'fma\.|mad\.r[nzmp]|\.ftz|\.approx|\.full' "$2"
+    check_vectors "$1" "$2"
+}
+
+# Everything that one nvcc compiles, side by side, as that takes most of the time: for every GPU with the flags of today,
+# for one with those that change arithmetic, and the two implementations in one file, whose kernels are not looked at.
+compile() { # nvcc, directory
+    strict="-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I$root"
+    assembler="-Xptxas -Werror,-warn-spills,-warn-lmem-usage"
+    codes="-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]"
+    "$1" --list-gpu-code | grep -q 'sm_100$' && codes="$codes -gencode=arch=compute_100,code=sm_100"
+    echo "$codes" >"$2/plain.codes"
+    echo "-gencode=arch=compute_90,code=sm_90" >"$2/fast.codes"
+    for name in plain fast; do
+        flags=
+        [ $name = plain ] || flags="--use_fast_math --fmad=true"
+        mkdir "$2/keep-$name"
+        (
+            "$1" -O2 -t 2 $strict $assembler $(cat "$2/$name.codes") $flags --keep --keep-dir "$2/keep-$name" \
+                -c "$top/kernels.cu" -o "$2/$name.o" >"$2/$name.log" 2>&1
+            echo $? >"$2/$name"
+            cat "$(grep -l '\.target sm_90' "$2/keep-$name/"*.ptx | head -1)" >"$2/$name.ptx"
+        ) &
+    done
+    "$1" -O0 -G -arch=sm_90 $strict -c "$top/both.cu" -o "$2/both.o" >"$2/both.log" 2>&1
+    echo $? >"$2/both"
+    wait
+}
+
+check_nvcc() { # nvcc, name, directory
+    compile "$1" "$3"
+    for flags in plain fast; do
+        holds "$2, $flags: $(sed 's/-gencode=arch=[a-z0-9_]*,code=//g' "$3/$flags.codes"), no spill, no local memory" \
+            sh -c "cat '$3/$flags.log'; exit $(cat "$3/$flags")"
+        if grep -q '\.target sm_90' "$3/$flags.ptx"; then
+            check_ptx "$2, $flags" "$3/$flags.ptx"
+        else
+            bad "$2, $flags: PTX" "$3/$flags.log"
+        fi
+    done
+    holds "$2: both implementations in one .cu" sh -c "cat '$3/both.log'; exit $(cat "$3/both")"
+    check_exact "$1" "$2" "$3"
+    check_sass "$1" "$2" "$3"
+    check_programs "$1" "$2" "$3"
+}
+
+check_exact() { # nvcc, name, directory
+    [ "$(uname -m)" = x86_64 ] || { skip "$2: the host's exact regions, as this is no x86-64"; return; }
+    "$1" -O2 -arch=sm_90 -I. -Xcompiler -Ofast,-mfma -c "$top/exact.cu" -o "$3/exact.o" >"$3/exact.log" 2>&1
+    objdump -d "$3/exact.o" >"$3/exact.txt" 2>>"$3/exact.log"
+    joined=$(awk '/^[0-9a-f]+ </ { name = $2 } /vfmadd/ { printf "%s", name }' "$3/exact.txt")
+    if [ "$joined" = "<loose>:" ]; then
+        good "$2: the host's compiler keeps to the marks of dtrain.h"
+    else
+        echo "contracted: $joined; <loose>: is due" >>"$3/exact.log"
+        bad "$2: the host's compiler keeps to the marks of dtrain.h" "$3/exact.log"
+    fi
+}
+
+check_sass() { # nvcc, name, directory
+    dump=$(dirname "$(readlink -f "$1")")/cuobjdump
+    if [ ! -x "$dump" ]; then
+        from_pypi cuda-dump nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+        dump=$root/build/cuda-dump/nvidia/cu13/bin/cuobjdump
+    fi
+    [ -x "$dump" ] || { skip "$2: machine code, as cuobjdump cannot be had"; return; }
+    for flags in plain fast; do
+        PATH=$(dirname "$dump"):$PATH "$dump" -sass "$3/$flags.o" >"$3/$flags.sass" 2>"$3/sass.log"
+        if ! grep -q 'Function : .*dtrain__cuda_' "$3/$flags.sass"; then
+            bad "$2, $flags: machine code" "$3/sass.log"
+        else
+            has_none "$2, $flags: no local memory in machine code" '[[:space:]](STL|LDL)[.[:space:]]' "$3/$flags.sass"
+        fi
+    done
+}
+
+check_programs() { # nvcc, name, directory
+    holds "$2: C units beside the implementation link" "$1" "$3/fast.o" "$top/user.o" "$top/other.o" "$top/dtrain.o" \
+        -o "$3/user" -lpthread -lm
+    ldd "$3/user" >"$3/ldd" 2>&1
+    has_none "$2: neither the driver nor the runtime is linked with" 'libcuda|not found|not a dynamic' "$3/ldd"
+    holds "$2: without a driver or a GPU calls say so" "$3/user" "on CUDA: "
+    "$1" -Xcompiler -fsanitize=address "$3/fast.o" "$top/user.o" "$top/dtrain.o" -o "$3/asan" -lpthread -lm
+    holds "$2: and leak nothing" env ASAN_OPTIONS=protect_shadow_gap=0:detect_leaks=1 "$3/asan" "on CUDA: "
+}
+
+# CUDA 12's assembler on the PTX of a later nvcc: what it lacks of later versions is not used.
+check_assembler_12() { # directory of an nvcc's
+    from_pypi cuda-12-assembler --no-deps nvidia-cuda-nvcc-cu12
+    ptxas=$root/build/cuda-12-assembler/nvidia/cuda_nvcc/bin/ptxas
+    [ -x "$ptxas" ] || { skip "CUDA 12's assembler cannot be had from PyPI"; return; }
+    sed 's/^\.version .*/.version 8.5/' "$1/plain.ptx" >"$top/older.ptx"
+    holds "ptxas $("$ptxas" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'): no spill, no local memory" \
+        "$ptxas" -arch=sm_90 -Werror -warn-spills -warn-lmem-usage "$top/older.ptx" -o "$top/older.cubin"
+}
+
+check_without_nvcc() {
+    printf '#define DTRAIN_CUDA_STUB\n#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >"$top/stub.c"
+    printf '#define DTRAIN_CUDA_EMULATE\n#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >"$top/emulated.c"
+    for cc in ${COMPILERS:-cc}; do
+        command -v "$cc" >/dev/null 2>&1 || { skip "$cc is not here"; continue; }
+        for std in c99 c++11; do
+            lang="-x c"
+            [ $std = c99 ] || lang="-x c++"
+            holds "$cc $std: the stub" "$cc" $lang -std=$std -O1 $warn -I. -c "$top/stub.c" -o "$top/stub.o"
+            holds "$cc $std: the stub and a second unit link" "$cc" "$top/stub.o" "$top/user.o" "$top/other.o" \
+                "$top/dtrain.o" -o "$top/stubbed" -lpthread -lm
+            holds "$cc $std: the stub answers" "$top/stubbed" "this build has no CUDA"
+        done
+        holds "$cc c99: the emulation" "$cc" -std=c99 -O1 $warn -I. -c "$top/emulated.c" -o "$top/emulated.o"
+        if "$cc" -I. -c -x c "$top/kernels.cu" -o "$top/none.o" >"$top/log" 2>&1; then
+            bad "$cc: neither nvcc nor stub is an error"
+        elif grep -q 'stands in a .cu file' "$top/log"; then
+            good "$cc: neither nvcc nor stub is an error"
+        else
+            bad "$cc: neither nvcc nor stub is an error" "$top/log"
+        fi
+    done
+}
+
+# The nvccs here, one of each version; PyPI's where there is none.
+find_nvccs() {
+    ls "${NVCC:-/nowhere}" "$(command -v nvcc)" /usr/local/cuda*/bin/nvcc /usr/lib/nvidia-cuda-toolkit/bin/nvcc \
+        build/cuda-13/nvidia/cu13/bin/nvcc 2>/dev/null |
+        while read -r path; do
+            release=$("$path" --version 2>/dev/null | sed -n 's/.*release [0-9.]*, V\([0-9.]*\).*/\1/p')
+            [ -z "$release" ] || echo "$release $path"
+        done | sort -k1,1 -u
+}
+
+cc=${CC:-cc}
+for unit in dtrain user other; do # -O0: what counts is that they link and answer
+    $cc -O0 -I. -c "$top/$unit.c" -o "$top/$unit.o" || exit 1
+done
+check_without_nvcc
+find_nvccs >"$top/nvccs"
+if [ ! -s "$top/nvccs" ]; then
+    from_pypi cuda-13 'nvidia-cuda-nvcc<14' 'nvidia-cuda-runtime<14' 'nvidia-cuda-cccl<14'
+    find_nvccs >"$top/nvccs"
+    [ -s "$top/nvccs" ] || skip "no nvcc is here, and PyPI gives none: $(tail -1 "$top/pip.log")"
+fi
+last=
+while read -r release path; do
+    mkdir "$top/$release"
+    check_nvcc "$path" "nvcc $release" "$top/$release" </dev/null
+    last=$top/$release
+done <"$top/nvccs"
+if ! grep -q '^12\.' "$top/nvccs"; then
+    skip "no nvcc of CUDA 12 is here, and neither PyPI nor Debian's main section has one"
+    [ -z "$last" ] || check_assembler_12 "$last"
+fi
+echo "$passed passed, $failed failed"
+[ $failed -eq 0 ]
