@@ -1101,6 +1101,1406 @@ static dtrain_status dtrain__cuda_event_done(dtrain_device *device, void *event,
 
 #endif
 
+/* ---- >>cuda-walk ----
+ * How kernels go over flat arrays: 16 bytes of the widest array at a time where all pointers come to a multiple of that
+ * at one index, and single elements before that index, at the end, and where there is none. An element belongs to one
+ * thread, which reads all of it before it writes, so that outputs may be inputs. Any alignment will do, that of no
+ * element included. */
+#ifndef DTRAIN__CUDA_WALK
+#define DTRAIN__CUDA_WALK
+
+#define DTRAIN__CUDA_THREADS 256
+#define DTRAIN__CUDA_BLOCKS 32 /* a processor, at most: enough that the last ones to end are few among many */
+
+#ifdef DTRAIN_CUDA_EMULATE
+#define DTRAIN__CUDA_UNROLL
+#else
+#define DTRAIN__CUDA_UNROLL _Pragma("unroll")
+#endif
+
+typedef uint16_t dtrain__cuda_u16 __attribute__((may_alias));
+typedef uint32_t dtrain__cuda_u32 __attribute__((may_alias));
+typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
+
+/* Elements [head, head + groups * lanes) go by groups; the rest, `singles`, one by one. */
+typedef struct dtrain__cuda_walk {
+    size_t head, groups, singles;
+} dtrain__cuda_walk;
+
+/* Bit h says that pointer, h elements on, is a multiple of what `lanes` elements take. */
+static uint32_t dtrain__cuda_heads(const void *pointer, size_t width, size_t lanes)
+{
+    uint32_t heads = 0;
+    for (size_t h = 0; h < lanes; h++)
+        if (((uintptr_t)pointer + h * width) % (lanes * width) == 0)
+            heads |= (uint32_t)1 << h;
+    return heads;
+}
+
+/* heads: what dtrain__cuda_heads says of all the pointers, joined by &. */
+static dtrain__cuda_walk dtrain__cuda_walk_make(uint32_t heads, size_t lanes, size_t count)
+{
+    dtrain__cuda_walk walk = {0, 0, 0};
+    while (heads != 0 && (heads >> walk.head & 1) == 0)
+        walk.head++;
+    if (heads != 0 && count > walk.head)
+        walk.groups = (count - walk.head) / lanes;
+    walk.singles = count - walk.groups * lanes;
+    return walk;
+}
+
+/* The blocks of a kernel whose threads hold `unroll` groups at once. */
+static size_t dtrain__cuda_walk_blocks(dtrain_device *device, const dtrain__cuda_walk *walk, size_t unroll)
+{
+    size_t most = (size_t)dtrain__cuda_queue_of(device)->processors * DTRAIN__CUDA_BLOCKS;
+    size_t grouped = walk->groups / (DTRAIN__CUDA_THREADS * unroll), single = walk->singles / DTRAIN__CUDA_THREADS;
+    size_t blocks = (grouped > single ? grouped : single) + 1;
+    return blocks < most ? blocks : most;
+}
+
+/* The bits of one element of 1, 2, 4 or 8 bytes. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_element(const unsigned char *at, size_t width)
+{
+    uint64_t bits = 0;
+    if (width == 1)
+        return *at;
+    if ((uintptr_t)at % width != 0) {
+        for (size_t i = 0; i < width; i++)
+            bits |= (uint64_t)at[i] << 8 * i;
+        return bits;
+    }
+    if (width == 2)
+        return *(const dtrain__cuda_u16 *)at;
+    if (width == 4)
+        return *(const dtrain__cuda_u32 *)at;
+    return *(const dtrain__cuda_u64 *)at;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_element_store(unsigned char *at, size_t width, uint64_t bits)
+{
+    if (width == 1)
+        *at = (unsigned char)bits;
+    else if ((uintptr_t)at % width != 0)
+        for (size_t i = 0; i < width; i++)
+            at[i] = (unsigned char)(bits >> 8 * i);
+    else if (width == 2)
+        *(dtrain__cuda_u16 *)at = (uint16_t)bits;
+    else if (width == 4)
+        *(dtrain__cuda_u32 *)at = (uint32_t)bits;
+    else
+        *(dtrain__cuda_u64 *)at = bits;
+}
+
+/* A whole group from element number `element` on, or that element alone, in the lowest lane above zeros. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_load(const void *from, size_t element, size_t width, int whole)
+{
+    const unsigned char *at = (const unsigned char *)from + element * width;
+    dtrain__cuda_vector v = {{0, 0, 0, 0}};
+    uint64_t bits;
+    if (whole)
+        return *(const dtrain__cuda_vector *)at;
+    bits = dtrain__cuda_element(at, width);
+    v.word[0] = (uint32_t)bits;
+    v.word[1] = (uint32_t)(bits >> 32);
+    return v;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_store(void *to, size_t element, size_t width, int whole, dtrain__cuda_vector v)
+{
+    unsigned char *at = (unsigned char *)to + element * width;
+    if (whole)
+        *(dtrain__cuda_vector *)at = v;
+    else
+        dtrain__cuda_element_store(at, width, v.word[0] | (uint64_t)v.word[1] << 32);
+}
+
+/* The same for groups of 4 elements of 16 bits beside groups of 32, in one word of 64. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_load_half(const void *from, size_t element, int whole)
+{
+    const unsigned char *at = (const unsigned char *)from + element * 2;
+    return whole ? *(const dtrain__cuda_u64 *)at : dtrain__cuda_element(at, 2);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole, uint64_t bits)
+{
+    unsigned char *at = (unsigned char *)to + element * 2;
+    if (whole)
+        *(dtrain__cuda_u64 *)at = bits;
+    else
+        dtrain__cuda_element_store(at, 2, bits);
+}
+
+/* Defines the kernel `name` of a walk args->walk: name_load(args, element, whole) returns what a thread holds of a
+ * group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are loaded before the
+ * first is stored; past the end a thread loads its first again, which takes no branch. */
+#define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll)                                            \
+    DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared,             \
+                                     dtrain__cuda_none *own, int phase)                                                \
+    {                                                                                                                  \
+        size_t threads = at.threads, groups = args->walk.groups, head = args->walk.head;                               \
+        (void)shared, (void)own, (void)phase;                                                                          \
+        for (size_t first = at.block * threads * (unroll) + at.thread; first < groups;                                 \
+             first += at.blocks * threads * (unroll)) {                                                                \
+            held_type held[unroll];                                                                                    \
+            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++)                                                  \
+            {                                                                                                          \
+                size_t group = first + u * threads;                                                                    \
+                held[u] = name##_load(args, head + (group < groups ? group : first) * (lanes), 1);                     \
+            }                                                                                                          \
+            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++) if (first + u * threads < groups)                \
+                name##_store(args, head + (first + u * threads) * (lanes), 1, &held[u]);                               \
+        }                                                                                                              \
+        for (size_t i = at.block * threads + at.thread; i < args->walk.singles; i += at.blocks * threads) {            \
+            size_t element = i < head ? i : i + groups * (lanes);                                                      \
+            held_type held = name##_load(args, element, 0);                                                            \
+            name##_store(args, element, 0, &held);                                                                     \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1)
+
+#endif
+
+/* ---- >>cuda-convert ----
+ * Conversions between float dtypes, with the bits of >>dtype: its integer arithmetic, and the hardware's own where that
+ * rounds the same. Between float32 and 16 bits a thread holds several groups; all other pairs, which no training step
+ * waits for, go element by element through float64's bits. */
+#ifndef DTRAIN__CUDA_CONVERT
+#define DTRAIN__CUDA_CONVERT
+
+#define DTRAIN__CUDA_CONVERT_GROUPS 4 /* a thread, loaded before the first is stored */
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_bf16_of(float x)
+{
+    uint32_t bits = dtrain__cuda_bits_f32(x);
+    uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+}
+
+/* The nearest float16; of a NaN some NaN. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_f16_of(float x)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    uint32_t bits = dtrain__cuda_bits_f32(x), size = bits & 0x7fffffffu, exponent = size >> 23;
+    uint32_t normal = (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
+    uint32_t mantissa = (size & 0x7fffffu) | 0x800000u, shift = exponent < 113 ? 126 - exponent : 1, small;
+    shift = shift > 31 ? 31 : shift;
+    small = (mantissa + ((1u << (shift - 1)) - 1) + (mantissa >> shift & 1)) >> shift;
+    normal = normal > 0x7c00u ? 0x7c00u : normal;
+    if (size > 0x7f800000u)
+        return 0x7fffu;
+    return (bits >> 16 & 0x8000u) | (exponent < 113 ? small : normal);
+#else
+    uint16_t half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+    return half;
+#endif
+}
+
+/* The float16 in the lowest 16 bits, exactly; of a NaN some NaN. */
+DTRAIN__CUDA_FN float dtrain__cuda_of_f16(uint32_t half)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    uint32_t sign = (half & 0x8000u) << 16, size = half & 0x7fffu, exponent = size >> 10;
+    float small = dtrain__cuda_float_of(0x3f000000u | size) - 0.5f;
+    if (exponent == 31)
+        return dtrain__cuda_float_of(size > 0x7c00u ? 0x7fffffffu : sign | 0x7f800000u);
+    return dtrain__cuda_float_of(sign | (exponent == 0 ? dtrain__cuda_bits_f32(small) : (size << 13) + 0x38000000u));
+#else
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((uint16_t)half));
+    return x;
+#endif
+}
+
+/* Two floats of 16 bits in one word, the first in the low half. */
+DTRAIN__CUDA_FN float dtrain__cuda_low_f16(uint32_t word)
+{
+    return dtrain__cuda_of_f16(word & 0xffffu);
+}
+
+DTRAIN__CUDA_FN float dtrain__cuda_high_f16(uint32_t word)
+{
+    return dtrain__cuda_of_f16(word >> 16);
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_both_f16(float low, float high)
+{
+    return dtrain__cuda_f16_of(low) | dtrain__cuda_f16_of(high) << 16;
+}
+
+DTRAIN__CUDA_FN float dtrain__cuda_low_bf16(uint32_t word)
+{
+    return dtrain__cuda_float_of(word << 16);
+}
+
+DTRAIN__CUDA_FN float dtrain__cuda_high_bf16(uint32_t word)
+{
+    return dtrain__cuda_float_of(word & 0xffff0000u);
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_both_bf16(float low, float high)
+{
+    return dtrain__cuda_bf16_of(low) | dtrain__cuda_bf16_of(high) << 16;
+}
+
+typedef struct dtrain__cuda_convert_args {
+    const void *in;
+    void *out;
+    dtrain__cuda_walk walk;
+    size_t width, lanes; /* of a copy */
+} dtrain__cuda_convert_args;
+
+/* A conversion of float32 bits to 16 and back, with the sign and payload of a NaN. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_narrow_bf16_one(uint32_t bits)
+{
+    return dtrain__cuda_bf16_of(dtrain__cuda_float_of(bits));
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_narrow_f16_one(uint32_t bits)
+{
+    uint32_t nan = (bits >> 16 & 0x8000u) | 0x7e00u | (bits >> 13 & 0x3ffu);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? nan : dtrain__cuda_f16_of(dtrain__cuda_float_of(bits));
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_widen_bf16_one(uint32_t half)
+{
+    return half << 16;
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_widen_f16_one(uint32_t half)
+{
+    uint32_t nan = (half & 0x8000u) << 16 | 0x7fc00000u | (half & 0x3ffu) << 13;
+    return (half & 0x7fffu) > 0x7c00u ? nan : dtrain__cuda_bits_f32(dtrain__cuda_of_f16(half));
+}
+
+#define DTRAIN__CUDA_NARROW(name)                                                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole)  \
+    {                                                                                                                  \
+        return dtrain__cuda_load(args->in, element, 4, whole);                                                         \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole,                \
+                                      const dtrain__cuda_vector *held)                                                 \
+    {                                                                                                                  \
+        uint64_t out = 0;                                                                                              \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out |= (uint64_t)name##_one(held->word[i]) << 16 * i;          \
+        dtrain__cuda_store_half(args->out, element, whole, out);                                                       \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_convert_args, dtrain__cuda_vector, 4, DTRAIN__CUDA_CONVERT_GROUPS)
+
+#define DTRAIN__CUDA_WIDEN(name)                                                                                       \
+    DTRAIN__CUDA_FN uint64_t name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole)             \
+    {                                                                                                                  \
+        return dtrain__cuda_load_half(args->in, element, whole);                                                       \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole,                \
+                                      const uint64_t *held)                                                            \
+    {                                                                                                                  \
+        dtrain__cuda_vector out;                                                                                       \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out.word[i] =                                                  \
+            name##_one((uint32_t)(*held >> 16 * i) & 0xffffu);                                                         \
+        dtrain__cuda_store(args->out, element, 4, whole, out);                                                         \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_convert_args, uint64_t, 4, DTRAIN__CUDA_CONVERT_GROUPS)
+
+DTRAIN__CUDA_NARROW(dtrain__cuda_narrow_bf16)
+DTRAIN__CUDA_NARROW(dtrain__cuda_narrow_f16)
+DTRAIN__CUDA_WIDEN(dtrain__cuda_widen_bf16)
+DTRAIN__CUDA_WIDEN(dtrain__cuda_widen_f16)
+
+/* Elements as they are, 16 bytes or `width` at a time. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_same_load(const dtrain__cuda_convert_args *args, size_t element,
+                                                           int whole)
+{
+    return dtrain__cuda_load(args->in, element, args->width, whole);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_same_store(const dtrain__cuda_convert_args *args, size_t element, int whole,
+                                             const dtrain__cuda_vector *held)
+{
+    dtrain__cuda_store(args->out, element, args->width, whole, *held);
+}
+
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_same, dtrain__cuda_convert_args, dtrain__cuda_vector, args->lanes,
+                         DTRAIN__CUDA_CONVERT_GROUPS)
+
+/* A format, with the fields of >>dtype: E4M3 alone is finite. */
+typedef struct dtrain__cuda_format {
+    int exponent, mantissa, finite, bytes;
+} dtrain__cuda_format;
+
+typedef struct dtrain__cuda_generic_args {
+    const unsigned char *in;
+    unsigned char *out;
+    size_t count;
+    dtrain__cuda_format from, to;
+} dtrain__cuda_generic_args;
+
+static dtrain__cuda_format dtrain__cuda_format_of(dtrain_dtype dtype)
+{
+    static const dtrain__cuda_format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
+                                                  {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
+    switch (dtype) {
+    case DTRAIN_F64: return formats[0];
+    case DTRAIN_F32: return formats[1];
+    case DTRAIN_F16: return formats[2];
+    case DTRAIN_BF16: return formats[3];
+    case DTRAIN_F8_E4M3: return formats[4];
+    default: return formats[5];
+    }
+}
+
+/* The float64 bits of a value of format f. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_widen_generic(uint64_t bits, const dtrain__cuda_format f)
+{
+    int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
+    uint64_t sign = (bits >> (f.exponent + f.mantissa)) << 63;
+    uint64_t mantissa = bits & (((uint64_t)1 << f.mantissa) - 1);
+    int exponent = (int)(bits >> f.mantissa) & top;
+    if (f.exponent == 11)
+        return bits;
+    if (exponent == top && (f.finite ? mantissa == ((uint64_t)1 << f.mantissa) - 1 : mantissa != 0))
+        return sign | 0x7ff8000000000000u | mantissa << (52 - f.mantissa);
+    if (exponent == top && !f.finite)
+        return sign | 0x7ff0000000000000u;
+    if (exponent == 0) {
+        if (mantissa == 0)
+            return sign;
+        for (exponent = 1; (mantissa >> f.mantissa) == 0; exponent--)
+            mantissa <<= 1;
+        mantissa &= ((uint64_t)1 << f.mantissa) - 1;
+    }
+    return sign | (uint64_t)(exponent - bias + 1023) << 52 | mantissa << (52 - f.mantissa);
+}
+
+/* Rounds float64 bits to format f, to the nearest, ties to even. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_narrow_generic(uint64_t bits, const dtrain__cuda_format f)
+{
+    int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
+    int exponent = (int)(bits >> 52 & 0x7ff) - 1023 + bias, shift = 52 - f.mantissa;
+    uint64_t sign = (bits >> 63) << (f.exponent + f.mantissa), mantissa = bits & 0xfffffffffffffu;
+    uint64_t ones = ((uint64_t)1 << f.mantissa) - 1, infinity = (uint64_t)top << f.mantissa, rounded;
+    if (f.exponent == 11)
+        return bits;
+    if ((bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u)
+        return sign | infinity | (f.finite ? ones : mantissa >> shift | (uint64_t)1 << (f.mantissa - 1));
+    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format all the same */
+    if (exponent < 1)
+        shift = 1 - exponent < 54 - shift ? shift + 1 - exponent : 54;
+    rounded = (mantissa + ((uint64_t)1 << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
+    if (exponent > 0)
+        rounded += (uint64_t)(exponent - 1) << f.mantissa; /* the hidden bit adds the last one; so does a carry */
+    if (exponent > top || rounded >= (f.finite ? infinity | ones : infinity))
+        rounded = f.finite ? infinity | ones : infinity;
+    return sign | rounded;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_generic_body(const dtrain__cuda_generic_args *args, dtrain__cuda_at at,
+                                               dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)
+{
+    size_t from = (size_t)args->from.bytes, to = (size_t)args->to.bytes;
+    (void)shared, (void)own, (void)phase;
+    for (size_t i = at.block * at.threads + at.thread; i < args->count; i += at.blocks * at.threads) {
+        uint64_t wide = dtrain__cuda_widen_generic(dtrain__cuda_element(args->in + i * from, from), args->from);
+        dtrain__cuda_element_store(args->out + i * to, to, dtrain__cuda_narrow_generic(wide, args->to));
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_generic, dtrain__cuda_generic_args, dtrain__cuda_none, dtrain__cuda_none,
+                    DTRAIN__CUDA_THREADS, 1)
+
+static cudaError_t dtrain__cuda_convert_generic(dtrain_device *device, const void *in, dtrain__cuda_format from,
+                                                void *out, dtrain__cuda_format to, size_t count)
+{
+    dtrain__cuda_walk walk = dtrain__cuda_walk_make(0, 1, count);
+    dtrain__cuda_generic_args args = {(const unsigned char *)in, (unsigned char *)out, count, from, to};
+    return dtrain__cuda_generic_launch(dtrain__cuda_queue_of(device)->stream,
+                                       dtrain__cuda_walk_blocks(device, &walk, 1), &args);
+}
+
+static dtrain_status dtrain__cuda_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
+                                          dtrain_dtype to, size_t count)
+{
+    typedef cudaError_t (*launch)(cudaStream_t, size_t, const dtrain__cuda_convert_args *);
+    dtrain__cuda_format f = dtrain__cuda_format_of(from), t = dtrain__cuda_format_of(to);
+    size_t wide = (size_t)(f.bytes > t.bytes ? f.bytes : t.bytes), lanes = 16 / wide;
+    uint32_t heads = dtrain__cuda_heads(in, (size_t)f.bytes, lanes) & dtrain__cuda_heads(out, (size_t)t.bytes, lanes);
+    dtrain__cuda_convert_args args = {in, out, dtrain__cuda_walk_make(heads, lanes, count), wide, lanes};
+    launch kernel = from == to                                ? dtrain__cuda_same_launch
+                    : from == DTRAIN_F32 && to == DTRAIN_BF16 ? dtrain__cuda_narrow_bf16_launch
+                    : from == DTRAIN_F32 && to == DTRAIN_F16  ? dtrain__cuda_narrow_f16_launch
+                    : from == DTRAIN_BF16 && to == DTRAIN_F32 ? dtrain__cuda_widen_bf16_launch
+                    : from == DTRAIN_F16 && to == DTRAIN_F32  ? dtrain__cuda_widen_f16_launch
+                                                              : NULL;
+    dtrain_status status;
+    cudaError_t error;
+    if (count == 0)
+        return DTRAIN_OK;
+    status = dtrain__cuda_memory(device, "device_convert", "in", in, count * (size_t)f.bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_memory(device, "device_convert", "out", out, count * (size_t)t.bytes);
+    if (status != DTRAIN_OK)
+        return status;
+    if (kernel == NULL)
+        error = dtrain__cuda_convert_generic(device, in, f, out, t, count);
+    else
+        error = kernel(dtrain__cuda_queue_of(device)->stream,
+                       dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_CONVERT_GROUPS), &args);
+    return dtrain__cuda_status(device, "device_convert", error);
+}
+
+#endif
+
+/* ---- >>cuda-fold ----
+ * The reduction of >>fold: element i of n inputs becomes one value by the tree order, stored to m outputs. A thread
+ * reads all inputs of its elements before it writes one. Float sums and products follow the tree: one, two, four and
+ * eight inputs unrolled, any other number eight at a time under a binary counter of partial results, which gives the
+ * same tree. What is exact in any order (integers, least and greatest) is folded from left to right. */
+#ifndef DTRAIN__CUDA_FOLD
+#define DTRAIN__CUDA_FOLD
+
+#define DTRAIN__CUDA_FOLD_MOST 64 /* inputs, and outputs */
+
+/* What becomes of a sum. A division by a power of two is a product, which is rounded alike. */
+enum { DTRAIN__CUDA_FOLD_AS_IS, DTRAIN__CUDA_FOLD_MULTIPLY, DTRAIN__CUDA_FOLD_DIVIDE };
+
+typedef struct dtrain__cuda_fold {
+    const void *in[DTRAIN__CUDA_FOLD_MOST];
+    void *out[DTRAIN__CUDA_FOLD_MOST];
+    dtrain__cuda_walk walk;
+    int n, m, op, finish;
+    double by_f64;
+    float by_f32;
+    uint32_t flip; /* 1: integers have a sign */
+} dtrain__cuda_fold;
+
+/* Eight floats of 16 bits as float32: the low halves of four words, and the high ones. */
+typedef struct dtrain__cuda_wide {
+    dtrain__cuda_vector low, high;
+} dtrain__cuda_wide;
+
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_lane_u64(dtrain__cuda_vector v, int lane)
+{
+    return v.word[2 * lane] | (uint64_t)v.word[2 * lane + 1] << 32;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_lane_u64_set(dtrain__cuda_vector *v, int lane, uint64_t bits)
+{
+    v->word[2 * lane] = (uint32_t)bits;
+    v->word[2 * lane + 1] = (uint32_t)(bits >> 32);
+}
+
+DTRAIN__CUDA_FN double dtrain__cuda_lane_f64(dtrain__cuda_vector v, int lane)
+{
+    uint64_t bits = dtrain__cuda_lane_u64(v, lane);
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane, double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    dtrain__cuda_lane_u64_set(v, lane, bits);
+}
+
+/* ---- a op b, lane by lane ---- */
+
+/* r, whose words are each `expression` of a and b, words of left and right. */
+#define DTRAIN__CUDA_WORDS(expression)                                                                                 \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                    \
+    {                                                                                                                  \
+        uint32_t a = left.word[i], b = right.word[i];                                                                  \
+        r.word[i] = expression;                                                                                        \
+    }
+
+#define DTRAIN__CUDA_LONGS(expression)                                                                                 \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)                                                                    \
+    {                                                                                                                  \
+        uint64_t a = dtrain__cuda_lane_u64(left, i), b = dtrain__cuda_lane_u64(right, i);                              \
+        dtrain__cuda_lane_u64_set(&r, i, expression);                                                                  \
+    }
+
+/* Sums and products of floats. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_f32(int op, dtrain__cuda_vector left, dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    if (op == DTRAIN_PROD)
+        DTRAIN__CUDA_WORDS(
+            dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(a), dtrain__cuda_float_of(b))))
+    else
+        DTRAIN__CUDA_WORDS(
+            dtrain__cuda_bits_f32(dtrain__cuda_add_f32(dtrain__cuda_float_of(a), dtrain__cuda_float_of(b))))
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_f64(int op, dtrain__cuda_vector left, dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        double a = dtrain__cuda_lane_f64(left, i), b = dtrain__cuda_lane_f64(right, i);
+        dtrain__cuda_lane_f64_set(&r, i, op == DTRAIN_PROD ? dtrain__cuda_mul_f64(a, b) : dtrain__cuda_add_f64(a, b));
+    }
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wide left, dtrain__cuda_wide right)
+{
+    dtrain__cuda_wide r;
+    r.low = dtrain__cuda_join_f32(op, left.low, right.low);
+    r.high = dtrain__cuda_join_f32(op, left.high, right.high);
+    return r;
+}
+
+/* The order of bits: -0 below +0, a NaN before all. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_pick_f32(int op, uint32_t a, uint32_t b)
+{
+    int32_t left = (int32_t)(a ^ (a >> 31) * 0x7fffffffu), right = (int32_t)(b ^ (b >> 31) * 0x7fffffffu);
+    if ((a & 0x7fffffffu) > 0x7f800000u)
+        return a;
+    if ((b & 0x7fffffffu) > 0x7f800000u)
+        return b;
+    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
+}
+
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_pick_f64(int op, uint64_t a, uint64_t b)
+{
+    const uint64_t size = 0x7fffffffffffffffu, infinity = 0x7ff0000000000000u;
+    int64_t left = (int64_t)(a ^ (a >> 63) * size), right = (int64_t)(b ^ (b >> 63) * size);
+    if ((a & size) > infinity)
+        return a;
+    if ((b & size) > infinity)
+        return b;
+    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f32(int op, uint32_t flip, dtrain__cuda_vector left,
+                                                           dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    (void)flip;
+    DTRAIN__CUDA_WORDS(dtrain__cuda_pick_f32(op, a, b))
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f64(int op, uint32_t flip, dtrain__cuda_vector left,
+                                                           dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    (void)flip;
+    DTRAIN__CUDA_LONGS(dtrain__cuda_pick_f64(op, a, b))
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip, dtrain__cuda_wide left,
+                                                          dtrain__cuda_wide right)
+{
+    dtrain__cuda_wide r;
+    r.low = dtrain__cuda_least_f32(op, flip, left.low, right.low);
+    r.high = dtrain__cuda_least_f32(op, flip, left.high, right.high);
+    return r;
+}
+
+/* Integers: flip turns the order of those with a sign into that of those without. */
+#define DTRAIN__CUDA_INTS(name, type, top, lanes)                                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left,                          \
+                                             dtrain__cuda_vector right)                                                \
+    {                                                                                                                  \
+        dtrain__cuda_vector r;                                                                                         \
+        type sign = (type)flip << (top);                                                                               \
+        switch (op) {                                                                                                  \
+        case DTRAIN_SUM: lanes(a + b) break;                                                                           \
+        case DTRAIN_PROD: lanes(a *b) break;                                                                           \
+        case DTRAIN_MIN: lanes((a ^ sign) < (b ^ sign) ? a : b) break;                                                 \
+        case DTRAIN_MAX: lanes((a ^ sign) > (b ^ sign) ? a : b) break;                                                 \
+        case DTRAIN_AND: lanes(a &b) break;                                                                            \
+        case DTRAIN_OR: lanes(a | b) break;                                                                            \
+        default: lanes(a ^ b)                                                                                          \
+        }                                                                                                              \
+        return r;                                                                                                      \
+    }
+
+DTRAIN__CUDA_INTS(dtrain__cuda_join_u32, uint32_t, 31, DTRAIN__CUDA_WORDS)
+DTRAIN__CUDA_INTS(dtrain__cuda_join_u64, uint64_t, 63, DTRAIN__CUDA_LONGS)
+
+/* Four bytes of a word. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_bytes(int op, uint32_t flip, uint32_t left, uint32_t right)
+{
+    uint32_t r = 0, sign = flip << 7;
+    if (op == DTRAIN_SUM) /* seven bits of each, which do not carry into the next, and the eighth without its carry */
+        return ((left & 0x7f7f7f7fu) + (right & 0x7f7f7f7fu)) ^ ((left ^ right) & 0x80808080u);
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 32; i += 8)
+    {
+        uint32_t a = left >> i & 0xffu, b = right >> i & 0xffu;
+        uint32_t below = (a ^ sign) < (b ^ sign), one = below == (uint32_t)(op == DTRAIN_MIN) ? a : b;
+        r |= (op == DTRAIN_PROD ? a * b & 0xffu : one) << i;
+    }
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_u8(int op, uint32_t flip, dtrain__cuda_vector left,
+                                                         dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    if (op >= DTRAIN_AND)
+        return dtrain__cuda_join_u32(op, 0, left, right);
+    DTRAIN__CUDA_WORDS(dtrain__cuda_bytes(op, flip, a, b))
+    return r;
+}
+
+/* ---- into partial results, and out of them ---- */
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_partial_same(dtrain__cuda_vector v)
+{
+    return v;
+}
+
+#define DTRAIN__CUDA_PARTIAL(kind)                                                                                     \
+    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
+    {                                                                                                                  \
+        dtrain__cuda_wide wide;                                                                                        \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
+        {                                                                                                              \
+            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
+            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
+        }                                                                                                              \
+        return wide;                                                                                                   \
+    }
+
+DTRAIN__CUDA_PARTIAL(f16)
+DTRAIN__CUDA_PARTIAL(bf16)
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_same(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
+{
+    (void)args;
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f32(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
+{
+    float by = args->by_f32;
+    if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
+            dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), by));
+    else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
+            dtrain__cuda_bits_f32(dtrain__cuda_div_f32(dtrain__cuda_float_of(v.word[i]), by));
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
+{
+    double by = args->by_f64;
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        double x = dtrain__cuda_lane_f64(v, i);
+        if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(x, by));
+        else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
+            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_div_f64(x, by));
+    }
+    return v;
+}
+
+#define DTRAIN__CUDA_FINISH(kind)                                                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_##kind(const dtrain__cuda_fold *args, dtrain__cuda_wide w) \
+    {                                                                                                                  \
+        dtrain__cuda_vector v, low = dtrain__cuda_finish_f32(args, w.low);                                             \
+        dtrain__cuda_vector high = dtrain__cuda_finish_f32(args, w.high);                                              \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
+            dtrain__cuda_both_##kind(dtrain__cuda_float_of(low.word[i]), dtrain__cuda_float_of(high.word[i]));         \
+        return v;                                                                                                      \
+    }
+
+DTRAIN__CUDA_FINISH(f16)
+DTRAIN__CUDA_FINISH(bf16)
+
+DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size_t element, size_t width, int whole,
+                                             dtrain__cuda_vector v)
+{
+    for (int k = 0; k < args->m; k++)
+        dtrain__cuda_store(args->out[k], element, width, whole, v);
+}
+
+/* ---- kernels ---- */
+
+/* Sums of `inputs` (1, 2, 4 or 8) inputs. */
+#define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width)                              \
+    typedef struct name##_held {                                                                                       \
+        dtrain__cuda_vector in[inputs];                                                                                \
+    } name##_held;                                                                                                     \
+    DTRAIN__CUDA_FN name##_held name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                  \
+    {                                                                                                                  \
+        name##_held held;                                                                                              \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) held.in[k] =                                            \
+            dtrain__cuda_load(args->in[k], element, width, whole);                                                     \
+        return held;                                                                                                   \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole,                        \
+                                      const name##_held *held)                                                         \
+    {                                                                                                                  \
+        wide part[inputs];                                                                                             \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) part[k] = partial(held->in[k]);                         \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < (inputs); step *= 2)                                             \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < (inputs); k += 2 * step) part[k] =                          \
+                join(DTRAIN_SUM, part[k], part[k + step]);                                                             \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0]));                                   \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, 16 / (width), unroll)
+
+/* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
+ * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
+#define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width)                                               \
+    DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole)              \
+    {                                                                                                                  \
+        dtrain__cuda_vector in[8];                                                                                     \
+        wide part[8];                                                                                                  \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) in[k] =                                                        \
+            dtrain__cuda_load(args->in[from + k], element, width, whole);                                              \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) part[k] = partial(in[k]);                                      \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < 8; step *= 2)                                                    \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < 8; k += 2 * step) part[k] =                                 \
+                join(args->op, part[k], part[k + step]);                                                               \
+        return part[0];                                                                                                \
+    }                                                                                                                  \
+    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */         \
+    DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole)     \
+    {                                                                                                                  \
+        dtrain__cuda_vector in[7];                                                                                     \
+        wide four, two, one;                                                                                           \
+        int op = args->op;                                                                                             \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 7; k++)                                                                \
+        {                                                                                                              \
+            int has = some & (k < 4 ? 4 : k < 6 ? 2 : 1), at = k < 4 ? k : k < 6 ? (some & 4) + k - 4 : some & 6;      \
+            in[k] = dtrain__cuda_load(args->in[from + (has ? at : 0)], element, width, whole);                         \
+        }                                                                                                              \
+        four = join(op, join(op, partial(in[0]), partial(in[1])), join(op, partial(in[2]), partial(in[3])));           \
+        two = join(op, partial(in[4]), partial(in[5]));                                                                \
+        one = partial(in[6]);                                                                                          \
+        if (some & 2)                                                                                                  \
+            one = some & 1 ? join(op, two, one) : two;                                                                 \
+        if (some & 4)                                                                                                  \
+            one = some & 3 ? join(op, four, one) : four;                                                               \
+        return one;                                                                                                    \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
+    {                                                                                                                  \
+        int eights = args->n / 8, some = args->n % 8, op = args->op, has = some != 0;                                  \
+        wide p, p8, p16, p32;                                                                                          \
+        memset(&p8, 0, sizeof p8);                                                                                     \
+        p = p16 = p32 = p8;                                                                                            \
+        for (int k = 0; k < eights; k++) {                                                                             \
+            p = name##_eight(args, 8 * k, element, whole);                                                             \
+            if (k & 1)                                                                                                 \
+                p = join(op, p8, p);                                                                                   \
+            if ((k & 3) == 3)                                                                                          \
+                p = join(op, p16, p);                                                                                  \
+            if ((k & 7) == 7)                                                                                          \
+                p = join(op, p32, p);                                                                                  \
+            p8 = (k & 1) == 0 ? p : p8;                                                                                \
+            p16 = (k & 3) == 1 ? p : p16;                                                                              \
+            p32 = (k & 7) == 3 ? p : p32;                                                                              \
+        }                                                                                                              \
+        if (has)                                                                                                       \
+            p = name##_rest(args, 8 * eights, some, element, whole);                                                   \
+        if (eights & 1)                                                                                                \
+            p = has ? join(op, p8, p) : p8;                                                                            \
+        has |= eights & 1;                                                                                             \
+        if (eights & 2)                                                                                                \
+            p = has ? join(op, p16, p) : p16;                                                                          \
+        has |= eights & 2;                                                                                             \
+        if (eights & 4)                                                                                                \
+            p = has ? join(op, p32, p) : p32;                                                                          \
+        return p;                                                                                                      \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
+    {                                                                                                                  \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+
+/* What is exact in any order: four inputs at a time, from left to right. */
+#define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width)                                                \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
+    {                                                                                                                  \
+        wide p = partial(dtrain__cuda_load(args->in[0], element, width, whole));                                       \
+        for (int from = 1; from < args->n; from += 4) {                                                                \
+            dtrain__cuda_vector in[4];                                                                                 \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) in[k] =                                                    \
+                dtrain__cuda_load(args->in[from + k < args->n ? from + k : 0], element, width, whole);                 \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) if (from + k < args->n) p =                                \
+                join(args->op, args->flip, p, partial(in[k]));                                                         \
+        }                                                                                                              \
+        return p;                                                                                                      \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
+    {                                                                                                                  \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+
+/* The groups a thread loads before it stores the first; the number of inputs times this are in flight. */
+#define DTRAIN__CUDA_FOLD_GROUPS_1 4
+#define DTRAIN__CUDA_FOLD_GROUPS_2 4
+#define DTRAIN__CUDA_FOLD_GROUPS_4 2
+#define DTRAIN__CUDA_FOLD_GROUPS_8 1
+
+#define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width)                                               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, DTRAIN__CUDA_FOLD_GROUPS_1, wide, partial, join, finish, width)               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, DTRAIN__CUDA_FOLD_GROUPS_2, wide, partial, join, finish, width)               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, DTRAIN__CUDA_FOLD_GROUPS_4, wide, partial, join, finish, width)               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, DTRAIN__CUDA_FOLD_GROUPS_8, wide, partial, join, finish, width)
+
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+                       dtrain__cuda_finish_f32, 4)
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_f16, 2)
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_bf16, 2)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f64,
+                       dtrain__cuda_finish_f64, 8)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+                       dtrain__cuda_finish_f32, 4)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_f16, 2)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_bf16, 2)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f64,
+                      dtrain__cuda_finish_same, 8)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f32,
+                      dtrain__cuda_finish_same, 4)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_least_wide,
+                      dtrain__cuda_finish_f16, 2)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_least_wide,
+                      dtrain__cuda_finish_bf16, 2)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u8, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u8,
+                      dtrain__cuda_finish_same, 1)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u32,
+                      dtrain__cuda_finish_same, 4)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u64,
+                      dtrain__cuda_finish_same, 8)
+
+/* ---- the operation ---- */
+
+typedef cudaError_t (*dtrain__cuda_fold_launch)(cudaStream_t stream, size_t blocks, const dtrain__cuda_fold *args);
+
+/* The kernel of sums of n inputs, and the groups that its threads hold; NULL where none is unrolled. */
+static dtrain__cuda_fold_launch dtrain__cuda_fold_sum(dtrain_dtype dtype, int n, size_t *unroll)
+{
+    static const dtrain__cuda_fold_launch launches[3][4] = {
+        {dtrain__cuda_sum_f32_1_launch, dtrain__cuda_sum_f32_2_launch, dtrain__cuda_sum_f32_4_launch,
+         dtrain__cuda_sum_f32_8_launch},
+        {dtrain__cuda_sum_f16_1_launch, dtrain__cuda_sum_f16_2_launch, dtrain__cuda_sum_f16_4_launch,
+         dtrain__cuda_sum_f16_8_launch},
+        {dtrain__cuda_sum_bf16_1_launch, dtrain__cuda_sum_bf16_2_launch, dtrain__cuda_sum_bf16_4_launch,
+         dtrain__cuda_sum_bf16_8_launch}};
+    static const size_t unrolls[4] = {DTRAIN__CUDA_FOLD_GROUPS_1, DTRAIN__CUDA_FOLD_GROUPS_2,
+                                      DTRAIN__CUDA_FOLD_GROUPS_4, DTRAIN__CUDA_FOLD_GROUPS_8};
+    int row = dtype == DTRAIN_F32 ? 0 : dtype == DTRAIN_F16 ? 1 : dtype == DTRAIN_BF16 ? 2 : -1;
+    int column = n == 1 ? 0 : n == 2 ? 1 : n == 4 ? 2 : n == 8 ? 3 : -1;
+    if (row < 0 || column < 0)
+        return NULL;
+    *unroll = unrolls[column];
+    return launches[row][column];
+}
+
+static dtrain__cuda_fold_launch dtrain__cuda_fold_any(dtrain_dtype dtype, int tree)
+{
+    switch (dtype) {
+    case DTRAIN_F64: return tree ? dtrain__cuda_tree_f64_launch : dtrain__cuda_row_f64_launch;
+    case DTRAIN_F32: return tree ? dtrain__cuda_tree_f32_launch : dtrain__cuda_row_f32_launch;
+    case DTRAIN_F16: return tree ? dtrain__cuda_tree_f16_launch : dtrain__cuda_row_f16_launch;
+    case DTRAIN_BF16: return tree ? dtrain__cuda_tree_bf16_launch : dtrain__cuda_row_bf16_launch;
+    case DTRAIN_I8:
+    case DTRAIN_U8: return dtrain__cuda_row_u8_launch;
+    case DTRAIN_I32:
+    case DTRAIN_U32: return dtrain__cuda_row_u32_launch;
+    default: return dtrain__cuda_row_u64_launch;
+    }
+}
+
+/* How a mean ends. A power of two is told by its bits; its inverse must be normal too. */
+static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype, double divisor)
+{
+    uint64_t bits;
+    memcpy(&bits, &divisor, sizeof bits);
+    int exponent = (int)(bits >> 52) - 1023, most = dtype == DTRAIN_F64 ? 1022 : 126; /* a sign makes it larger */
+    args->finish = DTRAIN__CUDA_FOLD_DIVIDE;
+    if (bits << 12 == 0 && exponent >= -most && exponent <= most) {
+        args->finish = exponent == 0 ? DTRAIN__CUDA_FOLD_AS_IS : DTRAIN__CUDA_FOLD_MULTIPLY;
+        bits = (uint64_t)(1023 - exponent) << 52;
+        memcpy(&divisor, &bits, sizeof bits);
+    }
+    args->by_f64 = divisor;
+    dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1); /* whatever the CPU's floating-point mode */
+}
+
+static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__cuda_fold *args, const void *const *in,
+                                                void *const *out, size_t width, size_t begin, size_t count)
+{
+    size_t lanes = 16 / width;
+    uint32_t heads = ~(uint32_t)0;
+    dtrain_status status = DTRAIN_OK;
+    for (int k = 0; k < args->n && status == DTRAIN_OK; k++) {
+        args->in[k] = (const unsigned char *)in[k] + begin * width;
+        heads &= dtrain__cuda_heads(args->in[k], width, lanes);
+        status = dtrain__cuda_memory(device, "device_reduce", "an input", args->in[k], count * width);
+    }
+    for (int k = 0; k < args->m && status == DTRAIN_OK; k++) {
+        args->out[k] = (unsigned char *)out[k] + begin * width;
+        heads &= dtrain__cuda_heads(args->out[k], width, lanes);
+        status = dtrain__cuda_memory(device, "device_reduce", "an output", args->out[k], count * width);
+    }
+    args->walk = dtrain__cuda_walk_make(heads, lanes, count);
+    return status;
+}
+
+static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
+                                         const void *const *in, int n, void *const *out, int m, size_t begin,
+                                         size_t count)
+{
+    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
+    size_t width = dtrain_dtype_bits(dtype) / 8, unroll = 1;
+    dtrain__cuda_fold_launch launch = sum ? dtrain__cuda_fold_sum(dtype, n, &unroll) : NULL;
+    dtrain__cuda_fold args;
+    dtrain_status status;
+    if (count == 0)
+        return DTRAIN_OK;
+    memset(&args, 0, sizeof args);
+    args.n = n;
+    args.m = m;
+    args.op = (int)(sum ? DTRAIN_SUM : op);
+    args.flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
+    if (op == DTRAIN_MEAN)
+        dtrain__cuda_fold_finish(&args, dtype, divisor);
+    status = dtrain__cuda_fold_pointers(device, &args, in, out, width, begin, count);
+    if (status != DTRAIN_OK)
+        return status;
+    if (launch == NULL)
+        launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
+    return dtrain__cuda_status(
+        device, "device_reduce",
+        launch(dtrain__cuda_queue_of(device)->stream, dtrain__cuda_walk_blocks(device, &args.walk, unroll), &args));
+}
+
+#endif
+
+/* ---- >>cuda-elementwise ----
+ * Scale, axpy and the search for what is not finite, with the bits of >>vector: a product is rounded before it is added
+ * to anything, and 16-bit floats go through float32 and are rounded once. */
+#ifndef DTRAIN__CUDA_ELEMENTWISE
+#define DTRAIN__CUDA_ELEMENTWISE
+
+#define DTRAIN__CUDA_ELEMENTWISE_GROUPS 4 /* a thread, loaded before the first is stored */
+
+typedef struct dtrain__cuda_axpy_args {
+    const void *x; /* NULL: y[i] = by * y[i] */
+    void *y;
+    dtrain__cuda_walk walk;
+    double by_f64;
+    float by_f32;
+} dtrain__cuda_axpy_args;
+
+typedef struct dtrain__cuda_axpy_held {
+    dtrain__cuda_vector y, x;
+} dtrain__cuda_axpy_held;
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_scaled_f64(const dtrain__cuda_axpy_args *args, dtrain__cuda_vector v)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+        dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(args->by_f64, dtrain__cuda_lane_f64(v, i)));
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_scaled_f32(const dtrain__cuda_axpy_args *args, dtrain__cuda_vector v)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
+        dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(args->by_f32, dtrain__cuda_float_of(v.word[i])));
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_scaled_wide(const dtrain__cuda_axpy_args *args, dtrain__cuda_wide v)
+{
+    v.low = dtrain__cuda_scaled_f32(args, v.low);
+    v.high = dtrain__cuda_scaled_f32(args, v.high);
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_same(dtrain__cuda_vector v)
+{
+    return v;
+}
+
+#define DTRAIN__CUDA_ROUNDED(kind)                                                                                     \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w)                               \
+    {                                                                                                                  \
+        dtrain__cuda_vector v;                                                                                         \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
+            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i]));     \
+        return v;                                                                                                      \
+    }
+
+DTRAIN__CUDA_ROUNDED(f16)
+DTRAIN__CUDA_ROUNDED(bf16)
+
+#define DTRAIN__CUDA_SCALE(name, partial, scaled, rounded, width)                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)     \
+    {                                                                                                                  \
+        return dtrain__cuda_load(args->y, element, width, whole);                                                      \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
+                                      const dtrain__cuda_vector *held)                                                 \
+    {                                                                                                                  \
+        dtrain__cuda_store(args->y, element, width, whole, rounded(scaled(args, partial(*held))));                     \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_vector, 16 / (width),                          \
+                             DTRAIN__CUDA_ELEMENTWISE_GROUPS)
+
+#define DTRAIN__CUDA_AXPY(name, partial, scaled, join, rounded, width)                                                 \
+    DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)  \
+    {                                                                                                                  \
+        dtrain__cuda_axpy_held held;                                                                                   \
+        held.y = dtrain__cuda_load(args->y, element, width, whole);                                                    \
+        held.x = dtrain__cuda_load(args->x, element, width, whole);                                                    \
+        return held;                                                                                                   \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
+                                      const dtrain__cuda_axpy_held *held)                                              \
+    {                                                                                                                  \
+        dtrain__cuda_store(args->y, element, width, whole,                                                             \
+                           rounded(join(DTRAIN_SUM, partial(held->y), scaled(args, partial(held->x)))));               \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_axpy_held, 16 / (width),                       \
+                             DTRAIN__CUDA_ELEMENTWISE_GROUPS)
+
+DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f64, dtrain__cuda_partial_same, dtrain__cuda_scaled_f64,
+                   dtrain__cuda_rounded_same, 8)
+DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f32, dtrain__cuda_partial_same, dtrain__cuda_scaled_f32,
+                   dtrain__cuda_rounded_same, 4)
+DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f16, dtrain__cuda_partial_f16, dtrain__cuda_scaled_wide, dtrain__cuda_rounded_f16,
+                   2)
+DTRAIN__CUDA_SCALE(dtrain__cuda_scale_bf16, dtrain__cuda_partial_bf16, dtrain__cuda_scaled_wide,
+                   dtrain__cuda_rounded_bf16, 2)
+DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f64, dtrain__cuda_partial_same, dtrain__cuda_scaled_f64, dtrain__cuda_join_f64,
+                  dtrain__cuda_rounded_same, 8)
+DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f32, dtrain__cuda_partial_same, dtrain__cuda_scaled_f32, dtrain__cuda_join_f32,
+                  dtrain__cuda_rounded_same, 4)
+DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f16, dtrain__cuda_partial_f16, dtrain__cuda_scaled_wide, dtrain__cuda_join_wide,
+                  dtrain__cuda_rounded_f16, 2)
+DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_bf16, dtrain__cuda_partial_bf16, dtrain__cuda_scaled_wide, dtrain__cuda_join_wide,
+                  dtrain__cuda_rounded_bf16, 2)
+
+/* y = by * y, or y + by * x. */
+static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *call, dtrain_dtype dtype, void *y,
+                                           double by, const void *x, size_t count)
+{
+    typedef cudaError_t (*launch)(cudaStream_t, size_t, const dtrain__cuda_axpy_args *);
+    static const launch launches[4][2] = {{dtrain__cuda_scale_f64_launch, dtrain__cuda_axpy_f64_launch},
+                                          {dtrain__cuda_scale_f32_launch, dtrain__cuda_axpy_f32_launch},
+                                          {dtrain__cuda_scale_f16_launch, dtrain__cuda_axpy_f16_launch},
+                                          {dtrain__cuda_scale_bf16_launch, dtrain__cuda_axpy_bf16_launch}};
+    int row = dtype == DTRAIN_F64 ? 0 : dtype == DTRAIN_F32 ? 1 : dtype == DTRAIN_F16 ? 2 : 3;
+    size_t width = dtrain_dtype_bits(dtype) / 8, lanes = 16 / width;
+    uint32_t heads = dtrain__cuda_heads(y, width, lanes) & dtrain__cuda_heads(x != NULL ? x : y, width, lanes);
+    dtrain__cuda_axpy_args args = {x, y, dtrain__cuda_walk_make(heads, lanes, count), by, 0};
+    dtrain_status status;
+    if (count == 0)
+        return DTRAIN_OK;
+    dtrain_convert(&by, DTRAIN_F64, &args.by_f32, DTRAIN_F32, 1); /* whatever the CPU's floating-point mode */
+    status = dtrain__cuda_memory(device, call, x != NULL ? "y" : "x", y, count * width);
+    if (status == DTRAIN_OK && x != NULL)
+        status = dtrain__cuda_memory(device, call, "x", x, count * width);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__cuda_status(
+        device, call,
+        launches[row][x != NULL](dtrain__cuda_queue_of(device)->stream,
+                                 dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_ELEMENTWISE_GROUPS), &args));
+}
+
+static dtrain_status dtrain__cuda_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor, size_t count)
+{
+    return dtrain__cuda_axpy_any(device, "device_scale", dtype, x, factor, NULL, count);
+}
+
+static dtrain_status dtrain__cuda_axpy(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha, const void *x,
+                                       size_t count)
+{
+    return dtrain__cuda_axpy_any(device, "device_axpy", dtype, y, alpha, x, count);
+}
+
+/* What is not finite has an exponent of ones. A word holds that of a float32, those of two floats of 16 bits, or, where
+ * it is odd, that of a float64. */
+typedef struct dtrain__cuda_overflow_args {
+    const void *x;
+    uint32_t *found;
+    dtrain__cuda_walk walk;
+    size_t width, lanes;
+    uint32_t exponents[2]; /* in a word; the same where there is one */
+} dtrain__cuda_overflow_args;
+
+/* The least of what exponents lack of ones: 0 where something is not finite. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_overflow_lacks(const dtrain__cuda_overflow_args *args, dtrain__cuda_vector v)
+{
+    uint32_t least = 0xffffffffu;
+    DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++)
+    {
+        uint32_t word = v.word[args->width == 8 ? k | 1 : k], low = ~word & args->exponents[0];
+        uint32_t high = ~word & args->exponents[1];
+        least = low < least ? low : least;
+        least = high < least ? high : least;
+    }
+    return least;
+}
+
+/* All that find something write the same 1, and none waits for another; who sees it goes home. It is asked for behind
+ * the loads, so that these do not wait for it. */
+DTRAIN__CUDA_FN void dtrain__cuda_overflow_any_body(const dtrain__cuda_overflow_args *args, dtrain__cuda_at at,
+                                                    dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)
+{
+    const size_t unroll = DTRAIN__CUDA_ELEMENTWISE_GROUPS, threads = at.threads, groups = args->walk.groups;
+    volatile uint32_t *found = args->found;
+    int bad = 0;
+    (void)shared, (void)own, (void)phase;
+    for (size_t first = at.block * threads * unroll + at.thread; first < groups && !bad;
+         first += at.blocks * threads * unroll) {
+        dtrain__cuda_vector held[DTRAIN__CUDA_ELEMENTWISE_GROUPS];
+        DTRAIN__CUDA_UNROLL for (size_t u = 0; u < unroll; u++)
+        {
+            size_t group = first + u * threads < groups ? first + u * threads : first;
+            held[u] = dtrain__cuda_load(args->x, args->walk.head + group * args->lanes, args->width, 1);
+        }
+        if (*found == 1)
+            return;
+        DTRAIN__CUDA_UNROLL for (size_t u = 0; u < unroll; u++) bad |= dtrain__cuda_overflow_lacks(args, held[u]) == 0;
+    }
+    for (size_t i = at.block * threads + at.thread; i < args->walk.singles && !bad; i += at.blocks * threads) {
+        size_t element = i < args->walk.head ? i : i + groups * args->lanes;
+        dtrain__cuda_vector one = dtrain__cuda_load(args->x, element, args->width, 0);
+        bad = dtrain__cuda_overflow_lacks(args, one) == 0;
+    }
+    if (bad)
+        *found = 1;
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_overflow_any, dtrain__cuda_overflow_args, dtrain__cuda_none, dtrain__cuda_none,
+                    DTRAIN__CUDA_THREADS, 1)
+
+static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,
+                                           uint32_t *found)
+{
+    uint32_t exponent = dtype == DTRAIN_F64 ? 0x7ff00000u : dtype == DTRAIN_F16 ? 0x7c00u : 0x7f80u;
+    size_t width = dtrain_dtype_bits(dtype) / 8, lanes = 16 / width;
+    dtrain__cuda_overflow_args args;
+    dtrain_status status;
+    if (count == 0)
+        return DTRAIN_OK;
+    status = dtrain__cuda_memory(device, "device_overflow", "x", x, count * width);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_memory(device, "device_overflow", "found", found, sizeof *found);
+    if (status != DTRAIN_OK)
+        return status;
+    args.x = x;
+    args.found = found;
+    args.walk = dtrain__cuda_walk_make(dtrain__cuda_heads(x, width, lanes), lanes, count);
+    args.width = width;
+    args.lanes = lanes;
+    args.exponents[0] = dtype == DTRAIN_F32 ? 0x7f800000u : exponent;
+    args.exponents[1] = width == 2 ? exponent << 16 : args.exponents[0];
+    return dtrain__cuda_status(
+        device, "device_overflow",
+        dtrain__cuda_overflow_any_launch(dtrain__cuda_queue_of(device)->stream,
+                                         dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_ELEMENTWISE_GROUPS),
+                                         &args));
+}
+
+#endif
+
+/* ---- >>cuda-optimizer ----
+ * AdamW and SGD in one pass over memory, with the operations of >>train-kernels in their order, each rounded by itself;
+ * the new parameters go out as BF16 too where a copy is asked for. */
+#ifndef DTRAIN__CUDA_OPTIMIZER
+#define DTRAIN__CUDA_OPTIMIZER
+
+#define DTRAIN__CUDA_OPTIMIZER_GROUPS 2 /* a thread, loaded from each array before the first is stored */
+
+typedef struct dtrain__cuda_adamw_args {
+    dtrain_device_adamw_step step;
+    dtrain__cuda_walk walk;
+} dtrain__cuda_adamw_args;
+
+typedef struct dtrain__cuda_sgd_args {
+    dtrain_device_sgd_step step;
+    dtrain__cuda_walk walk;
+    int decays, remembers; /* a coupled decay; a velocity */
+} dtrain__cuda_sgd_args;
+
+typedef struct dtrain__cuda_step_held {
+    dtrain__cuda_vector p, g, m, v; /* m: SGD's velocity, too */
+} dtrain__cuda_step_held;
+
+DTRAIN__CUDA_FN void dtrain__cuda_step_copy(uint16_t *copy, size_t element, int whole, dtrain__cuda_vector p)
+{
+    uint64_t bits = 0;
+    if (copy == NULL)
+        return;
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) bits |=
+        (uint64_t)dtrain__cuda_bf16_of(dtrain__cuda_float_of(p.word[i])) << 16 * i;
+    dtrain__cuda_store_half(copy, element, whole, bits);
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_step_held dtrain__cuda_adamw_all_load(const dtrain__cuda_adamw_args *args, size_t element,
+                                                                   int whole)
+{
+    dtrain__cuda_step_held held;
+    held.p = dtrain__cuda_load(args->step.params, element, 4, whole);
+    held.g = dtrain__cuda_load(args->step.grads, element, 4, whole);
+    held.m = dtrain__cuda_load(args->step.m, element, 4, whole);
+    held.v = dtrain__cuda_load(args->step.v, element, 4, whole);
+    return held;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_adamw_one(const dtrain_device_adamw_step *c, uint32_t *p_bits, uint32_t g_bits,
+                                            uint32_t *m_bits, uint32_t *v_bits)
+{
+    float p = dtrain__cuda_float_of(*p_bits), g = dtrain__cuda_float_of(g_bits);
+    float m = dtrain__cuda_float_of(*m_bits), v = dtrain__cuda_float_of(*v_bits);
+    float grown = dtrain__cuda_mul_f32(g, c->rest1),
+          square = dtrain__cuda_mul_f32(dtrain__cuda_mul_f32(g, g), c->rest2);
+    float spread, change;
+    m = dtrain__cuda_add_f32(dtrain__cuda_mul_f32(m, c->beta1), grown);
+    v = dtrain__cuda_add_f32(dtrain__cuda_mul_f32(v, c->beta2), square);
+    spread = dtrain__cuda_mul_f32(dtrain__cuda_sqrt_f32(v), c->root);
+    change = dtrain__cuda_mul_f32(dtrain__cuda_div_f32(m, dtrain__cuda_add_f32(spread, c->eps)), c->rate);
+    *p_bits = dtrain__cuda_bits_f32(dtrain__cuda_sub_f32(dtrain__cuda_mul_f32(p, c->keep), change));
+    *m_bits = dtrain__cuda_bits_f32(m);
+    *v_bits = dtrain__cuda_bits_f32(v);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_adamw_all_store(const dtrain__cuda_adamw_args *args, size_t element, int whole,
+                                                  dtrain__cuda_step_held *held)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)
+        dtrain__cuda_adamw_one(&args->step, &held->p.word[i], held->g.word[i], &held->m.word[i], &held->v.word[i]);
+    dtrain__cuda_store(args->step.m, element, 4, whole, held->m);
+    dtrain__cuda_store(args->step.v, element, 4, whole, held->v);
+    dtrain__cuda_store(args->step.params, element, 4, whole, held->p);
+    dtrain__cuda_step_copy(args->step.copy, element, whole, held->p);
+}
+
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_adamw_all, dtrain__cuda_adamw_args, dtrain__cuda_step_held, 4,
+                         DTRAIN__CUDA_OPTIMIZER_GROUPS)
+
+DTRAIN__CUDA_FN dtrain__cuda_step_held dtrain__cuda_sgd_all_load(const dtrain__cuda_sgd_args *args, size_t element,
+                                                                 int whole)
+{
+    dtrain__cuda_step_held held;
+    held.p = dtrain__cuda_load(args->step.params, element, 4, whole);
+    held.g = dtrain__cuda_load(args->step.grads, element, 4, whole);
+    held.m = args->remembers ? dtrain__cuda_load(args->step.velocity, element, 4, whole) : held.g;
+    held.v = held.m; /* unused */
+    return held;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_sgd_one(const dtrain__cuda_sgd_args *args, uint32_t *p_bits, uint32_t g_bits,
+                                          uint32_t *m_bits)
+{
+    const dtrain_device_sgd_step *c = &args->step;
+    float p = dtrain__cuda_float_of(*p_bits), g = dtrain__cuda_float_of(g_bits);
+    if (args->decays)
+        g = dtrain__cuda_add_f32(g, dtrain__cuda_mul_f32(p, c->coupled));
+    if (args->remembers) {
+        float v = dtrain__cuda_add_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(*m_bits), c->momentum), g);
+        g = c->nesterov ? dtrain__cuda_add_f32(g, dtrain__cuda_mul_f32(v, c->momentum)) : v;
+        *m_bits = dtrain__cuda_bits_f32(v);
+    }
+    p = dtrain__cuda_sub_f32(dtrain__cuda_mul_f32(p, c->keep), dtrain__cuda_mul_f32(g, c->lr));
+    *p_bits = dtrain__cuda_bits_f32(p);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_sgd_all_store(const dtrain__cuda_sgd_args *args, size_t element, int whole,
+                                                dtrain__cuda_step_held *held)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)
+        dtrain__cuda_sgd_one(args, &held->p.word[i], held->g.word[i], &held->m.word[i]);
+    if (args->remembers)
+        dtrain__cuda_store(args->step.velocity, element, 4, whole, held->m);
+    dtrain__cuda_store(args->step.params, element, 4, whole, held->p);
+    dtrain__cuda_step_copy(args->step.copy, element, whole, held->p);
+}
+
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_sgd_all, dtrain__cuda_sgd_args, dtrain__cuda_step_held, 4,
+                         DTRAIN__CUDA_OPTIMIZER_GROUPS)
+
+/* One array of a step: checked, and its heads joined to the others'. NULL is no array. */
+static dtrain_status dtrain__cuda_step_array(dtrain_device *device, const char *call, const char *what,
+                                             const void *pointer, size_t width, size_t count, uint32_t *heads)
+{
+    if (pointer == NULL)
+        return DTRAIN_OK;
+    *heads &= dtrain__cuda_heads(pointer, width, 4);
+    return dtrain__cuda_memory(device, call, what, pointer, count * width);
+}
+
+static dtrain_status dtrain__cuda_adamw(dtrain_device *device, const dtrain_device_adamw_step *step)
+{
+    uint32_t heads = ~(uint32_t)0;
+    size_t count = step->count;
+    dtrain__cuda_adamw_args args;
+    dtrain_status status;
+    if (count == 0)
+        return DTRAIN_OK;
+    status = dtrain__cuda_step_array(device, "device_adamw", "params", step->params, 4, count, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_step_array(device, "device_adamw", "grads", step->grads, 4, count, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_step_array(device, "device_adamw", "m", step->m, 4, count, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_step_array(device, "device_adamw", "v", step->v, 4, count, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_step_array(device, "device_adamw", "copy", step->copy, 2, count, &heads);
+    if (status != DTRAIN_OK)
+        return status;
+    args.step = *step;
+    args.walk = dtrain__cuda_walk_make(heads, 4, count);
+    return dtrain__cuda_status(device, "device_adamw",
+                               dtrain__cuda_adamw_all_launch(
+                                   dtrain__cuda_queue_of(device)->stream,
+                                   dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_OPTIMIZER_GROUPS), &args));
+}
+
+static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device_sgd_step *step)
+{
+    uint32_t heads = ~(uint32_t)0, coupled;
+    size_t count = step->count;
+    dtrain__cuda_sgd_args args;
+    dtrain_status status;
+    if (count == 0)
+        return DTRAIN_OK;
+    status = dtrain__cuda_step_array(device, "device_sgd", "params", step->params, 4, count, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_step_array(device, "device_sgd", "grads", step->grads, 4, count, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_step_array(device, "device_sgd", "velocity", step->velocity, 4, count, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_step_array(device, "device_sgd", "copy", step->copy, 2, count, &heads);
+    if (status != DTRAIN_OK)
+        return status;
+    args.step = *step;
+    args.walk = dtrain__cuda_walk_make(heads, 4, count);
+    memcpy(&coupled, &step->coupled, sizeof coupled);
+    args.decays = coupled << 1 != 0; /* by its bits: the CPU may take a subnormal for zero */
+    args.remembers = step->velocity != NULL;
+    return dtrain__cuda_status(device, "device_sgd",
+                               dtrain__cuda_sgd_all_launch(
+                                   dtrain__cuda_queue_of(device)->stream,
+                                   dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_OPTIMIZER_GROUPS), &args));
+}
+
+#endif
+
 /* ---- >>cuda-create ----
  * The table of operations, and devices made and freed. Stands last: it knows every operation. */
 #ifndef DTRAIN__CUDA_CREATE
@@ -1140,6 +2540,21 @@ DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, void *event), (device, e
 DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, void *event), (device, event))
 DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, void *event, int *done), (device, event, done))
 
+DTRAIN__CUDA_ROW(convert,
+                 (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),
+                 (device, in, from, out, to, count))
+DTRAIN__CUDA_ROW(reduce,
+                 (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in,
+                  int n, void *const *out, int m, size_t begin, size_t count),
+                 (device, dtype, op, divisor, in, n, out, m, begin, count))
+DTRAIN__CUDA_ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count),
+                 (device, dtype, x, factor, count))
+DTRAIN__CUDA_ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count),
+                 (device, dtype, y, alpha, x, count))
+DTRAIN__CUDA_ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step))
+DTRAIN__CUDA_ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))
+DTRAIN__CUDA_ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),
+                 (device, dtype, x, count, found))
 
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
@@ -1152,13 +2567,13 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_event_record,
     dtrain__cuda_row_event_await,
     dtrain__cuda_row_event_done,
-    NULL, /* convert */
-    NULL, /* reduce */
-    NULL, /* scale */
-    NULL, /* axpy */
-    NULL, /* adamw */
-    NULL, /* sgd */
-    NULL, /* overflow */
+    dtrain__cuda_row_convert,
+    dtrain__cuda_row_reduce,
+    dtrain__cuda_row_scale,
+    dtrain__cuda_row_axpy,
+    dtrain__cuda_row_adamw,
+    dtrain__cuda_row_sgd,
+    dtrain__cuda_row_overflow,
     NULL, /* squares */
     NULL, /* clip */
     NULL, /* selection_create */

@@ -4,6 +4,10 @@
 #define DTRAIN__CUDA_CREATE
 #include "queue.cu"
 #include "copy.cu"
+#include "convert.cu"
+#include "fold.cu"
+#include "elementwise.cu"
+#include "optimizer.cu"
 
 /* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
 #define DTRAIN__CUDA_ROW(name, parameters, arguments)                                                                  \
@@ -39,6 +43,21 @@ DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, void *event), (device, e
 DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, void *event), (device, event))
 DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, void *event, int *done), (device, event, done))
 
+DTRAIN__CUDA_ROW(convert,
+                 (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),
+                 (device, in, from, out, to, count))
+DTRAIN__CUDA_ROW(reduce,
+                 (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in,
+                  int n, void *const *out, int m, size_t begin, size_t count),
+                 (device, dtype, op, divisor, in, n, out, m, begin, count))
+DTRAIN__CUDA_ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count),
+                 (device, dtype, x, factor, count))
+DTRAIN__CUDA_ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count),
+                 (device, dtype, y, alpha, x, count))
+DTRAIN__CUDA_ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step))
+DTRAIN__CUDA_ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))
+DTRAIN__CUDA_ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),
+                 (device, dtype, x, count, found))
 
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
@@ -51,13 +70,13 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_event_record,
     dtrain__cuda_row_event_await,
     dtrain__cuda_row_event_done,
-    NULL, /* convert */
-    NULL, /* reduce */
-    NULL, /* scale */
-    NULL, /* axpy */
-    NULL, /* adamw */
-    NULL, /* sgd */
-    NULL, /* overflow */
+    dtrain__cuda_row_convert,
+    dtrain__cuda_row_reduce,
+    dtrain__cuda_row_scale,
+    dtrain__cuda_row_axpy,
+    dtrain__cuda_row_adamw,
+    dtrain__cuda_row_sgd,
+    dtrain__cuda_row_overflow,
     NULL, /* squares */
     NULL, /* clip */
     NULL, /* selection_create */

@@ -1,0 +1,538 @@
+/* ---- >>cuda-fold ----
+ * The reduction of >>fold: element i of n inputs becomes one value by the tree order, stored to m outputs. A thread
+ * reads all inputs of its elements before it writes one. Float sums and products follow the tree: one, two, four and
+ * eight inputs unrolled, any other number eight at a time under a binary counter of partial results, which gives the
+ * same tree. What is exact in any order (integers, least and greatest) is folded from left to right. */
+#ifndef DTRAIN__CUDA_FOLD
+#define DTRAIN__CUDA_FOLD
+#include "walk.cu"
+#include "convert.cu"
+
+#define DTRAIN__CUDA_FOLD_MOST 64 /* inputs, and outputs */
+
+/* What becomes of a sum. A division by a power of two is a product, which is rounded alike. */
+enum { DTRAIN__CUDA_FOLD_AS_IS, DTRAIN__CUDA_FOLD_MULTIPLY, DTRAIN__CUDA_FOLD_DIVIDE };
+
+typedef struct dtrain__cuda_fold {
+    const void *in[DTRAIN__CUDA_FOLD_MOST];
+    void *out[DTRAIN__CUDA_FOLD_MOST];
+    dtrain__cuda_walk walk;
+    int n, m, op, finish;
+    double by_f64;
+    float by_f32;
+    uint32_t flip; /* 1: integers have a sign */
+} dtrain__cuda_fold;
+
+/* Eight floats of 16 bits as float32: the low halves of four words, and the high ones. */
+typedef struct dtrain__cuda_wide {
+    dtrain__cuda_vector low, high;
+} dtrain__cuda_wide;
+
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_lane_u64(dtrain__cuda_vector v, int lane)
+{
+    return v.word[2 * lane] | (uint64_t)v.word[2 * lane + 1] << 32;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_lane_u64_set(dtrain__cuda_vector *v, int lane, uint64_t bits)
+{
+    v->word[2 * lane] = (uint32_t)bits;
+    v->word[2 * lane + 1] = (uint32_t)(bits >> 32);
+}
+
+DTRAIN__CUDA_FN double dtrain__cuda_lane_f64(dtrain__cuda_vector v, int lane)
+{
+    uint64_t bits = dtrain__cuda_lane_u64(v, lane);
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane, double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    dtrain__cuda_lane_u64_set(v, lane, bits);
+}
+
+/* ---- a op b, lane by lane ---- */
+
+/* r, whose words are each `expression` of a and b, words of left and right. */
+#define DTRAIN__CUDA_WORDS(expression)                                                                                 \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                    \
+    {                                                                                                                  \
+        uint32_t a = left.word[i], b = right.word[i];                                                                  \
+        r.word[i] = expression;                                                                                        \
+    }
+
+#define DTRAIN__CUDA_LONGS(expression)                                                                                 \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)                                                                    \
+    {                                                                                                                  \
+        uint64_t a = dtrain__cuda_lane_u64(left, i), b = dtrain__cuda_lane_u64(right, i);                              \
+        dtrain__cuda_lane_u64_set(&r, i, expression);                                                                  \
+    }
+
+/* Sums and products of floats. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_f32(int op, dtrain__cuda_vector left, dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    if (op == DTRAIN_PROD)
+        DTRAIN__CUDA_WORDS(
+            dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(a), dtrain__cuda_float_of(b))))
+    else
+        DTRAIN__CUDA_WORDS(
+            dtrain__cuda_bits_f32(dtrain__cuda_add_f32(dtrain__cuda_float_of(a), dtrain__cuda_float_of(b))))
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_f64(int op, dtrain__cuda_vector left, dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        double a = dtrain__cuda_lane_f64(left, i), b = dtrain__cuda_lane_f64(right, i);
+        dtrain__cuda_lane_f64_set(&r, i, op == DTRAIN_PROD ? dtrain__cuda_mul_f64(a, b) : dtrain__cuda_add_f64(a, b));
+    }
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wide left, dtrain__cuda_wide right)
+{
+    dtrain__cuda_wide r;
+    r.low = dtrain__cuda_join_f32(op, left.low, right.low);
+    r.high = dtrain__cuda_join_f32(op, left.high, right.high);
+    return r;
+}
+
+/* The order of bits: -0 below +0, a NaN before all. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_pick_f32(int op, uint32_t a, uint32_t b)
+{
+    int32_t left = (int32_t)(a ^ (a >> 31) * 0x7fffffffu), right = (int32_t)(b ^ (b >> 31) * 0x7fffffffu);
+    if ((a & 0x7fffffffu) > 0x7f800000u)
+        return a;
+    if ((b & 0x7fffffffu) > 0x7f800000u)
+        return b;
+    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
+}
+
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_pick_f64(int op, uint64_t a, uint64_t b)
+{
+    const uint64_t size = 0x7fffffffffffffffu, infinity = 0x7ff0000000000000u;
+    int64_t left = (int64_t)(a ^ (a >> 63) * size), right = (int64_t)(b ^ (b >> 63) * size);
+    if ((a & size) > infinity)
+        return a;
+    if ((b & size) > infinity)
+        return b;
+    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f32(int op, uint32_t flip, dtrain__cuda_vector left,
+                                                           dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    (void)flip;
+    DTRAIN__CUDA_WORDS(dtrain__cuda_pick_f32(op, a, b))
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f64(int op, uint32_t flip, dtrain__cuda_vector left,
+                                                           dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    (void)flip;
+    DTRAIN__CUDA_LONGS(dtrain__cuda_pick_f64(op, a, b))
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip, dtrain__cuda_wide left,
+                                                          dtrain__cuda_wide right)
+{
+    dtrain__cuda_wide r;
+    r.low = dtrain__cuda_least_f32(op, flip, left.low, right.low);
+    r.high = dtrain__cuda_least_f32(op, flip, left.high, right.high);
+    return r;
+}
+
+/* Integers: flip turns the order of those with a sign into that of those without. */
+#define DTRAIN__CUDA_INTS(name, type, top, lanes)                                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left,                          \
+                                             dtrain__cuda_vector right)                                                \
+    {                                                                                                                  \
+        dtrain__cuda_vector r;                                                                                         \
+        type sign = (type)flip << (top);                                                                               \
+        switch (op) {                                                                                                  \
+        case DTRAIN_SUM: lanes(a + b) break;                                                                           \
+        case DTRAIN_PROD: lanes(a *b) break;                                                                           \
+        case DTRAIN_MIN: lanes((a ^ sign) < (b ^ sign) ? a : b) break;                                                 \
+        case DTRAIN_MAX: lanes((a ^ sign) > (b ^ sign) ? a : b) break;                                                 \
+        case DTRAIN_AND: lanes(a &b) break;                                                                            \
+        case DTRAIN_OR: lanes(a | b) break;                                                                            \
+        default: lanes(a ^ b)                                                                                          \
+        }                                                                                                              \
+        return r;                                                                                                      \
+    }
+
+DTRAIN__CUDA_INTS(dtrain__cuda_join_u32, uint32_t, 31, DTRAIN__CUDA_WORDS)
+DTRAIN__CUDA_INTS(dtrain__cuda_join_u64, uint64_t, 63, DTRAIN__CUDA_LONGS)
+
+/* Four bytes of a word. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_bytes(int op, uint32_t flip, uint32_t left, uint32_t right)
+{
+    uint32_t r = 0, sign = flip << 7;
+    if (op == DTRAIN_SUM) /* seven bits of each, which do not carry into the next, and the eighth without its carry */
+        return ((left & 0x7f7f7f7fu) + (right & 0x7f7f7f7fu)) ^ ((left ^ right) & 0x80808080u);
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 32; i += 8)
+    {
+        uint32_t a = left >> i & 0xffu, b = right >> i & 0xffu;
+        uint32_t below = (a ^ sign) < (b ^ sign), one = below == (uint32_t)(op == DTRAIN_MIN) ? a : b;
+        r |= (op == DTRAIN_PROD ? a * b & 0xffu : one) << i;
+    }
+    return r;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_u8(int op, uint32_t flip, dtrain__cuda_vector left,
+                                                         dtrain__cuda_vector right)
+{
+    dtrain__cuda_vector r;
+    if (op >= DTRAIN_AND)
+        return dtrain__cuda_join_u32(op, 0, left, right);
+    DTRAIN__CUDA_WORDS(dtrain__cuda_bytes(op, flip, a, b))
+    return r;
+}
+
+/* ---- into partial results, and out of them ---- */
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_partial_same(dtrain__cuda_vector v)
+{
+    return v;
+}
+
+#define DTRAIN__CUDA_PARTIAL(kind)                                                                                     \
+    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
+    {                                                                                                                  \
+        dtrain__cuda_wide wide;                                                                                        \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
+        {                                                                                                              \
+            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
+            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
+        }                                                                                                              \
+        return wide;                                                                                                   \
+    }
+
+DTRAIN__CUDA_PARTIAL(f16)
+DTRAIN__CUDA_PARTIAL(bf16)
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_same(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
+{
+    (void)args;
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f32(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
+{
+    float by = args->by_f32;
+    if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
+            dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), by));
+    else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
+            dtrain__cuda_bits_f32(dtrain__cuda_div_f32(dtrain__cuda_float_of(v.word[i]), by));
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
+{
+    double by = args->by_f64;
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+    {
+        double x = dtrain__cuda_lane_f64(v, i);
+        if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(x, by));
+        else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
+            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_div_f64(x, by));
+    }
+    return v;
+}
+
+#define DTRAIN__CUDA_FINISH(kind)                                                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_##kind(const dtrain__cuda_fold *args, dtrain__cuda_wide w) \
+    {                                                                                                                  \
+        dtrain__cuda_vector v, low = dtrain__cuda_finish_f32(args, w.low);                                             \
+        dtrain__cuda_vector high = dtrain__cuda_finish_f32(args, w.high);                                              \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
+            dtrain__cuda_both_##kind(dtrain__cuda_float_of(low.word[i]), dtrain__cuda_float_of(high.word[i]));         \
+        return v;                                                                                                      \
+    }
+
+DTRAIN__CUDA_FINISH(f16)
+DTRAIN__CUDA_FINISH(bf16)
+
+DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size_t element, size_t width, int whole,
+                                             dtrain__cuda_vector v)
+{
+    for (int k = 0; k < args->m; k++)
+        dtrain__cuda_store(args->out[k], element, width, whole, v);
+}
+
+/* ---- kernels ---- */
+
+/* Sums of `inputs` (1, 2, 4 or 8) inputs. */
+#define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width)                              \
+    typedef struct name##_held {                                                                                       \
+        dtrain__cuda_vector in[inputs];                                                                                \
+    } name##_held;                                                                                                     \
+    DTRAIN__CUDA_FN name##_held name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                  \
+    {                                                                                                                  \
+        name##_held held;                                                                                              \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) held.in[k] =                                            \
+            dtrain__cuda_load(args->in[k], element, width, whole);                                                     \
+        return held;                                                                                                   \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole,                        \
+                                      const name##_held *held)                                                         \
+    {                                                                                                                  \
+        wide part[inputs];                                                                                             \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) part[k] = partial(held->in[k]);                         \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < (inputs); step *= 2)                                             \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < (inputs); k += 2 * step) part[k] =                          \
+                join(DTRAIN_SUM, part[k], part[k + step]);                                                             \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0]));                                   \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, 16 / (width), unroll)
+
+/* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
+ * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
+#define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width)                                               \
+    DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole)              \
+    {                                                                                                                  \
+        dtrain__cuda_vector in[8];                                                                                     \
+        wide part[8];                                                                                                  \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) in[k] =                                                        \
+            dtrain__cuda_load(args->in[from + k], element, width, whole);                                              \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) part[k] = partial(in[k]);                                      \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < 8; step *= 2)                                                    \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < 8; k += 2 * step) part[k] =                                 \
+                join(args->op, part[k], part[k + step]);                                                               \
+        return part[0];                                                                                                \
+    }                                                                                                                  \
+    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */         \
+    DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole)     \
+    {                                                                                                                  \
+        dtrain__cuda_vector in[7];                                                                                     \
+        wide four, two, one;                                                                                           \
+        int op = args->op;                                                                                             \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 7; k++)                                                                \
+        {                                                                                                              \
+            int has = some & (k < 4 ? 4 : k < 6 ? 2 : 1), at = k < 4 ? k : k < 6 ? (some & 4) + k - 4 : some & 6;      \
+            in[k] = dtrain__cuda_load(args->in[from + (has ? at : 0)], element, width, whole);                         \
+        }                                                                                                              \
+        four = join(op, join(op, partial(in[0]), partial(in[1])), join(op, partial(in[2]), partial(in[3])));           \
+        two = join(op, partial(in[4]), partial(in[5]));                                                                \
+        one = partial(in[6]);                                                                                          \
+        if (some & 2)                                                                                                  \
+            one = some & 1 ? join(op, two, one) : two;                                                                 \
+        if (some & 4)                                                                                                  \
+            one = some & 3 ? join(op, four, one) : four;                                                               \
+        return one;                                                                                                    \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
+    {                                                                                                                  \
+        int eights = args->n / 8, some = args->n % 8, op = args->op, has = some != 0;                                  \
+        wide p, p8, p16, p32;                                                                                          \
+        memset(&p8, 0, sizeof p8);                                                                                     \
+        p = p16 = p32 = p8;                                                                                            \
+        for (int k = 0; k < eights; k++) {                                                                             \
+            p = name##_eight(args, 8 * k, element, whole);                                                             \
+            if (k & 1)                                                                                                 \
+                p = join(op, p8, p);                                                                                   \
+            if ((k & 3) == 3)                                                                                          \
+                p = join(op, p16, p);                                                                                  \
+            if ((k & 7) == 7)                                                                                          \
+                p = join(op, p32, p);                                                                                  \
+            p8 = (k & 1) == 0 ? p : p8;                                                                                \
+            p16 = (k & 3) == 1 ? p : p16;                                                                              \
+            p32 = (k & 7) == 3 ? p : p32;                                                                              \
+        }                                                                                                              \
+        if (has)                                                                                                       \
+            p = name##_rest(args, 8 * eights, some, element, whole);                                                   \
+        if (eights & 1)                                                                                                \
+            p = has ? join(op, p8, p) : p8;                                                                            \
+        has |= eights & 1;                                                                                             \
+        if (eights & 2)                                                                                                \
+            p = has ? join(op, p16, p) : p16;                                                                          \
+        has |= eights & 2;                                                                                             \
+        if (eights & 4)                                                                                                \
+            p = has ? join(op, p32, p) : p32;                                                                          \
+        return p;                                                                                                      \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
+    {                                                                                                                  \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+
+/* What is exact in any order: four inputs at a time, from left to right. */
+#define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width)                                                \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
+    {                                                                                                                  \
+        wide p = partial(dtrain__cuda_load(args->in[0], element, width, whole));                                       \
+        for (int from = 1; from < args->n; from += 4) {                                                                \
+            dtrain__cuda_vector in[4];                                                                                 \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) in[k] =                                                    \
+                dtrain__cuda_load(args->in[from + k < args->n ? from + k : 0], element, width, whole);                 \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) if (from + k < args->n) p =                                \
+                join(args->op, args->flip, p, partial(in[k]));                                                         \
+        }                                                                                                              \
+        return p;                                                                                                      \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
+    {                                                                                                                  \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
+    }                                                                                                                  \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+
+/* The groups a thread loads before it stores the first; the number of inputs times this are in flight. */
+#define DTRAIN__CUDA_FOLD_GROUPS_1 4
+#define DTRAIN__CUDA_FOLD_GROUPS_2 4
+#define DTRAIN__CUDA_FOLD_GROUPS_4 2
+#define DTRAIN__CUDA_FOLD_GROUPS_8 1
+
+#define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width)                                               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, DTRAIN__CUDA_FOLD_GROUPS_1, wide, partial, join, finish, width)               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, DTRAIN__CUDA_FOLD_GROUPS_2, wide, partial, join, finish, width)               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, DTRAIN__CUDA_FOLD_GROUPS_4, wide, partial, join, finish, width)               \
+    DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, DTRAIN__CUDA_FOLD_GROUPS_8, wide, partial, join, finish, width)
+
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+                       dtrain__cuda_finish_f32, 4)
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_f16, 2)
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_bf16, 2)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f64,
+                       dtrain__cuda_finish_f64, 8)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+                       dtrain__cuda_finish_f32, 4)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_f16, 2)
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
+                       dtrain__cuda_finish_bf16, 2)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f64,
+                      dtrain__cuda_finish_same, 8)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f32,
+                      dtrain__cuda_finish_same, 4)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_least_wide,
+                      dtrain__cuda_finish_f16, 2)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_least_wide,
+                      dtrain__cuda_finish_bf16, 2)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u8, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u8,
+                      dtrain__cuda_finish_same, 1)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u32,
+                      dtrain__cuda_finish_same, 4)
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u64,
+                      dtrain__cuda_finish_same, 8)
+
+/* ---- the operation ---- */
+
+typedef cudaError_t (*dtrain__cuda_fold_launch)(cudaStream_t stream, size_t blocks, const dtrain__cuda_fold *args);
+
+/* The kernel of sums of n inputs, and the groups that its threads hold; NULL where none is unrolled. */
+static dtrain__cuda_fold_launch dtrain__cuda_fold_sum(dtrain_dtype dtype, int n, size_t *unroll)
+{
+    static const dtrain__cuda_fold_launch launches[3][4] = {
+        {dtrain__cuda_sum_f32_1_launch, dtrain__cuda_sum_f32_2_launch, dtrain__cuda_sum_f32_4_launch,
+         dtrain__cuda_sum_f32_8_launch},
+        {dtrain__cuda_sum_f16_1_launch, dtrain__cuda_sum_f16_2_launch, dtrain__cuda_sum_f16_4_launch,
+         dtrain__cuda_sum_f16_8_launch},
+        {dtrain__cuda_sum_bf16_1_launch, dtrain__cuda_sum_bf16_2_launch, dtrain__cuda_sum_bf16_4_launch,
+         dtrain__cuda_sum_bf16_8_launch}};
+    static const size_t unrolls[4] = {DTRAIN__CUDA_FOLD_GROUPS_1, DTRAIN__CUDA_FOLD_GROUPS_2,
+                                      DTRAIN__CUDA_FOLD_GROUPS_4, DTRAIN__CUDA_FOLD_GROUPS_8};
+    int row = dtype == DTRAIN_F32 ? 0 : dtype == DTRAIN_F16 ? 1 : dtype == DTRAIN_BF16 ? 2 : -1;
+    int column = n == 1 ? 0 : n == 2 ? 1 : n == 4 ? 2 : n == 8 ? 3 : -1;
+    if (row < 0 || column < 0)
+        return NULL;
+    *unroll = unrolls[column];
+    return launches[row][column];
+}
+
+static dtrain__cuda_fold_launch dtrain__cuda_fold_any(dtrain_dtype dtype, int tree)
+{
+    switch (dtype) {
+    case DTRAIN_F64: return tree ? dtrain__cuda_tree_f64_launch : dtrain__cuda_row_f64_launch;
+    case DTRAIN_F32: return tree ? dtrain__cuda_tree_f32_launch : dtrain__cuda_row_f32_launch;
+    case DTRAIN_F16: return tree ? dtrain__cuda_tree_f16_launch : dtrain__cuda_row_f16_launch;
+    case DTRAIN_BF16: return tree ? dtrain__cuda_tree_bf16_launch : dtrain__cuda_row_bf16_launch;
+    case DTRAIN_I8:
+    case DTRAIN_U8: return dtrain__cuda_row_u8_launch;
+    case DTRAIN_I32:
+    case DTRAIN_U32: return dtrain__cuda_row_u32_launch;
+    default: return dtrain__cuda_row_u64_launch;
+    }
+}
+
+/* How a mean ends. A power of two is told by its bits; its inverse must be normal too. */
+static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype, double divisor)
+{
+    uint64_t bits;
+    memcpy(&bits, &divisor, sizeof bits);
+    int exponent = (int)(bits >> 52) - 1023, most = dtype == DTRAIN_F64 ? 1022 : 126; /* a sign makes it larger */
+    args->finish = DTRAIN__CUDA_FOLD_DIVIDE;
+    if (bits << 12 == 0 && exponent >= -most && exponent <= most) {
+        args->finish = exponent == 0 ? DTRAIN__CUDA_FOLD_AS_IS : DTRAIN__CUDA_FOLD_MULTIPLY;
+        bits = (uint64_t)(1023 - exponent) << 52;
+        memcpy(&divisor, &bits, sizeof bits);
+    }
+    args->by_f64 = divisor;
+    dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1); /* whatever the CPU's floating-point mode */
+}
+
+static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__cuda_fold *args, const void *const *in,
+                                                void *const *out, size_t width, size_t begin, size_t count)
+{
+    size_t lanes = 16 / width;
+    uint32_t heads = ~(uint32_t)0;
+    dtrain_status status = DTRAIN_OK;
+    for (int k = 0; k < args->n && status == DTRAIN_OK; k++) {
+        args->in[k] = (const unsigned char *)in[k] + begin * width;
+        heads &= dtrain__cuda_heads(args->in[k], width, lanes);
+        status = dtrain__cuda_memory(device, "device_reduce", "an input", args->in[k], count * width);
+    }
+    for (int k = 0; k < args->m && status == DTRAIN_OK; k++) {
+        args->out[k] = (unsigned char *)out[k] + begin * width;
+        heads &= dtrain__cuda_heads(args->out[k], width, lanes);
+        status = dtrain__cuda_memory(device, "device_reduce", "an output", args->out[k], count * width);
+    }
+    args->walk = dtrain__cuda_walk_make(heads, lanes, count);
+    return status;
+}
+
+static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
+                                         const void *const *in, int n, void *const *out, int m, size_t begin,
+                                         size_t count)
+{
+    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
+    size_t width = dtrain_dtype_bits(dtype) / 8, unroll = 1;
+    dtrain__cuda_fold_launch launch = sum ? dtrain__cuda_fold_sum(dtype, n, &unroll) : NULL;
+    dtrain__cuda_fold args;
+    dtrain_status status;
+    if (count == 0)
+        return DTRAIN_OK;
+    memset(&args, 0, sizeof args);
+    args.n = n;
+    args.m = m;
+    args.op = (int)(sum ? DTRAIN_SUM : op);
+    args.flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
+    if (op == DTRAIN_MEAN)
+        dtrain__cuda_fold_finish(&args, dtype, divisor);
+    status = dtrain__cuda_fold_pointers(device, &args, in, out, width, begin, count);
+    if (status != DTRAIN_OK)
+        return status;
+    if (launch == NULL)
+        launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
+    return dtrain__cuda_status(
+        device, "device_reduce",
+        launch(dtrain__cuda_queue_of(device)->stream, dtrain__cuda_walk_blocks(device, &args.walk, unroll), &args));
+}
+
+#endif
