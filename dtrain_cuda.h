@@ -2501,6 +2501,1412 @@ static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device
 
 #endif
 
+/* ---- >>cuda-norm ----
+ * The exact sum of squares of >>norm on a GPU, and the clipping that stands on it. A square of a float32 is exact in
+ * float64. A thread adds squares to three float64 that are integers times powers of two: each starts at 1.5 times its
+ * anchor 2^(52 + p) and stays in that binade, so that its last place is worth 2^p throughout. An addition rounds to a
+ * multiple of 2^p, the difference to what was there is exact, and so is the rest (Fast2Sum), which goes to the next.
+ * With a window of squares in [2^(2b), 2^(2b + 76)), at most N = 2^10 of them, and g = 2b - 46, their last bit:
+ *
+ *   first    p = g + 82: at most N 2^(g + 122) = 2^(p + 50), and N roundings of half a place; rests up to 2^(g + 81)
+ *   second   p = g + 41: at most N 2^(g + 81) = 2^(p + 50), and N roundings of half a place; rests up to 2^(g + 40)
+ *   third    p = g:      at most N 2^(g + 40) = 2^(p + 50), multiples of 2^g: nothing is rounded
+ *
+ * All stay within 2^(p + 51), half a binade. A rest is exact: its last bit is the square's or higher, and either it is
+ * what was to be added, of 48 bits, or that reaches half a place, from which to its last bit are no more than 48. Each
+ * block places its window by the largest of its first numbers, each thread moves it up where it must; what lies below
+ * it goes to the block's limbs, one by one. The accumulators of a block are added as integers, go to limbs of 32 bits
+ * that carry at once, and these to those of the caller, which are carried by every call. Every addition is of integers,
+ * so that no grid and no order changes the sum.
+ *
+ *   source   Dekker, A floating-point technique for extending the available precision, 1971 (Fast2Sum)
+ *            Demmel, Nguyen, Parallel reproducible summation, IEEE Transactions on Computers 64(7), 2015 (anchors) */
+#ifndef DTRAIN__CUDA_NORM
+#define DTRAIN__CUDA_NORM
+
+#define DTRAIN__CUDA_NORM_THREADS 256
+#define DTRAIN__CUDA_NORM_DIGITS 20
+#define DTRAIN__CUDA_NORM_INFINITIES 20 /* limb of the caller's, and of a block's, where each counter has two words */
+#define DTRAIN__CUDA_NORM_NANS 22
+#define DTRAIN__CUDA_NORM_LOWEST (-298)
+#define DTRAIN__CUDA_NORM_BINADES 38u
+#define DTRAIN__CUDA_NORM_PLACES 41 /* between two accumulators */
+#define DTRAIN__CUDA_NORM_ABOVE 4u  /* binades that a window leaves above the largest number that placed it */
+#define DTRAIN__CUDA_NORM_ROUNDS 60 /* of 16 squares, which with those at the ends are fewer than 2^10 */
+#define DTRAIN__CUDA_INFINITY 0x7F800000u
+
+#ifdef DTRAIN_CUDA_EMULATE
+#define DTRAIN__CUDA_NORM_ROLLED
+#else
+#define DTRAIN__CUDA_NORM_ROLLED _Pragma("unroll 1")
+#endif
+
+/* float64 of float32 and back, with subnormals whatever the flags. */
+DTRAIN__CUDA_FN double dtrain__cuda_norm_widen(float x)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    return (double)x;
+#else
+    double result;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(x));
+    return result;
+#endif
+}
+
+DTRAIN__CUDA_FN float dtrain__cuda_norm_narrow(double x)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    return (float)x;
+#else
+    float result;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(x));
+    return result;
+#endif
+}
+
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_norm_bits(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+DTRAIN__CUDA_FN double dtrain__cuda_norm_double_of(uint64_t bits)
+{
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* How many numbers come before the first of `count` at a multiple of 16 bytes. */
+static size_t dtrain__cuda_norm_head(const float *x, size_t count)
+{
+    size_t head = (16 - ((uintptr_t)x & 15)) % 16 / sizeof(float);
+    return head < count ? head : count;
+}
+
+typedef struct dtrain__cuda_squares_args {
+    const float *x;
+    size_t count, head, vectors; /* of 4, after the head */
+    uint64_t *limbs;
+} dtrain__cuda_squares_args;
+
+typedef struct dtrain__cuda_squares_shared {
+    uint32_t limbs[24]; /* digits, and two counters of two words */
+    uint32_t first_top, top;
+    int64_t parts[3][DTRAIN__CUDA_NORM_THREADS], sums[3][16];
+} dtrain__cuda_squares_shared;
+
+/* A window holds what is from `lowest` on, for `span` of bits; the numbers' exponents, with their bias, are below
+ * top. */
+typedef struct dtrain__cuda_squares_own {
+    double sums[3];
+    uint32_t lowest, span, top;
+} dtrain__cuda_squares_own;
+
+/* Adds to one limb of a block's, and carries. */
+DTRAIN__CUDA_FN void dtrain__cuda_limb_add(uint32_t *limb, uint32_t value)
+{
+    for (; value != 0; limb++)
+        value = dtrain__cuda_atomic_add_u32(limb, value) > UINT32_MAX - value;
+}
+
+/* Bit 0 of limb 0 is worth 2^-298; the last place of the last accumulator of a window, and of a number's square, is
+ * worth so many bits more. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_position(uint32_t exponent)
+{
+    return exponent > 0 ? 2 * exponent - 2 : 0;
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_bottom(uint32_t top)
+{
+    return top - DTRAIN__CUDA_NORM_BINADES;
+}
+
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_squares_anchor(uint32_t top, int accumulator)
+{
+    int place = (int)dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top)) + DTRAIN__CUDA_NORM_LOWEST +
+                DTRAIN__CUDA_NORM_PLACES * (2 - accumulator);
+    return (uint64_t)(1023 + 52 + place) << 52 | (uint64_t)1 << 51;
+}
+
+/* The lowest window holds subnormals as well, whose last place is that of the smallest normal number. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_place(dtrain__cuda_squares_own *own, uint32_t top)
+{
+    uint32_t bottom = dtrain__cuda_squares_bottom(top);
+    own->top = top;
+    own->lowest = bottom > 1 ? bottom << 23 : 0;
+    own->span = (top << 23) - own->lowest;
+    for (int i = 0; i < 3; i++)
+        own->sums[i] = dtrain__cuda_norm_double_of(dtrain__cuda_squares_anchor(top, i));
+}
+
+/* The top of a window for numbers of up to this exponent. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_top(uint32_t exponent)
+{
+    uint32_t top = exponent + 1 + DTRAIN__CUDA_NORM_ABOVE, least = DTRAIN__CUDA_NORM_BINADES + 1;
+    return top < least ? least : top > 255 ? 255 : top;
+}
+
+/* What an accumulator holds, in its last places. */
+DTRAIN__CUDA_FN int64_t dtrain__cuda_squares_places(const dtrain__cuda_squares_own *own, int accumulator)
+{
+    return (int64_t)(dtrain__cuda_norm_bits(own->sums[accumulator]) -
+                     dtrain__cuda_squares_anchor(own->top, accumulator));
+}
+
+/* Adds a 2^82 + b 2^41 + c, which is not negative, and a below 2^60, in last places of the window of top. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_flush(uint32_t *limbs, uint32_t top, int64_t a, int64_t b, int64_t c)
+{
+    uint32_t position = dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top)), shift = position % 32;
+    uint64_t low = (uint64_t)c, middle = (uint64_t)(c >> 63), high = middle, carry;
+    low += (uint64_t)b << 41;
+    carry = low < (uint64_t)b << 41;
+    middle += carry;
+    high += middle < carry;
+    middle += (uint64_t)(b >> 23);
+    high += (uint64_t)(b >> 63) + (middle < (uint64_t)(b >> 23));
+    middle += (uint64_t)a << 18;
+    high += (uint64_t)(a >> 46) + (middle < (uint64_t)a << 18);
+    for (int i = 0; i < 3; i++) {
+        uint64_t word = i == 0 ? low : i == 1 ? middle : high;
+        uint64_t lower = (word & 0xFFFFFFFFu) << shift, upper = (word >> 32) << shift;
+        uint32_t *limb = limbs + position / 32 + 2 * i;
+        dtrain__cuda_limb_add(limb, (uint32_t)lower);
+        dtrain__cuda_limb_add(limb + 1, (uint32_t)(lower >> 32));
+        dtrain__cuda_limb_add(limb + 1, (uint32_t)upper);
+        dtrain__cuda_limb_add(limb + 2, (uint32_t)(upper >> 32));
+    }
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_squares_flush_own(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
+{
+    dtrain__cuda_squares_flush(shared->limbs, own->top, dtrain__cuda_squares_places(own, 0),
+                               dtrain__cuda_squares_places(own, 1), dtrain__cuda_squares_places(own, 2));
+    dtrain__cuda_squares_place(own, own->top);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_squares_accumulate(dtrain__cuda_squares_own *own, float number)
+{
+    double x = dtrain__cuda_norm_widen(number), rest = dtrain__cuda_mul_f64(x, x);
+    for (int i = 0; i < 2; i++) {
+        double sum = dtrain__cuda_add_f64(own->sums[i], rest);
+        rest = dtrain__cuda_sub_f64(rest, dtrain__cuda_sub_f64(sum, own->sums[i]));
+        own->sums[i] = sum;
+    }
+    own->sums[2] = dtrain__cuda_add_f64(own->sums[2], rest);
+}
+
+/* Says whether the window does not hold one of four numbers; it holds zero. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_misses(const dtrain__cuda_squares_own *own, dtrain__cuda_vector v)
+{
+    uint32_t misses = 0;
+    for (int i = 0; i < 4; i++) {
+        uint32_t key = v.word[i] & 0x7FFFFFFFu;
+        misses |= (uint32_t)(key - own->lowest >= own->span) & (uint32_t)(key != 0);
+    }
+    return misses;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_squares_take(dtrain__cuda_squares_own *own, dtrain__cuda_vector v)
+{
+    for (int i = 0; i < 4; i++)
+        dtrain__cuda_squares_accumulate(own, dtrain__cuda_float_of(v.word[i]));
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_squares_put(uint32_t *limbs, uint32_t key)
+{
+    uint32_t exponent = key >> 23, mantissa = (key & 0x7FFFFFu) | (exponent > 0 ? 0x800000u : 0);
+    uint32_t position = dtrain__cuda_squares_position(exponent), shift = position % 32;
+    uint64_t square = (uint64_t)mantissa * mantissa;
+    uint64_t lower = (square & 0xFFFFFFFFu) << shift, upper = (square >> 32) << shift;
+    dtrain__cuda_limb_add(limbs + position / 32, (uint32_t)lower);
+    dtrain__cuda_limb_add(limbs + position / 32 + 1, (uint32_t)(lower >> 32));
+    dtrain__cuda_limb_add(limbs + position / 32 + 1, (uint32_t)upper);
+    dtrain__cuda_limb_add(limbs + position / 32 + 2, (uint32_t)(upper >> 32));
+}
+
+/* Any number. A window moves by steps of 16 binades, so that threads' windows seldom differ. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_any(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
+                                              uint32_t key)
+{
+    if (key >= DTRAIN__CUDA_INFINITY) {
+        dtrain__cuda_limb_add(
+            shared->limbs + (key > DTRAIN__CUDA_INFINITY ? DTRAIN__CUDA_NORM_NANS : DTRAIN__CUDA_NORM_INFINITIES), 1);
+        return;
+    }
+    if (key < own->lowest) {
+        dtrain__cuda_squares_put(shared->limbs, key);
+        return;
+    }
+    if (key - own->lowest >= own->span) {
+        uint32_t top = (dtrain__cuda_squares_top(key >> 23) + 15) / 16 * 16;
+        dtrain__cuda_squares_flush_own(shared, own);
+        dtrain__cuda_squares_place(own, top < 255 ? top : 255);
+    }
+    dtrain__cuda_squares_accumulate(own, dtrain__cuda_float_of(key));
+}
+
+/* Takes `vectors` times 4 numbers, `stride` numbers from 4 to 4, not all of which the window holds. They are read
+ * again: few are, and registers are not indexed. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
+                                               const float *x, size_t stride, uint32_t vectors)
+{
+    DTRAIN__CUDA_NORM_ROLLED
+    for (uint32_t i = 0; i < 4 * vectors; i++)
+        dtrain__cuda_squares_any(shared, own, dtrain__cuda_bits_f32(x[i / 4 * stride + i % 4]) & 0x7FFFFFFFu);
+}
+
+/* The numbers before and after those at multiples of 16 bytes, at most 6. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_ends(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
+                                               dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
+{
+    size_t ends = args->count - 4 * args->vectors;
+    if (at.block > 0 || at.thread >= ends)
+        return;
+    uint32_t key = dtrain__cuda_bits_f32(args->x[at.thread < args->head ? at.thread : 4 * args->vectors + at.thread]) &
+                   0x7FFFFFFFu;
+    dtrain__cuda_squares_any(shared, own, key);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
+                                              dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
+{
+    const float *x = args->x + args->head;
+    const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)x;
+    size_t step = at.blocks * at.threads, i = at.block * at.threads + at.thread;
+    int rounds = 0;
+    DTRAIN__CUDA_NORM_ROLLED
+    for (; i < args->vectors && args->vectors - i > 3 * step; i += 4 * step) {
+        dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
+        /* The branch comes after all four loads, so that they are on their way together. */
+        if (dtrain__cuda_squares_misses(own, a) | dtrain__cuda_squares_misses(own, b) |
+            dtrain__cuda_squares_misses(own, c) | dtrain__cuda_squares_misses(own, d)) {
+            dtrain__cuda_squares_each(shared, own, x + 4 * i, 4 * step, 4);
+        } else {
+            dtrain__cuda_squares_take(own, a);
+            dtrain__cuda_squares_take(own, b);
+            dtrain__cuda_squares_take(own, c);
+            dtrain__cuda_squares_take(own, d);
+        }
+        if (++rounds < DTRAIN__CUDA_NORM_ROUNDS)
+            continue;
+        dtrain__cuda_squares_flush_own(shared, own);
+        rounds = 0;
+    }
+    DTRAIN__CUDA_NORM_ROLLED
+    for (; i < args->vectors; i += step)
+        dtrain__cuda_squares_each(shared, own, x + 4 * i, 0, 1);
+}
+
+/* The largest exponent of the block's first numbers. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_sample(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
+                                                 dtrain__cuda_squares_shared *shared)
+{
+    const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(args->x + args->head);
+    size_t i = at.block * at.threads + at.thread;
+    uint32_t top = dtrain__cuda_squares_top(0);
+    if (i < args->vectors) {
+        dtrain__cuda_vector sample = v[i];
+        for (int j = 0; j < 4; j++) {
+            uint32_t key = sample.word[j] & 0x7FFFFFFFu, its = dtrain__cuda_squares_top(key >> 23);
+            top = key < DTRAIN__CUDA_INFINITY && its > top ? its : top;
+        }
+    }
+    dtrain__cuda_atomic_max_u32(&shared->first_top, top);
+}
+
+/* Adds the block's limbs to the caller's. Block 0 carries these, by additions as well, so that it needs to wait for
+ * nobody: limbs stay below 2^45 with any number of calls. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_deliver(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
+                                                  const dtrain__cuda_squares_shared *shared)
+{
+    uint64_t value = 0, carry, before;
+    if (at.thread >= DTRAIN__CUDA_NORM_DIGITS + 2)
+        return;
+    if (at.thread < DTRAIN__CUDA_NORM_DIGITS) {
+        value = shared->limbs[at.thread];
+    } else {
+        uint32_t from = 2 * at.thread - DTRAIN__CUDA_NORM_DIGITS;
+        value = shared->limbs[from] | (uint64_t)shared->limbs[from + 1] << 32;
+    }
+    if (value == 0 && at.block > 0)
+        return;
+    before = dtrain__cuda_atomic_add_u64(args->limbs + at.thread, value);
+    if (at.block > 0 || at.thread >= DTRAIN__CUDA_NORM_DIGITS - 1)
+        return;
+    carry = (uint64_t)((int64_t)(before + value) >> 32);
+    if (carry != 0) {
+        dtrain__cuda_atomic_add_u64(args->limbs + at.thread, 0u - (carry << 32));
+        dtrain__cuda_atomic_add_u64(args->limbs + at.thread + 1, carry);
+    }
+}
+
+/* The accumulators of all threads whose window is the block's highest, as integers; the others go to the limbs. */
+DTRAIN__CUDA_FN void dtrain__cuda_squares_part(dtrain__cuda_at at, dtrain__cuda_squares_shared *shared,
+                                               dtrain__cuda_squares_own *own)
+{
+    if (own->top != shared->top)
+        dtrain__cuda_squares_flush_own(shared, own);
+    for (int i = 0; i < 3; i++)
+        shared->parts[i][at.thread] = dtrain__cuda_squares_places(own, i);
+}
+
+DTRAIN__CUDA_FN int64_t dtrain__cuda_squares_sum16(const int64_t *from)
+{
+    int64_t sum = 0;
+    for (int i = 0; i < 16; i++)
+        sum += from[i];
+    return sum;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_squares_run_body(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
+                                                   dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
+                                                   int phase)
+{
+    if (phase == 0) {
+        if (at.thread < 24)
+            shared->limbs[at.thread] = 0;
+        if (at.thread == 24)
+            shared->first_top = shared->top = 0;
+    } else if (phase == 1) {
+        dtrain__cuda_squares_sample(args, at, shared);
+    } else if (phase == 2) {
+        dtrain__cuda_squares_place(own, shared->first_top);
+        dtrain__cuda_squares_all(args, at, shared, own);
+        dtrain__cuda_squares_ends(args, at, shared, own);
+        if (own->top != shared->first_top || at.thread == 0)
+            dtrain__cuda_atomic_max_u32(&shared->top, own->top);
+    } else if (phase == 3) {
+        dtrain__cuda_squares_part(at, shared, own);
+    } else if (phase == 4) {
+        if (at.thread < 48)
+            shared->sums[at.thread / 16][at.thread % 16] =
+                dtrain__cuda_squares_sum16(shared->parts[at.thread / 16] + at.thread % 16 * 16);
+    } else if (phase == 5) {
+        if (at.thread < 3)
+            shared->parts[at.thread][0] = dtrain__cuda_squares_sum16(shared->sums[at.thread]);
+    } else if (phase == 6) {
+        if (at.thread == 0)
+            dtrain__cuda_squares_flush(shared->limbs, shared->top, shared->parts[0][0], shared->parts[1][0],
+                                       shared->parts[2][0]);
+    } else {
+        dtrain__cuda_squares_deliver(args, at, shared);
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_squares_run, dtrain__cuda_squares_args, dtrain__cuda_squares_shared,
+                    dtrain__cuda_squares_own, DTRAIN__CUDA_NORM_THREADS, 8)
+
+/* As many blocks as the GPU holds at once, or fewer where there is less to do. */
+static size_t dtrain__cuda_norm_blocks(dtrain_device *device, size_t vectors)
+{
+    size_t most = (size_t)dtrain__cuda_queue_of(device)->processors * 4;
+    size_t blocks = vectors / (4 * (size_t)DTRAIN__CUDA_NORM_THREADS) + 1;
+    return blocks < most ? blocks : most;
+}
+
+static dtrain_status dtrain__cuda_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs)
+{
+    const char *call = "device_squares";
+    if (count == 0)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__cuda_memory(device, call, "x", x, count * sizeof *x);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_memory(device, call, "limbs", limbs, DTRAIN_SQUARES_LIMBS * sizeof *limbs);
+    if (status != DTRAIN_OK)
+        return status;
+    size_t head = dtrain__cuda_norm_head(x, count);
+    dtrain__cuda_squares_args args = {x, count, head, (count - head) / 4, (uint64_t *)limbs};
+    return dtrain__cuda_status(device, call,
+                               dtrain__cuda_squares_run_launch(dtrain__cuda_queue_of(device)->stream,
+                                                               dtrain__cuda_norm_blocks(device, args.vectors), &args));
+}
+
+typedef struct dtrain__cuda_clip_args {
+    const int64_t *limbs;
+    double *norm;
+    float *x;
+    size_t count, head, vectors;
+    float max_norm;
+} dtrain__cuda_clip_args;
+
+typedef struct dtrain__cuda_clip_shared {
+    int64_t limbs[DTRAIN_SQUARES_LIMBS];
+    float factor;
+    int shorten;
+} dtrain__cuda_clip_shared;
+
+/* As dtrain__exact_value, of limbs that it carries. */
+DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
+{
+    int top = DTRAIN__CUDA_NORM_DIGITS - 1, zeros = 0;
+    uint64_t bits = 0, rest = 0;
+    DTRAIN__CUDA_NORM_ROLLED
+    for (int i = 0; i < top; i++) {
+        limbs[i + 1] += limbs[i] >> 32;
+        limbs[i] &= 0xFFFFFFFF;
+    }
+    while (top > 0 && limbs[top] == 0)
+        top--;
+    DTRAIN__CUDA_NORM_ROLLED
+    for (int i = top; i >= 0; i--) {
+        uint64_t limb = (uint64_t)limbs[i];
+        if (i > top - 2)
+            bits |= limb << (i == top ? 32 : 0);
+        else
+            rest |= i == top - 2 ? limb << 32 : (uint64_t)(limb != 0);
+    }
+    while (bits != 0 && bits >> 63 == 0) {
+        bits = bits << 1 | rest >> 63;
+        rest = rest << 1;
+        zeros++;
+    }
+    if (bits != 0) {
+        uint64_t exponent = (uint64_t)(32 * top + 31 - zeros + DTRAIN__CUDA_NORM_LOWEST + 1023);
+        uint64_t below = (bits & 0x7FF) | (uint64_t)(rest != 0), half = 0x400;
+        bits = (exponent << 52) + (bits << 1 >> 12);
+        bits += below > half || (below == half && (bits & 1));
+    }
+    if (limbs[DTRAIN_SQUARES_LIMBS - 1] != 0)
+        bits = UINT64_C(0x7FF8000000000000);
+    else if (limbs[DTRAIN_SQUARES_LIMBS - 2] != 0)
+        bits = UINT64_C(0x7FF0000000000000);
+    return dtrain__cuda_norm_double_of(bits);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_clip_measure(const dtrain__cuda_clip_args *args, dtrain__cuda_at at,
+                                               dtrain__cuda_clip_shared *shared)
+{
+    double norm = dtrain__cuda_sqrt_f64(dtrain__cuda_clip_value(shared->limbs));
+    double most = dtrain__cuda_norm_widen(args->max_norm);
+    int finite = dtrain__cuda_norm_bits(norm) < UINT64_C(0x7FF0000000000000);
+    if (at.block == 0)
+        *args->norm = norm;
+    shared->factor = dtrain__cuda_norm_narrow(dtrain__cuda_div_f64(most, norm));
+    shared->shorten = most != 0.0 && finite && norm > most;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_clip_times(dtrain__cuda_vector v, float factor)
+{
+    for (int i = 0; i < 4; i++)
+        v.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), factor));
+    return v;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_clip_shorten(const dtrain__cuda_clip_args *args, dtrain__cuda_at at, float factor)
+{
+    dtrain__cuda_vector *v = (dtrain__cuda_vector *)(args->x + args->head);
+    size_t step = at.blocks * at.threads, i = at.block * at.threads + at.thread;
+    size_t ends = args->count - 4 * args->vectors;
+    DTRAIN__CUDA_NORM_ROLLED
+    for (; i < args->vectors && args->vectors - i > 3 * step; i += 4 * step) {
+        dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
+        v[i] = dtrain__cuda_clip_times(a, factor);
+        v[i + step] = dtrain__cuda_clip_times(b, factor);
+        v[i + 2 * step] = dtrain__cuda_clip_times(c, factor);
+        v[i + 3 * step] = dtrain__cuda_clip_times(d, factor);
+    }
+    DTRAIN__CUDA_NORM_ROLLED
+    for (; i < args->vectors; i += step)
+        v[i] = dtrain__cuda_clip_times(v[i], factor);
+    if (at.block == 0 && at.thread < ends) {
+        float *x = args->x + (at.thread < args->head ? at.thread : 4 * args->vectors + at.thread);
+        *x = dtrain__cuda_mul_f32(*x, factor);
+    }
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_clip_run_body(const dtrain__cuda_clip_args *args, dtrain__cuda_at at,
+                                                dtrain__cuda_clip_shared *shared, dtrain__cuda_none *own, int phase)
+{
+    (void)own;
+    if (phase == 0) {
+        if (at.thread < DTRAIN_SQUARES_LIMBS)
+            shared->limbs[at.thread] = args->limbs[at.thread];
+    } else if (phase == 1) {
+        if (at.thread == 0)
+            dtrain__cuda_clip_measure(args, at, shared);
+    } else if (shared->shorten) {
+        dtrain__cuda_clip_shorten(args, at, shared->factor);
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_clip_run, dtrain__cuda_clip_args, dtrain__cuda_clip_shared, dtrain__cuda_none,
+                    DTRAIN__CUDA_NORM_THREADS, 3)
+
+static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm,
+                                       float *x, size_t count)
+{
+    const char *call = "device_clip";
+    dtrain_status status = dtrain__cuda_memory(device, call, "limbs", limbs, DTRAIN_SQUARES_LIMBS * sizeof *limbs);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_memory(device, call, "norm", norm, sizeof *norm);
+    if (status == DTRAIN_OK && count > 0)
+        status = dtrain__cuda_memory(device, call, "x", x, count * sizeof *x);
+    if (status != DTRAIN_OK)
+        return status;
+    count = max_norm > 0.0f ? count : 0; /* one block writes the norm */
+    size_t head = dtrain__cuda_norm_head(x, count);
+    dtrain__cuda_clip_args args = {limbs, norm, x, count, head, (count - head) / 4, max_norm};
+    return dtrain__cuda_status(device, call,
+                               dtrain__cuda_clip_run_launch(dtrain__cuda_queue_of(device)->stream,
+                                                            dtrain__cuda_norm_blocks(device, args.vectors), &args));
+}
+
+#endif
+
+/* ---- >>cuda-topk ----
+ * The k elements of largest magnitude on a GPU, with the bits and the order of >>topk: keys are a number's bits without
+ * the sign, all NaNs one key above infinity. A sample of the keys gives a bar that a few more than k should pass. Then
+ * the vector is read, once: a block takes a tile, adds what is to be added, and lists in order what passes the bar. The
+ * lists, which come anywhere in one array, are found again by their tiles; >>cuda-topk-select chooses among them. Where
+ * the bar was wrong, so that fewer than k passed, or more than there is room for, it reads the vector instead: answers
+ * never depend on the bar.
+ *
+ * A position is an index counted from the last multiple of 16 bytes before the vector. */
+#ifndef DTRAIN__CUDA_TOPK
+#define DTRAIN__CUDA_TOPK
+
+#define DTRAIN__CUDA_TOPK_THREADS 256
+#define DTRAIN__CUDA_TOPK_VECTORS 8 /* of 4 a thread */
+#define DTRAIN__CUDA_TOPK_TILE 8192u
+#define DTRAIN__CUDA_TOPK_TILES 8u  /* a chunk, which a block counts and lists */
+#define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile, one a thread of these */
+#define DTRAIN__CUDA_TOPK_BINS 2048
+#define DTRAIN__CUDA_TOPK_SAMPLE 16384u
+#define DTRAIN__CUDA_TOPK_NEVER 0x80000000u /* a bar above every key */
+#define DTRAIN__CUDA_TOPK_NAN 0x7F800001u
+
+/* Of chunks, at most 256, so that nobody adds the counts of all chunks before his; fewer make each longer. */
+#ifndef DTRAIN__CUDA_TOPK_SPANS
+#define DTRAIN__CUDA_TOPK_SPANS 256u
+#endif
+
+/* What is known of the k-th largest key: its upper bits, and its place among the keys that share them. */
+typedef struct dtrain__cuda_topk_search {
+    uint32_t prefix, left;
+} dtrain__cuda_topk_search;
+
+/* In device memory, from step to step; zero at first. */
+typedef struct dtrain__cuda_topk_state {
+    uint32_t bar;
+    uint32_t sampled; /* blocks that have sampled */
+    uint32_t passed;
+    uint32_t listed; /* the lists hold the k largest: written for the last kernel */
+    dtrain__cuda_topk_search search[3];
+    uint32_t bins[3][DTRAIN__CUDA_TOPK_BINS];
+    uint64_t spans[DTRAIN__CUDA_TOPK_SPANS]; /* counts: keys above the k-th, and 2^32 times those equal to it */
+} dtrain__cuda_topk_state;
+
+typedef struct dtrain__cuda_topk_run {
+    uint32_t start, count;
+} dtrain__cuda_topk_run;
+
+/* Of all kernels. */
+typedef struct dtrain__cuda_topk_args {
+    float *data;      /* the sum, with add */
+    const float *add; /* or NULL */
+    size_t count, k;
+    size_t first, end; /* positions of the vector */
+    size_t tiles, chunks;
+    dtrain__cuda_topk_state *state;
+    dtrain__cuda_topk_run *runs; /* a tile's list */
+    uint32_t *sample;            /* keys */
+    uint64_t *totals, *parts;    /* counts of a chunk, and of its threads */
+    uint32_t *listed_indices;    /* with values: room for `room` */
+    float *listed_values;
+    size_t room;
+    uint32_t *indices;
+    float *values;
+    uint32_t bar;         /* of every step; 0: from a sample */
+    int level, add_whole; /* add is at multiples of 16 bytes where data is */
+} dtrain__cuda_topk_args;
+
+typedef struct dtrain__cuda_topk_collect_shared {
+    uint32_t words[DTRAIN__CUDA_TOPK_TILE / 32]; /* a bit an element: it passes */
+    uint32_t before[DTRAIN__CUDA_TOPK_TILE / 32], groups[16];
+    uint32_t start, fits;
+} dtrain__cuda_topk_collect_shared;
+
+typedef struct dtrain__cuda_topk_collect_own {
+    dtrain__cuda_vector v[DTRAIN__CUDA_TOPK_VECTORS];
+    uint32_t mask; /* a bit an element: it passes */
+} dtrain__cuda_topk_collect_own;
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_key(uint32_t bits)
+{
+    uint32_t key = bits & 0x7FFFFFFFu;
+    return key < DTRAIN__CUDA_TOPK_NAN ? key : DTRAIN__CUDA_TOPK_NAN;
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_ones(uint32_t word)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    return (uint32_t)__builtin_popcount(word);
+#else
+    return (uint32_t)__popc(word);
+#endif
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_topk_or(uint32_t *to, uint32_t bits)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    *to |= bits;
+#else
+    atomicOr(to, bits);
+#endif
+}
+
+/* What the thread has written is seen by all blocks before what it writes next. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_fence(void)
+{
+#ifndef DTRAIN_CUDA_EMULATE
+    __threadfence();
+#endif
+}
+
+/* Loads 4 numbers from position `at` on, a multiple of 4; zeros for positions outside first and end. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_load(const float *data, size_t at, size_t first, size_t end)
+{
+    dtrain__cuda_vector v;
+    if (at >= first && at + 4 <= end)
+        return *(const dtrain__cuda_vector *)(data + (at - first));
+    for (size_t i = 0; i < 4; i++)
+        v.word[i] = at + i >= first && at + i < end ? dtrain__cuda_bits_f32(data[at + i - first]) : 0;
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_sum(dtrain__cuda_vector v, dtrain__cuda_vector add)
+{
+    for (int i = 0; i < 4; i++)
+        v.word[i] = dtrain__cuda_bits_f32(
+            dtrain__cuda_add_f32(dtrain__cuda_float_of(v.word[i]), dtrain__cuda_float_of(add.word[i])));
+    return v;
+}
+
+/* Four numbers to be added, all of which there are. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_addend(const float *add, int whole)
+{
+    dtrain__cuda_vector v;
+    if (whole)
+        return *(const dtrain__cuda_vector *)add;
+    for (int i = 0; i < 4; i++)
+        v.word[i] = dtrain__cuda_bits_f32(add[i]);
+    return v;
+}
+
+/* A tile that lies inside the vector. All loads of a half come before its stores. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_read_whole(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                  dtrain__cuda_topk_collect_own *own)
+{
+    size_t from = at.block * DTRAIN__CUDA_TOPK_TILE + 4 * at.thread - args->first;
+    dtrain__cuda_vector *v = (dtrain__cuda_vector *)(args->data + from);
+    for (int j = 0; j < DTRAIN__CUDA_TOPK_VECTORS; j++)
+        own->v[j] = v[j * DTRAIN__CUDA_TOPK_THREADS];
+    if (args->add == NULL)
+        return;
+    for (int half = 0; half < DTRAIN__CUDA_TOPK_VECTORS; half += 4) {
+        const float *add = args->add + from + (size_t)half * 4 * DTRAIN__CUDA_TOPK_THREADS;
+        dtrain__cuda_vector a = dtrain__cuda_topk_addend(add, args->add_whole);
+        dtrain__cuda_vector b = dtrain__cuda_topk_addend(add + 4 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
+        dtrain__cuda_vector c = dtrain__cuda_topk_addend(add + 8 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
+        dtrain__cuda_vector d = dtrain__cuda_topk_addend(add + 12 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
+        own->v[half] = dtrain__cuda_topk_sum(own->v[half], a);
+        own->v[half + 1] = dtrain__cuda_topk_sum(own->v[half + 1], b);
+        own->v[half + 2] = dtrain__cuda_topk_sum(own->v[half + 2], c);
+        own->v[half + 3] = dtrain__cuda_topk_sum(own->v[half + 3], d);
+        for (int j = half; j < half + 4; j++)
+            v[j * DTRAIN__CUDA_TOPK_THREADS] = own->v[j];
+    }
+}
+
+/* The first tile, or the last. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_read_end(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                dtrain__cuda_topk_collect_own *own)
+{
+    for (int j = 0; j < DTRAIN__CUDA_TOPK_VECTORS; j++) {
+        size_t from = at.block * DTRAIN__CUDA_TOPK_TILE + 4 * ((size_t)j * DTRAIN__CUDA_TOPK_THREADS + at.thread);
+        own->v[j] = dtrain__cuda_topk_load(args->data, from, args->first, args->end);
+        for (size_t i = 0; args->add != NULL && i < 4; i++) {
+            if (from + i < args->first || from + i >= args->end)
+                continue;
+            float sum =
+                dtrain__cuda_add_f32(dtrain__cuda_float_of(own->v[j].word[i]), args->add[from + i - args->first]);
+            own->v[j].word[i] = dtrain__cuda_bits_f32(sum);
+            args->data[from + i - args->first] = sum;
+        }
+    }
+}
+
+/* Positions outside the vector read as zero, which no bar lets pass. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_read(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                            dtrain__cuda_topk_collect_own *own)
+{
+    size_t from = at.block * DTRAIN__CUDA_TOPK_TILE;
+    uint32_t bar = args->k > 0 ? args->state->bar : DTRAIN__CUDA_TOPK_NEVER;
+    if (from >= args->first && from + DTRAIN__CUDA_TOPK_TILE <= args->end)
+        dtrain__cuda_topk_read_whole(args, at, own);
+    else
+        dtrain__cuda_topk_read_end(args, at, own);
+    own->mask = 0;
+    for (int j = 0; j < DTRAIN__CUDA_TOPK_VECTORS; j++)
+        for (int i = 0; i < 4; i++)
+            own->mask |= (uint32_t)((own->v[j].word[i] & 0x7FFFFFFFu) >= bar) << (4 * j + i);
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_word(uint32_t thread, int j)
+{
+    return (uint32_t)j * (DTRAIN__CUDA_TOPK_THREADS / 8) + thread / 8;
+}
+
+/* Writes what passes of a thread's elements to its place in the tile's list. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_list(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                            const dtrain__cuda_topk_collect_shared *shared,
+                                            const dtrain__cuda_topk_collect_own *own)
+{
+    for (int j = 0; j < DTRAIN__CUDA_TOPK_VECTORS; j++) {
+        uint32_t passing = own->mask >> (4 * j) & 15, word = dtrain__cuda_topk_word(at.thread, j);
+        if (passing == 0)
+            continue;
+        uint32_t lower = ((uint32_t)1 << (4 * (at.thread % 8))) - 1;
+        size_t to = (size_t)shared->start + shared->groups[word / 16] + shared->before[word] +
+                    dtrain__cuda_topk_ones(shared->words[word] & lower);
+        size_t from =
+            at.block * DTRAIN__CUDA_TOPK_TILE + 4 * ((size_t)j * DTRAIN__CUDA_TOPK_THREADS + at.thread) - args->first;
+        for (uint32_t i = 0; i < 4; i++) {
+            if ((passing >> i & 1) == 0)
+                continue;
+            args->listed_indices[to] = (uint32_t)(from + i);
+            args->listed_values[to++] = dtrain__cuda_float_of(own->v[j].word[i]);
+        }
+    }
+}
+
+/* Takes room for the tile's list; which comes where is open, and of no consequence. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_reserve(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                               dtrain__cuda_topk_collect_shared *shared)
+{
+    uint32_t total = 0;
+    for (int i = 0; i < 16; i++) {
+        uint32_t its = shared->groups[i];
+        shared->groups[i] = total;
+        total += its;
+    }
+    shared->start = total > 0 ? dtrain__cuda_atomic_add_u32(&args->state->passed, total) : 0;
+    shared->fits = (size_t)shared->start + total <= args->room;
+    if (args->k > 0) {
+        args->runs[at.block].start = shared->start;
+        args->runs[at.block].count = total;
+    }
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_topk_collect_body(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                    dtrain__cuda_topk_collect_shared *shared,
+                                                    dtrain__cuda_topk_collect_own *own, int phase)
+{
+    if (phase == 0) {
+        shared->words[at.thread] = 0;
+        dtrain__cuda_topk_read(args, at, own);
+    } else if (phase == 1) {
+        for (int j = 0; j < DTRAIN__CUDA_TOPK_VECTORS; j++) {
+            uint32_t passing = own->mask >> (4 * j) & 15;
+            if (passing != 0)
+                dtrain__cuda_topk_or(shared->words + dtrain__cuda_topk_word(at.thread, j),
+                                     passing << (4 * (at.thread % 8)));
+        }
+    } else if (phase == 2) {
+        uint32_t sum = 0;
+        for (uint32_t i = 16 * at.thread; at.thread < 16 && i < 16 * at.thread + 16; i++) {
+            shared->before[i] = sum;
+            sum += dtrain__cuda_topk_ones(shared->words[i]);
+        }
+        if (at.thread < 16)
+            shared->groups[at.thread] = sum;
+    } else if (phase == 3) {
+        if (at.thread == 0)
+            dtrain__cuda_topk_reserve(args, at, shared);
+    } else if (shared->fits) {
+        dtrain__cuda_topk_list(args, at, shared, own);
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_collect, dtrain__cuda_topk_args, dtrain__cuda_topk_collect_shared,
+                    dtrain__cuda_topk_collect_own, DTRAIN__CUDA_TOPK_THREADS, 5)
+
+#endif
+
+/* ---- >>cuda-topk-select ----
+ * Finds the k-th largest key among what >>cuda-topk has listed, or, where the lists do not hold it, in the vector: by
+ * 11, 10 and 10 bits from the top, a kernel each, which counts keys by these bits. Then each chunk of tiles is counted:
+ * keys above the k-th, and equal to it, of which the first are taken; and written, from where the counts of those
+ * before it say. Every kernel reads from either source by the same code, and no block waits for another. */
+#ifndef DTRAIN__CUDA_TOPK_SELECT
+#define DTRAIN__CUDA_TOPK_SELECT
+
+/* Where the keys are: positions from first to end of data, counted from the last multiple of 16 bytes before it. */
+typedef struct dtrain__cuda_topk_source {
+    const float *data;
+    size_t first, end;
+} dtrain__cuda_topk_source;
+
+typedef struct dtrain__cuda_topk_find_shared {
+    uint32_t sums[DTRAIN__CUDA_TOPK_THREADS], groups[16];
+    dtrain__cuda_topk_search found;
+} dtrain__cuda_topk_find_shared;
+
+typedef struct dtrain__cuda_topk_aim_shared {
+    uint32_t bins[1024];
+    dtrain__cuda_topk_find_shared find;
+    dtrain__cuda_topk_search upper;
+    uint32_t last;
+} dtrain__cuda_topk_aim_shared;
+
+typedef struct dtrain__cuda_topk_bins_shared {
+    uint32_t bins[DTRAIN__CUDA_TOPK_BINS];
+    dtrain__cuda_topk_find_shared find;
+} dtrain__cuda_topk_bins_shared;
+
+typedef struct dtrain__cuda_topk_chunk_shared {
+    uint64_t parts[DTRAIN__CUDA_TOPK_THREADS], groups[16];
+    uint64_t before[DTRAIN__CUDA_TOPK_THREADS], befores[16];
+    dtrain__cuda_topk_find_shared find;
+} dtrain__cuda_topk_chunk_shared;
+
+/* A thread's part of a tile: positions of a source. */
+typedef struct dtrain__cuda_topk_part {
+    size_t begin, end;
+} dtrain__cuda_topk_part;
+
+DTRAIN__CUDA_FN int dtrain__cuda_topk_listed(const dtrain__cuda_topk_args *args)
+{
+    return args->state->passed >= args->k && args->state->passed <= args->room;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_topk_source dtrain__cuda_topk_source_of(const dtrain__cuda_topk_args *args, int listed)
+{
+    dtrain__cuda_topk_source source = {args->data, args->first, args->end};
+    if (listed) {
+        source.data = args->listed_values;
+        source.first = 0;
+        source.end = args->room;
+    }
+    return source;
+}
+
+/* Finds the next bits of the key from the counts of a level, in phases 0 to 2; known: what is known of it. Threads have
+ * the bins from the top on, 8 each, or 4 of the 1024 of later levels. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_find(const uint32_t *bins, dtrain__cuda_topk_search known, dtrain__cuda_at at,
+                                            dtrain__cuda_topk_find_shared *shared, int level, int phase)
+{
+    uint32_t each = level == 0 ? 8 : 4, bin = each * (DTRAIN__CUDA_TOPK_THREADS - at.thread) - 1;
+    if (phase == 0) {
+        uint32_t sum = 0;
+        for (uint32_t i = 0; i < each; i++)
+            sum += bins[bin - i];
+        shared->sums[at.thread] = sum;
+    } else if (phase == 1) {
+        uint32_t sum = 0;
+        for (uint32_t i = 0; at.thread < 16 && i < 16; i++)
+            sum += shared->sums[16 * at.thread + i];
+        if (at.thread < 16)
+            shared->groups[at.thread] = sum;
+    } else {
+        uint32_t left = known.left, above = 0;
+        for (uint32_t i = 0; i < at.thread / 16; i++)
+            above += shared->groups[i];
+        for (uint32_t i = at.thread / 16 * 16; i < at.thread; i++)
+            above += shared->sums[i];
+        if (above >= left || left - above > shared->sums[at.thread])
+            return;
+        left -= above;
+        for (; left > bins[bin]; bin--)
+            left -= bins[bin];
+        shared->found.prefix = level == 0 ? bin : known.prefix << 10 | bin;
+        shared->found.left = left;
+    }
+}
+
+/* As the kernels after a level find it. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_find_level(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                  dtrain__cuda_topk_find_shared *shared, int level, int phase)
+{
+    dtrain__cuda_topk_search known = {0, (uint32_t)args->k};
+    if (level > 0)
+        known = args->state->search[level - 1];
+    dtrain__cuda_topk_find(args->state->bins[level], known, at, shared, level, phase);
+}
+
+/* How many numbers the sample has. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_sample(const dtrain__cuda_topk_args *args)
+{
+    size_t quarter = (args->count + 3) / 4;
+    return quarter < DTRAIN__CUDA_TOPK_SAMPLE ? (uint32_t)quarter : DTRAIN__CUDA_TOPK_SAMPLE;
+}
+
+/* The place in the sample of a key that k of all should pass, 4 deviations below that of k. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_place(const dtrain__cuda_topk_args *args)
+{
+    uint32_t sample = dtrain__cuda_topk_sample(args);
+    uint32_t expected = (uint32_t)((uint64_t)args->k * sample / args->count), root = 0;
+    for (uint32_t bit = 128; bit > 0; bit /= 2)
+        root += (root + bit) * (root + bit) <= expected ? bit : 0;
+    uint32_t place = expected + 4 * root + 8;
+    return place < sample ? place : sample;
+}
+
+/* Counts the upper bits of a key of the sample: one of each of equal pieces, at a place that no pattern of the data
+ * will follow. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_look(const dtrain__cuda_topk_args *args, dtrain__cuda_at at)
+{
+    uint32_t sample = dtrain__cuda_topk_sample(args), i = (uint32_t)at.block * at.threads + at.thread;
+    uint32_t random = (i + 1) * 0x9E3779B9u;
+    if (i >= sample)
+        return;
+    size_t piece = args->count / sample;
+    random = (random ^ random >> 15) * 0x85EBCA6Bu;
+    size_t from = i * piece + (size_t)((uint64_t)(random ^ random >> 13) * piece >> 32);
+    float x = args->data[from];
+    if (args->add != NULL)
+        x = dtrain__cuda_add_f32(x, args->add[from]);
+    uint32_t key = dtrain__cuda_topk_key(dtrain__cuda_bits_f32(x));
+    args->sample[i] = key;
+    dtrain__cuda_atomic_add_u32(args->state->bins[0] + (key >> 20), 1);
+}
+
+/* Finds the upper 21 bits of the key, by those of the blocks' counts and by those of the keys that share these. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_at(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                              dtrain__cuda_topk_aim_shared *shared, int phase)
+{
+    dtrain__cuda_topk_search known = {0, dtrain__cuda_topk_place(args)};
+    if (phase < 3) {
+        dtrain__cuda_topk_find(args->state->bins[0], known, at, &shared->find, 0, phase);
+    } else if (phase == 3) {
+        if (at.thread == 0)
+            shared->upper = shared->find.found;
+        for (uint32_t i = at.thread; i < dtrain__cuda_topk_sample(args); i += at.threads) {
+            uint32_t key = args->sample[i];
+            if (key >> 20 == shared->find.found.prefix)
+                dtrain__cuda_atomic_add_u32(shared->bins + (key >> 10 & 1023), 1);
+        }
+    } else {
+        dtrain__cuda_topk_find(shared->bins, shared->upper, at, &shared->find, 1, phase - 4);
+    }
+}
+
+/* The last of the blocks to have sampled finds the bar from what all have. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_body(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                dtrain__cuda_topk_aim_shared *shared, dtrain__cuda_none *own, int phase)
+{
+    (void)own;
+    if (phase == 0) {
+        for (uint32_t i = at.thread; i < 1024; i += at.threads)
+            shared->bins[i] = 0;
+        dtrain__cuda_topk_look(args, at);
+        dtrain__cuda_topk_fence();
+    } else if (phase == 1) {
+        if (at.thread == 0) {
+            shared->last = dtrain__cuda_atomic_add_u32(&args->state->sampled, 1) + 1 == at.blocks;
+            dtrain__cuda_topk_fence();
+        }
+    } else if (!shared->last) {
+        return;
+    } else if (phase < 9) {
+        dtrain__cuda_topk_aim_at(args, at, shared, phase - 2);
+    } else {
+        uint32_t bar = shared->find.found.prefix << 10;
+        for (uint32_t i = at.thread; i < DTRAIN__CUDA_TOPK_BINS; i += at.threads)
+            args->state->bins[0][i] = 0;
+        if (at.thread > 0)
+            return;
+        args->state->sampled = 0;
+        args->state->bar = args->bar != 0 ? args->bar : bar > 0 ? bar : 1;
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_aim, dtrain__cuda_topk_args, dtrain__cuda_topk_aim_shared, dtrain__cuda_none,
+                    DTRAIN__CUDA_TOPK_THREADS, 10)
+
+/* How a level counts: the bits of a key that it knows, and those that it finds. */
+typedef struct dtrain__cuda_topk_level {
+    uint32_t known, prefix, shift, mask;
+} dtrain__cuda_topk_level;
+
+/* Counts 4 keys from position `at` on, of those that the source has. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_count4(uint32_t *bins, dtrain__cuda_topk_level level,
+                                              dtrain__cuda_topk_source source, dtrain__cuda_vector v, size_t at)
+{
+    for (uint32_t j = 0; j < 4; j++) {
+        uint32_t key = dtrain__cuda_topk_key(v.word[j]);
+        if (at + j >= source.first && at + j < source.end && key >> level.known == level.prefix)
+            dtrain__cuda_atomic_add_u32(bins + (key >> level.shift & level.mask), 1);
+    }
+}
+
+/* Says whether one of 4 keys has the bits known. */
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_any(dtrain__cuda_topk_level level, dtrain__cuda_vector v)
+{
+    uint32_t any = 0;
+    for (int j = 0; j < 4; j++)
+        any |= (uint32_t)(dtrain__cuda_topk_key(v.word[j]) >> level.known == level.prefix);
+    return any;
+}
+
+/* Counts the keys of the source by the bits of a level, of those that have the bits found before. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                  dtrain__cuda_topk_bins_shared *shared)
+{
+    int listed = dtrain__cuda_topk_listed(args);
+    dtrain__cuda_topk_level level = {31, 0, 20, 2047};
+    if (args->level > 0) {
+        level.known = args->level == 1 ? 20 : 10;
+        level.prefix = shared->find.found.prefix;
+        level.shift = level.known - 10;
+        level.mask = 1023;
+    }
+    dtrain__cuda_topk_source source = dtrain__cuda_topk_source_of(args, listed);
+    size_t step = 4 * at.blocks * at.threads, i = 4 * (at.block * at.threads + at.thread);
+    source.end = listed ? args->state->passed : source.end;
+    if (i < source.first) { /* what comes after it is whole, but for the end */
+        dtrain__cuda_topk_count4(shared->bins, level, source,
+                                 dtrain__cuda_topk_load(source.data, i, source.first, source.end), i);
+        i += step;
+    }
+    for (; i + 3 * step + 4 <= source.end; i += 4 * step) {
+        const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(source.data + (i - source.first));
+        dtrain__cuda_vector a = v[0], b = v[step / 4], c = v[step / 2], d = v[step / 4 * 3];
+        /* The branch comes after all four loads, so that they are on their way together. */
+        if ((dtrain__cuda_topk_any(level, a) | dtrain__cuda_topk_any(level, b) | dtrain__cuda_topk_any(level, c) |
+             dtrain__cuda_topk_any(level, d)) == 0)
+            continue;
+        dtrain__cuda_topk_count4(shared->bins, level, source, a, i);
+        dtrain__cuda_topk_count4(shared->bins, level, source, b, i + step);
+        dtrain__cuda_topk_count4(shared->bins, level, source, c, i + 2 * step);
+        dtrain__cuda_topk_count4(shared->bins, level, source, d, i + 3 * step);
+    }
+    for (; i < source.end; i += step)
+        dtrain__cuda_topk_count4(shared->bins, level, source,
+                                 dtrain__cuda_topk_load(source.data, i, source.first, source.end), i);
+}
+
+/* What block 0 does besides: it keeps what was found, and clears what this step will add to. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_keep(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                            const dtrain__cuda_topk_bins_shared *shared)
+{
+    if (at.block > 0)
+        return;
+    if (args->level == 0)
+        args->state->spans[at.thread % DTRAIN__CUDA_TOPK_SPANS] = 0;
+    else if (at.thread == 0)
+        args->state->search[args->level - 1] = shared->find.found;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_topk_bins_body(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                 dtrain__cuda_topk_bins_shared *shared, dtrain__cuda_none *own,
+                                                 int phase)
+{
+    (void)own;
+    if (phase == 0) {
+        for (uint32_t i = at.thread; i < DTRAIN__CUDA_TOPK_BINS; i += at.threads)
+            shared->bins[i] = 0;
+    }
+    if (phase < 3) {
+        if (args->level > 0)
+            dtrain__cuda_topk_find_level(args, at, &shared->find, args->level - 1, phase);
+    } else if (phase == 3) {
+        dtrain__cuda_topk_keep(args, at, shared);
+        dtrain__cuda_topk_count_bins(args, at, shared);
+    } else {
+        for (uint32_t i = at.thread; i < DTRAIN__CUDA_TOPK_BINS; i += at.threads)
+            if (shared->bins[i] != 0)
+                dtrain__cuda_atomic_add_u32(args->state->bins[args->level] + i, shared->bins[i]);
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_bins, dtrain__cuda_topk_args, dtrain__cuda_topk_bins_shared, dtrain__cuda_none,
+                    DTRAIN__CUDA_TOPK_THREADS, 5)
+
+/* The part of a chunk that is a thread's: threads are in the order of the elements. */
+DTRAIN__CUDA_FN dtrain__cuda_topk_part dtrain__cuda_topk_part_of(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                                 int listed)
+{
+    size_t tile = at.block * DTRAIN__CUDA_TOPK_TILES + at.thread / DTRAIN__CUDA_TOPK_PARTS;
+    uint64_t part = at.thread % DTRAIN__CUDA_TOPK_PARTS;
+    dtrain__cuda_topk_part its = {0, 0};
+    if (tile >= args->tiles)
+        return its;
+    if (listed) {
+        dtrain__cuda_topk_run run = args->runs[tile];
+        its.begin = (size_t)(run.start + run.count * part / DTRAIN__CUDA_TOPK_PARTS);
+        its.end = (size_t)(run.start + run.count * (part + 1) / DTRAIN__CUDA_TOPK_PARTS);
+        return its;
+    }
+    its.begin = tile * DTRAIN__CUDA_TOPK_TILE + (size_t)part * (DTRAIN__CUDA_TOPK_TILE / DTRAIN__CUDA_TOPK_PARTS);
+    its.end = its.begin + DTRAIN__CUDA_TOPK_TILE / DTRAIN__CUDA_TOPK_PARTS;
+    its.begin = its.begin > args->first ? its.begin : args->first;
+    its.end = its.end < args->end ? its.end : args->end;
+    return its;
+}
+
+/* Keys of a part above the k-th, and 2^32 times those equal to it. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_count_part(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                      uint32_t least)
+{
+    int listed = dtrain__cuda_topk_listed(args);
+    dtrain__cuda_topk_source source = dtrain__cuda_topk_source_of(args, listed);
+    dtrain__cuda_topk_part part = dtrain__cuda_topk_part_of(args, at, listed);
+    uint64_t counts = 0;
+    source.end = listed ? args->state->passed : source.end;
+    for (size_t i = part.begin / 4 * 4; i < part.end; i += 4) {
+        dtrain__cuda_vector v = dtrain__cuda_topk_load(source.data, i, source.first, source.end);
+        for (uint32_t j = 0; j < 4; j++) {
+            uint32_t key = dtrain__cuda_topk_key(v.word[j]);
+            if (i + j >= part.begin && i + j < part.end)
+                counts += (uint64_t)(key > least) + ((uint64_t)(key == least) << 32);
+        }
+    }
+    return counts;
+}
+
+/* The last kernel finds here what it needs, as it clears the rest for the next step. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_settle(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                              dtrain__cuda_topk_search found)
+{
+    if (at.block > 0)
+        return;
+    for (uint32_t i = at.thread; i < DTRAIN__CUDA_TOPK_BINS; i += at.threads)
+        args->state->bins[0][i] = args->state->bins[1][i] = 0;
+    if (at.thread > 0)
+        return;
+    args->state->search[2] = found;
+    args->state->listed = (uint32_t)dtrain__cuda_topk_listed(args);
+}
+
+DTRAIN__CUDA_FN size_t dtrain__cuda_topk_span(const dtrain__cuda_topk_args *args)
+{
+    return (args->chunks + DTRAIN__CUDA_TOPK_SPANS - 1) / DTRAIN__CUDA_TOPK_SPANS;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_topk_sum16(const uint64_t *from, uint64_t *to, uint32_t thread)
+{
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < 16; i++)
+        sum += from[16 * thread + i];
+    to[thread] = sum;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_topk_count_body(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                  dtrain__cuda_topk_chunk_shared *shared, dtrain__cuda_none *own,
+                                                  int phase)
+{
+    (void)own;
+    if (phase < 3) {
+        dtrain__cuda_topk_find_level(args, at, &shared->find, 2, phase);
+    } else if (phase == 3) {
+        uint64_t counts = dtrain__cuda_topk_count_part(args, at, shared->find.found.prefix);
+        shared->parts[at.thread] = counts;
+        args->parts[at.block * at.threads + at.thread] = counts;
+    } else if (phase == 4) {
+        dtrain__cuda_topk_settle(args, at, shared->find.found);
+        if (at.thread < 16)
+            dtrain__cuda_topk_sum16(shared->parts, shared->groups, at.thread);
+    } else if (at.thread == 0) {
+        uint64_t total = 0;
+        for (int i = 0; i < 16; i++)
+            total += shared->groups[i];
+        args->totals[at.block] = total;
+        dtrain__cuda_atomic_add_u64(args->state->spans + at.block / dtrain__cuda_topk_span(args), total);
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_count, dtrain__cuda_topk_args, dtrain__cuda_topk_chunk_shared, dtrain__cuda_none,
+                    DTRAIN__CUDA_TOPK_THREADS, 6)
+
+/* The thread's share of the counts of all chunks before the block's. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_before(const dtrain__cuda_topk_args *args, dtrain__cuda_at at)
+{
+    size_t each = dtrain__cuda_topk_span(args), span = at.block / each;
+    uint64_t sum = at.thread < span ? args->state->spans[at.thread] : 0;
+    for (size_t i = span * each + at.thread; i < at.block; i += at.threads)
+        sum += args->totals[i];
+    return sum;
+}
+
+/* Writes what is chosen of a part, with `counts` keys above the k-th and equal to it before it. */
+DTRAIN__CUDA_FN void dtrain__cuda_topk_write(const dtrain__cuda_topk_args *args, dtrain__cuda_at at, uint64_t counts)
+{
+    int listed = (int)args->state->listed;
+    dtrain__cuda_topk_source source = dtrain__cuda_topk_source_of(args, listed);
+    dtrain__cuda_topk_part part = dtrain__cuda_topk_part_of(args, at, listed);
+    uint32_t least = args->state->search[2].prefix, left = args->state->search[2].left;
+    uint32_t ties = (uint32_t)(counts >> 32), taken = ties < left ? ties : left;
+    size_t to = (size_t)(uint32_t)counts + taken;
+    for (size_t i = part.begin / 4 * 4; i < part.end; i += 4) {
+        dtrain__cuda_vector v = dtrain__cuda_topk_load(source.data, i, source.first, listed ? part.end : source.end);
+        for (uint32_t j = 0; j < 4; j++) {
+            uint32_t key = dtrain__cuda_topk_key(v.word[j]);
+            if (i + j < part.begin || i + j >= part.end || key < least || (key == least && taken == left))
+                continue;
+            taken += key == least;
+            args->indices[to] = listed ? args->listed_indices[i + j] : (uint32_t)(i + j - source.first);
+            args->values[to++] = dtrain__cuda_float_of(v.word[j]);
+        }
+    }
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_topk_fill_body(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
+                                                 dtrain__cuda_topk_chunk_shared *shared, dtrain__cuda_none *own,
+                                                 int phase)
+{
+    (void)own;
+    if (phase == 0) {
+        shared->parts[at.thread] = args->parts[at.block * at.threads + at.thread];
+        shared->before[at.thread] = dtrain__cuda_topk_before(args, at);
+        for (uint32_t i = at.thread; at.block == 0 && i < DTRAIN__CUDA_TOPK_BINS; i += at.threads)
+            args->state->bins[2][i] = 0;
+        if (at.block == 0 && at.thread == 0)
+            args->state->passed = 0;
+    } else if (phase == 1) {
+        if (at.thread < 16)
+            dtrain__cuda_topk_sum16(shared->parts, shared->groups, at.thread);
+        else if (at.thread < 32)
+            dtrain__cuda_topk_sum16(shared->before, shared->befores, at.thread - 16);
+    } else {
+        uint64_t counts = 0;
+        for (int i = 0; i < 16; i++)
+            counts += shared->befores[i];
+        for (uint32_t i = 0; i < at.thread / 16; i++)
+            counts += shared->groups[i];
+        for (uint32_t i = at.thread / 16 * 16; i < at.thread; i++)
+            counts += shared->parts[i];
+        dtrain__cuda_topk_write(args, at, counts);
+    }
+}
+
+DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_fill, dtrain__cuda_topk_args, dtrain__cuda_topk_chunk_shared, dtrain__cuda_none,
+                    DTRAIN__CUDA_TOPK_THREADS, 3)
+
+/* What dtrain_device_selection stands for. */
+typedef struct dtrain__cuda_selection {
+    void *memory;
+    dtrain__cuda_topk_args args; /* but for what a step brings */
+} dtrain__cuda_selection;
+
+static void *dtrain__cuda_topk_take(uintptr_t *at, size_t bytes)
+{
+    void *taken = (void *)*at;
+    *at += (bytes + 255) / 256 * 256;
+    return taken;
+}
+
+/* Lays the workspace out from memory on, and returns its bytes. */
+static size_t dtrain__cuda_topk_lay(dtrain__cuda_topk_args *args, void *memory)
+{
+    size_t tiles = (args->count + 3 + DTRAIN__CUDA_TOPK_TILE - 1) / DTRAIN__CUDA_TOPK_TILE;
+    size_t chunks = (tiles + DTRAIN__CUDA_TOPK_TILES - 1) / DTRAIN__CUDA_TOPK_TILES;
+    size_t parts = chunks * DTRAIN__CUDA_TOPK_THREADS, room = args->room;
+    uintptr_t at = (uintptr_t)memory;
+    args->state = (dtrain__cuda_topk_state *)dtrain__cuda_topk_take(&at, sizeof *args->state);
+    args->runs = (dtrain__cuda_topk_run *)dtrain__cuda_topk_take(&at, tiles * sizeof *args->runs);
+    args->sample = (uint32_t *)dtrain__cuda_topk_take(&at, DTRAIN__CUDA_TOPK_SAMPLE * sizeof *args->sample);
+    args->totals = (uint64_t *)dtrain__cuda_topk_take(&at, chunks * sizeof *args->totals);
+    args->parts = (uint64_t *)dtrain__cuda_topk_take(&at, parts * sizeof *args->parts);
+    args->listed_indices = (uint32_t *)dtrain__cuda_topk_take(&at, room * sizeof *args->listed_indices);
+    args->listed_values = (float *)dtrain__cuda_topk_take(&at, room * sizeof *args->listed_values);
+    return (size_t)(at - (uintptr_t)memory);
+}
+
+static dtrain_status dtrain__cuda_selection_create(dtrain_device *device, size_t count, size_t k,
+                                                   dtrain_device_selection **made)
+{
+    size_t room = count / 64 + k + k / 2;
+    uint32_t zero = 0;
+    dtrain__cuda_selection *selection = (dtrain__cuda_selection *)calloc(1, sizeof *selection);
+    *made = NULL;
+    if (selection == NULL)
+        return dtrain_error_set(DTRAIN_ERR_MEMORY, "device_selection_create: no memory for %zu bytes",
+                                sizeof *selection);
+    selection->args.count = count;
+    selection->args.k = k;
+    selection->args.room = room < count ? room : count;
+    size_t bytes = dtrain__cuda_topk_lay(&selection->args, NULL);
+    dtrain_status status = device->ops->allocate(device, DTRAIN_MEMORY_DEVICE, bytes, &selection->memory);
+    if (status == DTRAIN_OK)
+        status = device->ops->fill(device, selection->memory, &zero, sizeof zero,
+                                   sizeof(dtrain__cuda_topk_state) / sizeof zero);
+    if (status != DTRAIN_OK) {
+        if (selection->memory != NULL)
+            device->ops->release(device, DTRAIN_MEMORY_DEVICE, selection->memory);
+        free(selection);
+        return status;
+    }
+    dtrain__cuda_topk_lay(&selection->args, selection->memory);
+    *made = (dtrain_device_selection *)selection;
+    return DTRAIN_OK;
+}
+
+static void dtrain__cuda_selection_destroy(dtrain_device *device, dtrain_device_selection *selection)
+{
+    if (selection == NULL)
+        return;
+    device->ops->release(device, DTRAIN_MEMORY_DEVICE, ((dtrain__cuda_selection *)selection)->memory);
+    free(selection);
+}
+
+/* The kernels of a step, in order. */
+static cudaError_t dtrain__cuda_topk_launch(const dtrain__cuda_queue *queue, dtrain__cuda_topk_args *args)
+{
+    size_t blocks = 4 * (size_t)queue->processors, most = args->tiles * DTRAIN__CUDA_TOPK_VECTORS;
+    size_t samples = (args->count + 4 * DTRAIN__CUDA_TOPK_THREADS - 1) / (4 * DTRAIN__CUDA_TOPK_THREADS);
+    cudaError_t error = (cudaError_t)0;
+    blocks = blocks < most ? blocks : most;
+    samples = samples < DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS
+                  ? samples
+                  : DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS;
+    if (args->k > 0)
+        error = dtrain__cuda_topk_aim_launch(queue->stream, samples, args);
+    if (error == 0 && (args->k > 0 || args->add != NULL))
+        error = dtrain__cuda_topk_collect_launch(queue->stream, args->tiles, args);
+    if (args->k == 0)
+        return error;
+    for (args->level = 0; error == 0 && args->level < 3; args->level++)
+        error = dtrain__cuda_topk_bins_launch(queue->stream, blocks, args);
+    if (error == 0)
+        error = dtrain__cuda_topk_count_launch(queue->stream, args->chunks, args);
+    if (error == 0)
+        error = dtrain__cuda_topk_fill_launch(queue->stream, args->chunks, args);
+    return error;
+}
+
+static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_selection *selection, float *sum,
+                                         const float *add, uint32_t *indices, float *values)
+{
+    const char *call = "device_select";
+    dtrain__cuda_topk_args args = ((dtrain__cuda_selection *)selection)->args;
+    dtrain_status status = DTRAIN_OK;
+    if (args.count > 0)
+        status = dtrain__cuda_memory(device, call, "sum", sum, args.count * sizeof *sum);
+    if (status == DTRAIN_OK && args.count > 0 && add != NULL)
+        status = dtrain__cuda_memory(device, call, "add", add, args.count * sizeof *add);
+    if (status == DTRAIN_OK && args.k > 0)
+        status = dtrain__cuda_memory(device, call, "indices", indices, args.k * sizeof *indices);
+    if (status == DTRAIN_OK && args.k > 0)
+        status = dtrain__cuda_memory(device, call, "values", values, args.k * sizeof *values);
+    if (status != DTRAIN_OK || args.count == 0)
+        return status;
+    args.data = sum;
+    args.add = add;
+    args.indices = indices;
+    args.values = values;
+    args.first = ((uintptr_t)sum & 15) / sizeof *sum;
+    args.end = args.first + args.count;
+    args.tiles = (args.end + DTRAIN__CUDA_TOPK_TILE - 1) / DTRAIN__CUDA_TOPK_TILE;
+    args.chunks = (args.tiles + DTRAIN__CUDA_TOPK_TILES - 1) / DTRAIN__CUDA_TOPK_TILES;
+    args.add_whole = (((uintptr_t)sum ^ (uintptr_t)add) & 15) == 0;
+    return dtrain__cuda_status(device, call, dtrain__cuda_topk_launch(dtrain__cuda_queue_of(device), &args));
+}
+
+#endif
+
 /* ---- >>cuda-create ----
  * The table of operations, and devices made and freed. Stands last: it knows every operation. */
 #ifndef DTRAIN__CUDA_CREATE
@@ -2555,6 +3961,19 @@ DTRAIN__CUDA_ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step 
 DTRAIN__CUDA_ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))
 DTRAIN__CUDA_ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),
                  (device, dtype, x, count, found))
+DTRAIN__CUDA_ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs),
+                 (device, x, count, limbs))
+DTRAIN__CUDA_ROW(clip,
+                 (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count),
+                 (device, limbs, max_norm, norm, x, count))
+DTRAIN__CUDA_ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection **made),
+                 (device, count, k, made))
+DTRAIN__CUDA_VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection *selection),
+                      (device, selection))
+DTRAIN__CUDA_ROW(select,
+                 (dtrain_device * device, dtrain_device_selection *selection, float *sum, const float *add,
+                  uint32_t *indices, float *values),
+                 (device, selection, sum, add, indices, values))
 
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
@@ -2574,11 +3993,11 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_adamw,
     dtrain__cuda_row_sgd,
     dtrain__cuda_row_overflow,
-    NULL, /* squares */
-    NULL, /* clip */
-    NULL, /* selection_create */
-    NULL, /* selection_destroy */
-    NULL, /* select */
+    dtrain__cuda_row_squares,
+    dtrain__cuda_row_clip,
+    dtrain__cuda_row_selection_create,
+    dtrain__cuda_row_selection_destroy,
+    dtrain__cuda_row_select,
     NULL, /* sparse_add */
     NULL, /* pack */
     NULL, /* unpack */

@@ -8,6 +8,8 @@
 #include "fold.cu"
 #include "elementwise.cu"
 #include "optimizer.cu"
+#include "norm.cu"
+#include "topk_select.cu"
 
 /* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
 #define DTRAIN__CUDA_ROW(name, parameters, arguments)                                                                  \
@@ -58,6 +60,19 @@ DTRAIN__CUDA_ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step 
 DTRAIN__CUDA_ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))
 DTRAIN__CUDA_ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),
                  (device, dtype, x, count, found))
+DTRAIN__CUDA_ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs),
+                 (device, x, count, limbs))
+DTRAIN__CUDA_ROW(clip,
+                 (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count),
+                 (device, limbs, max_norm, norm, x, count))
+DTRAIN__CUDA_ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection **made),
+                 (device, count, k, made))
+DTRAIN__CUDA_VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection *selection),
+                      (device, selection))
+DTRAIN__CUDA_ROW(select,
+                 (dtrain_device * device, dtrain_device_selection *selection, float *sum, const float *add,
+                  uint32_t *indices, float *values),
+                 (device, selection, sum, add, indices, values))
 
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
@@ -77,11 +92,11 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_adamw,
     dtrain__cuda_row_sgd,
     dtrain__cuda_row_overflow,
-    NULL, /* squares */
-    NULL, /* clip */
-    NULL, /* selection_create */
-    NULL, /* selection_destroy */
-    NULL, /* select */
+    dtrain__cuda_row_squares,
+    dtrain__cuda_row_clip,
+    dtrain__cuda_row_selection_create,
+    dtrain__cuda_row_selection_destroy,
+    dtrain__cuda_row_select,
     NULL, /* sparse_add */
     NULL, /* pack */
     NULL, /* unpack */
