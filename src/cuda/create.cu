@@ -10,6 +10,8 @@
 #include "optimizer.cu"
 #include "norm.cu"
 #include "topk_select.cu"
+#include "quantise.cu"
+#include "sparse.cu"
 
 /* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
 #define DTRAIN__CUDA_ROW(name, parameters, arguments)                                                                  \
@@ -73,6 +75,17 @@ DTRAIN__CUDA_ROW(select,
                  (dtrain_device * device, dtrain_device_selection *selection, float *sum, const float *add,
                   uint32_t *indices, float *values),
                  (device, selection, sum, add, indices, values))
+DTRAIN__CUDA_ROW(sparse_add,
+                 (dtrain_device * device, const uint32_t *indices, const float *values, size_t k, float *data,
+                  size_t count),
+                 (device, indices, values, k, data, count))
+DTRAIN__CUDA_ROW(pack,
+                 (dtrain_device * device, dtrain_dtype code, size_t block, const float *in, size_t count, void *out),
+                 (device, code, block, in, count, out))
+DTRAIN__CUDA_ROW(unpack,
+                 (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count,
+                  int add),
+                 (device, code, block, in, out, count, add))
 
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
@@ -97,9 +110,9 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_selection_create,
     dtrain__cuda_row_selection_destroy,
     dtrain__cuda_row_select,
-    NULL, /* sparse_add */
-    NULL, /* pack */
-    NULL, /* unpack */
+    dtrain__cuda_row_sparse_add,
+    dtrain__cuda_row_pack,
+    dtrain__cuda_row_unpack,
 };
 
 DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
