@@ -44,7 +44,7 @@ run() { # name arguments; its output is in $dir/out
 }
 
 prints_its_comment() {
-    bottom_comment "examples/$1.c" | cmp -s - "$dir/out"
+    bottom_comment "examples/$1".c* | cmp -s - "$dir/out"
 }
 
 try() { # what command...; a fact about the last run
@@ -167,6 +167,18 @@ for death in backward barrier; do
          END { exit !(first < before * 1.05 && after < 0.9 * before) }' "$dir/out"
     check $? "survive: after $death the loss goes on falling from where it was"
 done
+
+# An example for nvcc: make builds it by its line, but for the GPUs that it makes code for. The same file as C, its GPU
+# emulated, prints what its last comment says.
+line=$(sed -n '1,/\*\//s|^ \* \(nvcc .*\)|\1|p' examples/device_reduce.cu | sed 's| *&& .*||; s|-arch=[^ ]* ||')
+made=$(make -n -B NVCC=nvcc build/device_reduce 2>/dev/null | tail -1 | sed 's|-gencode=[^ ]* *||g' | tr -s ' ')
+printf 'examples/device_reduce.cu says:  %s\nmake builds it by:   %s\n' "$line" "$made" >"$dir/log"
+[ -n "$line" ] && [ "$line" = "$made" ]
+check $? "device_reduce's own line is that of make"
+${CC:-cc} -O1 -DDTRAIN_CUDA_EMULATE -I. -x c examples/device_reduce.cu -x none -o "$dir/device_reduce" -lpthread -lm >"$dir/log" 2>&1
+check $? "device_reduce builds as C with its GPU emulated"
+try "device_reduce runs" run device_reduce
+try "device_reduce prints what its last comment says" prints_its_comment device_reduce
 
 sed -n '/^```c$/,/^```$/p' README.md | sed '1d;/^```$/,$d' >"$dir/readme.c"
 awk '/^#define DTRAIN_IMPLEMENTATION/ { on = 1 } on && /^\/\*/ { on = 0 } on' examples/quickstart.c | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' >"$dir/quick.c"
