@@ -30721,6 +30721,21 @@ static dtrain_status dtrain__pipe_evaluate_stage(dtrain_pipeline *pipeline, int 
     return DTRAIN_OK;
 }
 
+/* Views the first stage's input; without dtype where it cannot be read. */
+static void dtrain__pipe_evaluate_input(dtrain_pipeline *pipeline, const dtrain_tensor *input, dtrain_tensor *in)
+{
+    dtrain_status status = DTRAIN_ERR_INVALID;
+    memset(in, 0, sizeof *in);
+    if (input != NULL)
+        status = dtrain__tensor_on_cpu("dtrain_pipeline_evaluate", input, DTRAIN__TENSOR_COPY_FIRST);
+    if (input != NULL && status == DTRAIN_OK)
+        status = dtrain_tensor_view(in, input->dtype, input->ndim, input->shape, input->data);
+    if (status == DTRAIN_OK)
+        return;
+    dtrain__pipe_note_down(pipeline, status, input == NULL ? "input is NULL on rank 0" : dtrain_last_error());
+    memset(in, 0, sizeof *in);
+}
+
 DTRAIN_API dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, const dtrain_tensor *input, void *batch,
                                                   dtrain_tensor *output)
 {
@@ -30735,12 +30750,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, con
     for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
         in = out;
         if (c == 0 && pipeline->rank == 0) {
-            if (input == NULL ||
-                dtrain_tensor_view(&in, input->dtype, input->ndim, input->shape, input->data) != DTRAIN_OK) {
-                dtrain__pipe_note_down(pipeline, DTRAIN_ERR_INVALID,
-                                       input == NULL ? "input is NULL on rank 0" : dtrain_last_error());
-                memset(&in, 0, sizeof in);
-            }
+            dtrain__pipe_evaluate_input(pipeline, input, &in);
         } else if (pipeline->ranks > 1) {
             status = dtrain__pipe_evaluate_receive(pipeline, &in);
         }

@@ -191,7 +191,8 @@ static dtrain_status fails_to_evaluate(dtrain_comm *world, void *user)
     const failure *f = (const failure *)user;
     rank_of_pipeline *r = rank_create(world, &f->s, NULL, NULL, 0, 1);
     int last = r->rank == dtrain_comm_size(world) - 1;
-    dtrain_tensor output;
+    dtrain_device no_device = {NULL, "nowhere", NULL};
+    dtrain_tensor output, elsewhere;
     if (r->rank == f->rank)
         will_fail(f, r);
     CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->rank == 0 ? r->inputs : NULL, r->pointers[0], &output),
@@ -200,6 +201,11 @@ static dtrain_status fails_to_evaluate(dtrain_comm *world, void *user)
     CHECK(output.data == NULL && output.ndim == 0 && output.dtype == 0);
     CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, NULL, r->pointers[0], &output), DTRAIN_ERR_ABORTED);
     CHECK_CONTAINS(dtrain_last_error(), "rank 0 of the pipeline could not go on, ERR_INVALID: input is NULL");
+    elsewhere = r->inputs[0];
+    elsewhere.device = &no_device;
+    CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->rank == 0 ? &elsewhere : NULL, r->pointers[0], &output),
+             DTRAIN_ERR_ABORTED);
+    CHECK_CONTAINS(dtrain_last_error(), "is on nowhere, expected one on the cpu");
     CHECK_EQ(dtrain_pipeline_evaluate(r->pipeline, r->rank == 0 ? r->inputs : NULL, r->pointers[0], &output),
              DTRAIN_OK);
     CHECK_EQ(output.data != NULL, last);
