@@ -2466,7 +2466,8 @@ typedef struct dtrain_step_result {
 /* Sets gradients to zero, computes, aggregates, clips and applies.
  *
  *   result   out; may be NULL
- *   errors   DTRAIN_ERR_INVALID  a missing table, compute or optimizer
+ *   errors   DTRAIN_ERR_INVALID      a missing table, compute or optimizer
+ *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or a parameter on a device: nothing was computed
  *            the status of compute, or those of aggregating; nothing was applied. When compute fails on one rank,
  *            the others learn it when this rank leaves the group, or at their deadline
  *
@@ -22983,7 +22984,8 @@ static dtrain_status dtrain__train_step_check(const dtrain_step_desc *desc)
                             : desc->table == NULL   ? "table"
                             : desc->compute == NULL ? "compute"
                                                     : "optimizer");
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__params_check_f32(desc->table, desc->count);
+    return status == DTRAIN_OK ? dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step") : status;
 }
 
 DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)

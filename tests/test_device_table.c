@@ -197,6 +197,13 @@ static dtrain_status no_layer(void *user, const dtrain_layer_context *context)
     return DTRAIN_OK;
 }
 
+static dtrain_status no_weight(void *user, double *weight)
+{
+    (void)user, (void)weight;
+    TEST_FAIL("compute was called%s", "");
+    return DTRAIN_OK;
+}
+
 TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
 {
     dtrain_device *device = fake_begin(&fakes[0], "fake:0");
@@ -213,7 +220,9 @@ TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
     dtrain_server_desc server_desc;
     dtrain_module *module;
     dtrain_layer layer;
+    dtrain_step_desc step;
     double weight;
+    memset(&step, 0, sizeof step);
     memset(&fsdp_desc, 0, sizeof fsdp_desc);
     memset(&local_desc, 0, sizeof local_desc);
     memset(&server_desc, 0, sizeof server_desc);
@@ -224,6 +233,10 @@ TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
     DTRAIN_CHECK(model_make(&m, device, 1000, 2));
     CHECK_EQ(dtrain_params_check(m.table, PARAMS), DTRAIN_OK);
     plain = dtrain_aggregator_local();
+    step.table = m.table;
+    step.count = PARAMS;
+    step.compute = no_weight;
+    CHECK_EQ(dtrain_optimizer_create(&step.optimizer, m.table, PARAMS, NULL, NULL), DTRAIN_OK);
     const dtrain_status got[] = {
         dtrain_ddp_create(&ddp, alone, m.table, PARAMS, NULL),
         dtrain_fsdp_create(&fsdp, alone, m.table, PARAMS, &fsdp_desc),
@@ -231,6 +244,7 @@ TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
         dtrain_local_sgd_create(&local, alone, m.table, PARAMS, &local_desc),
         dtrain_aggregator_compressed(&aggregator, alone, m.table, PARAMS, NULL),
         plain.aggregate(plain.self, m.table, PARAMS, 1, &weight),
+        dtrain_train_step(&step, NULL),
         dtrain_module_create(&module, &layer, 1, m.table, PARAMS - 1, NULL),
         dtrain_params_save(m.table, PARAMS, "nowhere"),
         dtrain_params_load(m.table, PARAMS, "nowhere", 1),
@@ -243,6 +257,7 @@ TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
     CHECK_EQ(dtrain_optimizer_create(&optimizer, m.table, PARAMS, NULL, NULL), DTRAIN_ERR_UNSUPPORTED);
     CHECK_CONTAINS(dtrain_last_error(), "w is on fake:0, b on fake:1");
     CHECK_EQ(dtrain_clip_grad_norm(m.table, PARAMS, 1, &weight), DTRAIN_ERR_UNSUPPORTED);
+    dtrain_optimizer_destroy(step.optimizer);
     model_free(&m);
     dtrain_comm_destroy(alone);
     fake_end(&fakes[0]);

@@ -157,7 +157,8 @@ static dtrain_status dtrain__train_step_check(const dtrain_step_desc *desc)
                             : desc->table == NULL   ? "table"
                             : desc->compute == NULL ? "compute"
                                                     : "optimizer");
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__params_check_f32(desc->table, desc->count);
+    return status == DTRAIN_OK ? dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step") : status;
 }
 
 DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)

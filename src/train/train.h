@@ -553,7 +553,8 @@ typedef struct dtrain_step_result {
 /* Sets gradients to zero, computes, aggregates, clips and applies.
  *
  *   result   out; may be NULL
- *   errors   DTRAIN_ERR_INVALID  a missing table, compute or optimizer
+ *   errors   DTRAIN_ERR_INVALID      a missing table, compute or optimizer
+ *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or a parameter on a device: nothing was computed
  *            the status of compute, or those of aggregating; nothing was applied. When compute fails on one rank,
  *            the others learn it when this rank leaves the group, or at their deadline
  *
