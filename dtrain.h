@@ -763,7 +763,8 @@ DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const floa
  *
  *   max_norm   0: measure only
  *   norm       out: the root, in memory of the device, also where count is 0; NaN when a number had a NaN, else
- * infinity when one had an infinity errors     DTRAIN_ERR_INVALID  max_norm negative or not finite; a NULL pointer
+ *              infinity when one had an infinity
+ *   errors     DTRAIN_ERR_INVALID  max_norm negative or not finite; a NULL pointer
  *
  * one thread per object */
 DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm,
@@ -1752,9 +1753,11 @@ DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
  *
  *   create    for vectors of count elements, of which k; makes all memory that selecting needs
  *   select    data: count float32; add: NULL, or count float32 that are added to data first, as dtrain_topk_add.
- * indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated destroy
- * after what was queued before; NULL is legal device    the same in all three; NULL: the CPU errors DTRAIN_ERR_INVALID
- * k above count, something is NULL, or a selection of another device DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
+ *             indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated
+ *   destroy   after what was queued before; NULL is legal
+ *   device    the same in all three; NULL: the CPU
+ *   errors    DTRAIN_ERR_INVALID      k above count, something is NULL, or a selection of another device
+ *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
  *             DTRAIN_ERR_MEMORY
  *
  * one thread per object */
@@ -3095,9 +3098,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline
  *   model    ranks whose objects together hold the model once, over groups of ranks that hold the same: of a mesh,
- * those that differ in pipeline and tensor coordinates alone; NULL: this rank's objects are the model norm     out, the
- * same on every rank; may be NULL errors   as dtrain_fsdp_finish, and dtrain_all_reduce over model; DTRAIN_ERR_ABORTED
- * another part of the model has dropped the step
+ *            those that differ in pipeline and tensor coordinates alone; NULL: this rank's objects are the model
+ *   norm     out, the same on every rank; may be NULL
+ *   errors   as dtrain_fsdp_finish, and dtrain_all_reduce over model
+ *            DTRAIN_ERR_ABORTED  another part of the model has dropped the step
  *
  * collective: every rank of model and of the objects' groups, same order; blocks up to timeout_ms for each */
 DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model,
@@ -3607,8 +3611,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
  *            each other. Read on rank 0; NULL elsewhere
  *   errors   on every rank: DTRAIN_ERR_MISMATCH  ranks have other schedules, micro-batches or chunks
  *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a layer's shape that fails, no
- * memory; the text has the rank and why. It can be called again those of dtrain_send and dtrain_recv: the pipeline is
- * broken
+ *                                                memory; the text has the rank and why. It can be called again
+ *            those of dtrain_send and dtrain_recv: the pipeline is broken
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs);

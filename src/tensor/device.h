@@ -199,7 +199,8 @@ DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const floa
  *
  *   max_norm   0: measure only
  *   norm       out: the root, in memory of the device, also where count is 0; NaN when a number had a NaN, else
- * infinity when one had an infinity errors     DTRAIN_ERR_INVALID  max_norm negative or not finite; a NULL pointer
+ *              infinity when one had an infinity
+ *   errors     DTRAIN_ERR_INVALID  max_norm negative or not finite; a NULL pointer
  *
  * one thread per object */
 DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm,

@@ -270,9 +270,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline
  *   model    ranks whose objects together hold the model once, over groups of ranks that hold the same: of a mesh,
- * those that differ in pipeline and tensor coordinates alone; NULL: this rank's objects are the model norm     out, the
- * same on every rank; may be NULL errors   as dtrain_fsdp_finish, and dtrain_all_reduce over model; DTRAIN_ERR_ABORTED
- * another part of the model has dropped the step
+ *            those that differ in pipeline and tensor coordinates alone; NULL: this rank's objects are the model
+ *   norm     out, the same on every rank; may be NULL
+ *   errors   as dtrain_fsdp_finish, and dtrain_all_reduce over model
+ *            DTRAIN_ERR_ABORTED  another part of the model has dropped the step
  *
  * collective: every rank of model and of the objects' groups, same order; blocks up to timeout_ms for each */
 DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model,

@@ -173,8 +173,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
  *            each other. Read on rank 0; NULL elsewhere
  *   errors   on every rank: DTRAIN_ERR_MISMATCH  ranks have other schedules, micro-batches or chunks
  *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a layer's shape that fails, no
- * memory; the text has the rank and why. It can be called again those of dtrain_send and dtrain_recv: the pipeline is
- * broken
+ *                                                memory; the text has the rank and why. It can be called again
+ *            those of dtrain_send and dtrain_recv: the pipeline is broken
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs);
