@@ -1754,7 +1754,7 @@ DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
  *   create    for vectors of count elements, of which k; makes all memory that selecting needs
  *   select    data: count float32; add: NULL, or count float32 that are added to data first, as dtrain_topk_add.
  *             indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated
- *   destroy   after what was queued before; NULL is legal
+ *   destroy   after what was queued before; a NULL selection is legal
  *   device    the same in all three; NULL: the CPU
  *   errors    DTRAIN_ERR_INVALID      k above count, something is NULL, or a selection of another device
  *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
@@ -7346,8 +7346,9 @@ static double dtrain__exact_value(const dtrain__exact *sum)
 #error "DTRAIN_SQUARES_LIMBS and DTRAIN__EXACT_LIMBS differ"
 #endif
 
-#define DTRAIN__DEVICE_MOST 64   /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_HEADER 64 /* before memory of a NULL device: how many bytes it has */
+#define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
+#define DTRAIN__DEVICE_HEADER 64                  /* before memory of a NULL device: how many bytes it has */
+#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
 
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
 {
@@ -7367,10 +7368,14 @@ static dtrain_status dtrain__device_lacks(const dtrain_device *device, const cha
     ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments                      \
                                                               : dtrain__device_lacks(device, call))
 
-/* Checks one pointer of a call on count elements; there must be memory where there are elements. */
+/* Checks one pointer of a call on count elements: there must be memory where there are elements, and no more of these
+ * than memory can hold, so that a table's functions may multiply. */
 static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
                                             const void *pointer, size_t count)
 {
+    if ((uint64_t)count > DTRAIN__DEVICE_ELEMENTS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: count is %zu, more than memory holds", call,
+                            dtrain_device_name(device), count);
     if (pointer != NULL || count == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: %s is NULL, expected memory of %zu elements", call,
@@ -7607,7 +7612,7 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
     dtrain_status status = dtrain__device_list(device, "in", in, n, count);
     if (status == DTRAIN_OK)
         status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
-    if (status == DTRAIN_OK && count > SIZE_MAX - begin)
+    if (status == DTRAIN_OK && (count > SIZE_MAX - begin || (uint64_t)begin + count > DTRAIN__DEVICE_ELEMENTS))
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                               "device_reduce on %s: %zu elements from %zu on end beyond what can be counted",
                               dtrain_device_name(device), count, begin);
@@ -19542,13 +19547,19 @@ static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const d
     return DTRAIN_OK;
 }
 
+/* Elements that a selection of k of n needs room for. */
+static size_t dtrain__topk_room(size_t n, size_t k)
+{
+    size_t room = n / 64 + k + k / 2;
+    return room < n ? room : n;
+}
+
 static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_sparse *sparse, const char *call)
 {
     size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
-    size_t room = n / 64 + k + k / 2;
     dtrain_status status = dtrain__topk_check(from, sparse, call);
     if (status == DTRAIN_OK)
-        status = dtrain__sparse_reserve(sparse, room < n ? room : n);
+        status = dtrain__sparse_reserve(sparse, dtrain__topk_room(n, k));
     if (status != DTRAIN_OK)
         return status;
     sparse->original_count = n;
@@ -20271,6 +20282,8 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
     dtrain_status status = DTRAIN_OK;
     if (device != NULL)
         status = DTRAIN__DEVICE_CALL(device, call, selection_create, (device, count, k, &mine->made));
+    else
+        status = dtrain__sparse_reserve(&mine->sparse, dtrain__topk_room(count, k));
     if (status != DTRAIN_OK) {
         heap = mine->heap;
         dtrain__free(&heap, mine, sizeof *mine);
@@ -20320,8 +20333,9 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     dtrain__device_selection *mine = (dtrain__device_selection *)(void *)selection;
     if (mine == NULL)
         return;
-    if (device != NULL && device == mine->device && device->ops->selection_destroy != NULL)
-        device->ops->selection_destroy(device, mine->made);
+    (void)device; /* its own is where its memory is */
+    if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
+        mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain_sparse_destroy(&mine->sparse);
     dtrain_allocator heap = mine->heap;
     dtrain__free(&heap, mine, sizeof *mine);
@@ -22112,9 +22126,11 @@ static void dtrain__params_digest(const dtrain_param *table, size_t count, unsig
     }
 }
 
-/* Checks that what has a gradient is F32. */
+/* Checks that there is a table, and that what has a gradient is F32. */
 static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
 {
+    if (table == NULL && count > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is NULL: give its address", count);
     for (size_t i = 0; i < count; i++) {
         if (dtrain__params_trained(&table[i]) && table[i].dtype != DTRAIN_F32)
             return dtrain__fail(
@@ -22876,8 +22892,11 @@ static dtrain_status dtrain__aggregator_clip_on(dtrain_device *device, const dtr
         if (max_norm == 0.0f) /* measured is measured */
             break;
     }
+    double found = 0.0; /* norm may be pinned, and then nobody would wait for it */
     if (status == DTRAIN_OK && norm != NULL)
-        status = dtrain_device_copy(device, norm, length, sizeof *norm);
+        status = dtrain_device_copy(device, &found, length, sizeof found);
+    if (status == DTRAIN_OK && norm != NULL)
+        *norm = found;
     dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, memory);
     return status;
 }

@@ -464,6 +464,17 @@ TEST(a_table_that_lacks_functions_says_so)
     dtrain_device_event_destroy(&device, x);
 }
 
+TEST(a_selection_is_freed_where_it_was_made)
+{
+    dtrain_device *device = fake_begin(&main_fake, "fake:0");
+    dtrain_device_selection *selection;
+    CHECK_EQ(dtrain_device_selection_create(device, 100, 3, &selection), DTRAIN_OK);
+    CHECK_EQ(main_fake.selections, 1);
+    dtrain_device_selection_destroy(NULL, selection);
+    CHECK_EQ(main_fake.selections, 0);
+    fake_end(&main_fake);
+}
+
 TEST(bad_arguments_are_named)
 {
     dtrain_device *device = fake_begin(&main_fake, "fake:0");
@@ -485,6 +496,15 @@ TEST(bad_arguments_are_named)
     CHECK_EQ(dtrain_device_reduce(device, DTRAIN_F32, DTRAIN_SUM, (const void *const *)list, 1, list, 1, 2, SIZE_MAX),
              DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_device_convert(device, x, DTRAIN_I32, x, DTRAIN_F32, 1), DTRAIN_ERR_UNSUPPORTED);
+    for (int i = 0; i < 2; i++) { /* times 4 both are 4 bytes */
+        size_t wraps = SIZE_MAX / 4 + 2;
+        dtrain_device *on = i == 0 ? device : NULL;
+        CHECK_EQ(dtrain_device_reduce(on, DTRAIN_F32, DTRAIN_SUM, (const void *const *)list, 1, list, 1, wraps - 1, 1),
+                 DTRAIN_ERR_INVALID);
+        CHECK_EQ(dtrain_device_scale(on, DTRAIN_F32, x, 2, wraps), DTRAIN_ERR_INVALID);
+        CHECK_CONTAINS(dtrain_last_error(), "more than memory holds");
+        CHECK_EQ(dtrain_device_squares(on, x, wraps, limbs), DTRAIN_ERR_INVALID);
+    }
     CHECK_EQ(dtrain_device_clip(device, limbs, from_bits(0x7fc00000u), &norm, x, 1), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_device_clip(device, limbs, -1, &norm, x, 1), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_device_clip(device, limbs, 1, NULL, x, 0), DTRAIN_ERR_INVALID);

@@ -191,6 +191,28 @@ TEST(a_norm_that_is_not_finite_changes_nothing_on_a_device)
     fake_end(&fakes[0]);
 }
 
+TEST(selecting_on_the_cpu_needs_no_memory_but_the_selections)
+{
+    static float data[5000], values[2500];
+    static uint32_t indices[2500];
+    dtrain_device_selection *selection;
+    for (size_t k = 0; k <= 2500; k += 1250) {
+        CHECK_EQ(dtrain_device_selection_create(NULL, 5000, k, &selection), DTRAIN_OK);
+        long before = resizes;
+        CHECK_EQ(dtrain_device_select(NULL, selection, data, NULL, indices, values), DTRAIN_OK);
+        CHECK_EQ(dtrain_device_select(NULL, selection, data, data, indices, values), DTRAIN_OK);
+        CHECK_EQ(resizes, before);
+        dtrain_device_selection_destroy(NULL, selection);
+    }
+}
+
+TEST(a_norm_of_no_table_is_refused)
+{
+    double norm;
+    CHECK_EQ(dtrain_clip_grad_norm(NULL, 1, 1, &norm), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_clip_grad_norm(NULL, 0, 1, &norm), DTRAIN_OK);
+}
+
 static dtrain_status no_layer(void *user, const dtrain_layer_context *context)
 {
     (void)user, (void)context;

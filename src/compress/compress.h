@@ -171,7 +171,7 @@ DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
  *   create    for vectors of count elements, of which k; makes all memory that selecting needs
  *   select    data: count float32; add: NULL, or count float32 that are added to data first, as dtrain_topk_add.
  *             indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated
- *   destroy   after what was queued before; NULL is legal
+ *   destroy   after what was queued before; a NULL selection is legal
  *   device    the same in all three; NULL: the CPU
  *   errors    DTRAIN_ERR_INVALID      k above count, something is NULL, or a selection of another device
  *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more

@@ -46,6 +46,8 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
     dtrain_status status = DTRAIN_OK;
     if (device != NULL)
         status = DTRAIN__DEVICE_CALL(device, call, selection_create, (device, count, k, &mine->made));
+    else
+        status = dtrain__sparse_reserve(&mine->sparse, dtrain__topk_room(count, k));
     if (status != DTRAIN_OK) {
         heap = mine->heap;
         dtrain__free(&heap, mine, sizeof *mine);
@@ -95,8 +97,9 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     dtrain__device_selection *mine = (dtrain__device_selection *)(void *)selection;
     if (mine == NULL)
         return;
-    if (device != NULL && device == mine->device && device->ops->selection_destroy != NULL)
-        device->ops->selection_destroy(device, mine->made);
+    (void)device; /* its own is where its memory is */
+    if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
+        mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain_sparse_destroy(&mine->sparse);
     dtrain_allocator heap = mine->heap;
     dtrain__free(&heap, mine, sizeof *mine);

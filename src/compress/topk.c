@@ -405,13 +405,19 @@ static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const d
     return DTRAIN_OK;
 }
 
+/* Elements that a selection of k of n needs room for. */
+static size_t dtrain__topk_room(size_t n, size_t k)
+{
+    size_t room = n / 64 + k + k / 2;
+    return room < n ? room : n;
+}
+
 static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_sparse *sparse, const char *call)
 {
     size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
-    size_t room = n / 64 + k + k / 2;
     dtrain_status status = dtrain__topk_check(from, sparse, call);
     if (status == DTRAIN_OK)
-        status = dtrain__sparse_reserve(sparse, room < n ? room : n);
+        status = dtrain__sparse_reserve(sparse, dtrain__topk_room(n, k));
     if (status != DTRAIN_OK)
         return status;
     sparse->original_count = n;

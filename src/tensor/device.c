@@ -15,8 +15,9 @@
 #error "DTRAIN_SQUARES_LIMBS and DTRAIN__EXACT_LIMBS differ"
 #endif
 
-#define DTRAIN__DEVICE_MOST 64   /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_HEADER 64 /* before memory of a NULL device: how many bytes it has */
+#define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
+#define DTRAIN__DEVICE_HEADER 64                  /* before memory of a NULL device: how many bytes it has */
+#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
 
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
 {
@@ -36,10 +37,14 @@ static dtrain_status dtrain__device_lacks(const dtrain_device *device, const cha
     ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments                      \
                                                               : dtrain__device_lacks(device, call))
 
-/* Checks one pointer of a call on count elements; there must be memory where there are elements. */
+/* Checks one pointer of a call on count elements: there must be memory where there are elements, and no more of these
+ * than memory can hold, so that a table's functions may multiply. */
 static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
                                             const void *pointer, size_t count)
 {
+    if ((uint64_t)count > DTRAIN__DEVICE_ELEMENTS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: count is %zu, more than memory holds", call,
+                            dtrain_device_name(device), count);
     if (pointer != NULL || count == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: %s is NULL, expected memory of %zu elements", call,
@@ -276,7 +281,7 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
     dtrain_status status = dtrain__device_list(device, "in", in, n, count);
     if (status == DTRAIN_OK)
         status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
-    if (status == DTRAIN_OK && count > SIZE_MAX - begin)
+    if (status == DTRAIN_OK && (count > SIZE_MAX - begin || (uint64_t)begin + count > DTRAIN__DEVICE_ELEMENTS))
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                               "device_reduce on %s: %zu elements from %zu on end beyond what can be counted",
                               dtrain_device_name(device), count, begin);

@@ -45,8 +45,11 @@ static dtrain_status dtrain__aggregator_clip_on(dtrain_device *device, const dtr
         if (max_norm == 0.0f) /* measured is measured */
             break;
     }
+    double found = 0.0; /* norm may be pinned, and then nobody would wait for it */
     if (status == DTRAIN_OK && norm != NULL)
-        status = dtrain_device_copy(device, norm, length, sizeof *norm);
+        status = dtrain_device_copy(device, &found, length, sizeof found);
+    if (status == DTRAIN_OK && norm != NULL)
+        *norm = found;
     dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, memory);
     return status;
 }

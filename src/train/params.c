@@ -307,9 +307,11 @@ static void dtrain__params_digest(const dtrain_param *table, size_t count, unsig
     }
 }
 
-/* Checks that what has a gradient is F32. */
+/* Checks that there is a table, and that what has a gradient is F32. */
 static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
 {
+    if (table == NULL && count > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is NULL: give its address", count);
     for (size_t i = 0; i < count; i++) {
         if (dtrain__params_trained(&table[i]) && table[i].dtype != DTRAIN_F32)
             return dtrain__fail(
