@@ -494,19 +494,20 @@ DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrai
 /* out[i] = a[i] + b[i] over F64, F32, F16 or BF16 tensors of one dtype and shape; any of them may be the same.
  * 16-bit floats add as float32 and round once.
  *
- *   errors   DTRAIN_ERR_INVALID  shapes, dtypes or devices differ; DTRAIN_ERR_UNSUPPORTED another dtype
+ *   errors   DTRAIN_ERR_INVALID  shapes, dtypes or devices differ; DTRAIN_ERR_UNSUPPORTED another dtype; those of the
+ *            device
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tensor *a, const dtrain_tensor *b);
 
 /* x[i] *= factor, with the dtypes, rounding and errors of dtrain_tensor_add.
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_tensor_scale(dtrain_tensor *x, double factor);
 
 /* y[i] += alpha * x[i], product and sum each rounded, with the dtypes and errors of dtrain_tensor_add.
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_tensor_axpy(dtrain_tensor *y, double alpha, const dtrain_tensor *x);
 
 /* Adds bias to every row of the last dimension of an F32 tensor.
@@ -2195,9 +2196,9 @@ typedef struct dtrain_optimizer dtrain_optimizer;
  *               C library. Of parameters on a device the state is there, in memory of dtrain_device_alloc
  *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_params_check), or constants out of range
  *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32, or two that are on different devices
- *               DTRAIN_ERR_MEMORY
+ *               DTRAIN_ERR_MEMORY; those of the device
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator);
 
@@ -2239,13 +2240,13 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  *   max_norm   0: measure only
  *   norm       out: the length before; may be NULL. NaN when a gradient has a NaN, else infinity when one has an
  *              infinity: then the gradients are left as they are
- *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite, or no table
  *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or two that are on different devices
  *              those of the device
  *   source     Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015
  *
- * On a device it asks for 184 bytes there, and waits once, for the norm, unless norm is NULL: dtrain_device_squares and
- * dtrain_device_clip do the same over memory that is kept.
+ * On a device it asks for 184 bytes there and gives them back, for which it waits: dtrain_device_squares and
+ * dtrain_device_clip do the same over memory that is kept, and wait for nothing.
  *
  * any thread, on a device one; allocates nothing on the CPU */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
@@ -4483,9 +4484,9 @@ typedef struct dtrain_checkpoint_report {
  *   state    as of a save; step, seed and random_index are set
  *   desc     NULL: the newest checkpoint, strictly
  *   report   out; may be NULL. Filled also on DTRAIN_ERR_MISMATCH
- *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH and DTRAIN_ERR_INVALID what was to be loaded is
- *            undefined:
- *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read
+ *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH what was to be loaded is undefined:
+ *            DTRAIN_ERR_INVALID   a bad piece, and nothing is loaded; or a piece's memory is not of its device
+ *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read. Or a device failed
  *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
  *                                 has any: ranks may ask for different tensors); or the sampler's desc
  *                                 differs, so that other examples would follow

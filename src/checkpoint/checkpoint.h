@@ -239,9 +239,9 @@ typedef struct dtrain_checkpoint_report {
  *   state    as of a save; step, seed and random_index are set
  *   desc     NULL: the newest checkpoint, strictly
  *   report   out; may be NULL. Filled also on DTRAIN_ERR_MISMATCH
- *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH and DTRAIN_ERR_INVALID what was to be loaded is
- *            undefined:
- *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read
+ *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH what was to be loaded is undefined:
+ *            DTRAIN_ERR_INVALID   a bad piece, and nothing is loaded; or a piece's memory is not of its device
+ *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read. Or a device failed
  *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
  *                                 has any: ranks may ask for different tensors); or the sampler's desc
  *                                 differs, so that other examples would follow

@@ -194,19 +194,20 @@ DTRAIN_API dtrain_status dtrain_tensor_unshard(dtrain_tensor *whole, const dtrai
 /* out[i] = a[i] + b[i] over F64, F32, F16 or BF16 tensors of one dtype and shape; any of them may be the same.
  * 16-bit floats add as float32 and round once.
  *
- *   errors   DTRAIN_ERR_INVALID  shapes, dtypes or devices differ; DTRAIN_ERR_UNSUPPORTED another dtype
+ *   errors   DTRAIN_ERR_INVALID  shapes, dtypes or devices differ; DTRAIN_ERR_UNSUPPORTED another dtype; those of the
+ *            device
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_tensor_add(dtrain_tensor *out, const dtrain_tensor *a, const dtrain_tensor *b);
 
 /* x[i] *= factor, with the dtypes, rounding and errors of dtrain_tensor_add.
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_tensor_scale(dtrain_tensor *x, double factor);
 
 /* y[i] += alpha * x[i], product and sum each rounded, with the dtypes and errors of dtrain_tensor_add.
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_tensor_axpy(dtrain_tensor *y, double alpha, const dtrain_tensor *x);
 
 /* Adds bias to every row of the last dimension of an F32 tensor.

@@ -279,9 +279,9 @@ typedef struct dtrain_optimizer dtrain_optimizer;
  *               C library. Of parameters on a device the state is there, in memory of dtrain_device_alloc
  *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_params_check), or constants out of range
  *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32, or two that are on different devices
- *               DTRAIN_ERR_MEMORY
+ *               DTRAIN_ERR_MEMORY; those of the device
  *
- * any thread */
+ * any thread, on a device one */
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator);
 
@@ -323,13 +323,13 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  *   max_norm   0: measure only
  *   norm       out: the length before; may be NULL. NaN when a gradient has a NaN, else infinity when one has an
  *              infinity: then the gradients are left as they are
- *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite, or no table
  *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or two that are on different devices
  *              those of the device
  *   source     Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015
  *
- * On a device it asks for 184 bytes there, and waits once, for the norm, unless norm is NULL: dtrain_device_squares and
- * dtrain_device_clip do the same over memory that is kept.
+ * On a device it asks for 184 bytes there and gives them back, for which it waits: dtrain_device_squares and
+ * dtrain_device_clip do the same over memory that is kept, and wait for nothing.
  *
  * any thread, on a device one; allocates nothing on the CPU */
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
