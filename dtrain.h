@@ -39750,11 +39750,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pie
     return dtrain__piece_list_done(&list, count);
 }
 
-/* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter. */
+/* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter, there. */
 static int dtrain__piece_state(const dtrain_param *param, const dtrain_optimizer *optimizer, int copies, int copy,
                                int which, dtrain__piece_list *list)
 {
     size_t layers = dtrain__params_layers(param), each = layers > 0 ? dtrain_param_elements(param) / layers : 0;
+    if (optimizer->device != param->device)
+        return 0;
     for (size_t layer = 0; layer < layers && each > 0; layer++) {
         dtrain_piece piece = dtrain__piece_of(param, DTRAIN_F32, param->stacked ? (int)layer : -1);
         piece.suffix = dtrain__piece_suffix(&optimizer->desc, which);
@@ -39794,9 +39796,9 @@ DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t 
                      !dtrain__piece_state(&table[i], optimizer, copies, copy, which, &list))
                 return dtrain__fail(
                     NULL, DTRAIN_ERR_INVALID,
-                    "checkpoint: the optimizer knows no parameter at \"%s\"'s data: give the table that "
+                    "checkpoint: the optimizer knows no parameter at \"%s\"'s data on %s: give the table that "
                     "it was made from",
-                    table[i].name);
+                    table[i].name, dtrain_device_name(table[i].device));
         }
     return dtrain__piece_list_done(&list, count);
 }

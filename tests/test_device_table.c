@@ -404,6 +404,30 @@ static void save_and_load(int async, int local)
     fake_end(&fakes[0]);
 }
 
+TEST(a_table_that_forgets_its_device_is_not_saved)
+{
+    dtrain_device *device = fake_begin(&fakes[0], "fake:0");
+    dtrain_optimizer *optimizer;
+    dtrain_checkpoint *ckpt;
+    dtrain_checkpoint_state state;
+    model m;
+    memset(&state, 0, sizeof state);
+    DTRAIN_CHECK(model_make(&m, device, 1000, 2));
+    DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, m.table, PARAMS, NULL, NULL));
+    DTRAIN_CHECK(open_checkpoint(&ckpt, NULL, "forgets", 0));
+    state.table = m.table;
+    state.table_count = PARAMS;
+    state.optimizer = optimizer;
+    for (int i = 0; i < PARAMS; i++)
+        m.table[i].device = NULL;
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "knows no parameter at \"w\"'s data on cpu");
+    dtrain_checkpoint_destroy(ckpt);
+    dtrain_optimizer_destroy(optimizer);
+    model_free(&m);
+    fake_end(&fakes[0]);
+}
+
 TEST(a_checkpoint_of_a_device_is_the_cpus_and_loads_into_either)
 {
     save_and_load(0, 0);
