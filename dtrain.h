@@ -7710,6 +7710,15 @@ DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const floa
     return DTRAIN_OK;
 }
 
+/* The root of a sum of squares, rounded to nearest whatever the caller's mode; volatile: before that is back. */
+static double dtrain__device_length(const dtrain__exact *sum)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    volatile double length = dtrain__sqrt_f64(dtrain__exact_value(sum));
+    dtrain__fpmode_restore(mode);
+    return length;
+}
+
 DTRAIN__EXACT_BEGIN
 
 static float dtrain__device_ratio(double over, double under)
@@ -7724,7 +7733,7 @@ static void dtrain__device_clip_cpu(const int64_t *limbs, float max_norm, double
     uint64_t mode = dtrain__fpmode_enter();
     dtrain__exact sum;
     memcpy(sum.limbs, limbs, sizeof sum.limbs);
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
+    double length = dtrain__device_length(&sum);
     memcpy(norm, &length, sizeof length);
     if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
         dtrain__scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);
@@ -22921,7 +22930,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
         if (dtrain__params_trained(&table[i]))
             dtrain__exact_add_squares(&sum, (const float *)table[i].grad, dtrain_param_elements(&table[i]));
     }
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
+    double length = dtrain__device_length(&sum);
     if (norm != NULL)
         *norm = length;
     if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
@@ -26091,7 +26100,7 @@ static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 /* Shortens gradients to max_norm where their length, by the sum, is more; returns it. */
 static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
 {
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&fsdp->sum));
+    double length = dtrain__device_length(&fsdp->sum);
     if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),

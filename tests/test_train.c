@@ -5,6 +5,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"
+#include <fenv.h>
 #include <math.h>
 
 /* Numbers of every size and sign, so that the order of additions shows in their bits. */
@@ -581,6 +582,21 @@ TEST(clipping_shortens_only_what_is_too_long)
     CHECK_CONTAINS(dtrain_last_error(), "max_norm is -1");
     table[1].dtype = DTRAIN_BF16;
     CHECK_EQ(dtrain_clip_grad_norm(table, 2, 1.0f, &norm), DTRAIN_ERR_UNSUPPORTED);
+}
+
+TEST(a_norm_is_rounded_to_nearest_in_any_mode)
+{
+    const int modes[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD};
+    float grads[7] = {1, 1, 1, 1, 1, 1, 1}, data[7];
+    double norms[3];
+    dtrain_param table = param("a", 0, 7, data, grads);
+    for (int i = 0; i < 3; i++) {
+        fesetround(modes[i]);
+        dtrain_status status = dtrain_clip_grad_norm(&table, 1, 0.0f, &norms[i]);
+        fesetround(FE_TONEAREST);
+        CHECK_EQ(status, DTRAIN_OK);
+        CHECK(memcmp(&norms[i], &norms[0], sizeof norms[0]) == 0);
+    }
 }
 
 /* ---- aggregators and the step ---- */

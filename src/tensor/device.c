@@ -378,6 +378,15 @@ DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const floa
     return DTRAIN_OK;
 }
 
+/* The root of a sum of squares, rounded to nearest whatever the caller's mode; volatile: before that is back. */
+static double dtrain__device_length(const dtrain__exact *sum)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    volatile double length = dtrain__sqrt_f64(dtrain__exact_value(sum));
+    dtrain__fpmode_restore(mode);
+    return length;
+}
+
 DTRAIN__EXACT_BEGIN
 
 static float dtrain__device_ratio(double over, double under)
@@ -392,7 +401,7 @@ static void dtrain__device_clip_cpu(const int64_t *limbs, float max_norm, double
     uint64_t mode = dtrain__fpmode_enter();
     dtrain__exact sum;
     memcpy(sum.limbs, limbs, sizeof sum.limbs);
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
+    double length = dtrain__device_length(&sum);
     memcpy(norm, &length, sizeof length);
     if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
         dtrain__scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);

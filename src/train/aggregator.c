@@ -73,7 +73,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
         if (dtrain__params_trained(&table[i]))
             dtrain__exact_add_squares(&sum, (const float *)table[i].grad, dtrain_param_elements(&table[i]));
     }
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&sum));
+    double length = dtrain__device_length(&sum);
     if (norm != NULL)
         *norm = length;
     if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)

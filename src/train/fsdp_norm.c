@@ -24,7 +24,7 @@ static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 /* Shortens gradients to max_norm where their length, by the sum, is more; returns it. */
 static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
 {
-    double length = dtrain__sqrt_f64(dtrain__exact_value(&fsdp->sum));
+    double length = dtrain__device_length(&fsdp->sum);
     if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
