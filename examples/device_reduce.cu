@@ -37,7 +37,8 @@ static void draw(dtrain_device *device, float *to, uint64_t seed)
     DTRAIN_CHECK(dtrain_device_copy(device, to, drawn, sizeof drawn));
 }
 
-/* The same calls for both; device NULL is the CPU. Nothing waits for the GPU until the weights are fetched. */
+/* The same calls for both; device NULL is the CPU, which waits for the GPU in draw, as it writes the same memory again,
+ * and where it fetches the weights. */
 static void train(dtrain_device *device, result *out)
 {
     const size_t bytes = COUNT * sizeof(float), limb_bytes = DTRAIN_SQUARES_LIMBS * sizeof(int64_t);

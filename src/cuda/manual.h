@@ -19,7 +19,8 @@
  *     nvcc dtrain.o program.o kernels.o -lpthread -lm
  *
  * Or both implementations in one .cu file, dtrain.h first and before any system header. CUDA 12.0 or later, GPUs from
- * compute capability 8.0 on; -arch=all-major makes code for all of them. Links with the runtime alone, statically.
+ * compute capability 8.0 on; CUDA 13's -arch=all-major makes code for all of them, CUDA 12's begins with GPUs that are
+ * too old for it: name yours. Links with the runtime alone, statically.
  *
  * A FIRST PROGRAM
  *
