@@ -16,10 +16,65 @@ warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
 CUDA_VISIBLE_DEVICES=
 export CUDA_VISIBLE_DEVICES
 
-# Kernels that move 16 bytes at once: name without dtrain__cuda_, and how many such loads and stores it has at least.
+# Kernels that move 16 bytes at once: name without dtrain__cuda_, and how many such loads and stores it has at least,
+# which is arrays times groups held at once; 0 stores where what goes out is narrower or scattered.
 vectors='
 fill_all 0 1
+narrow_bf16 4 0
+narrow_f16 4 0
+widen_bf16 0 4
+widen_f16 0 4
+same 4 4
+sum_f32_1 4 4
+sum_f32_2 8 4
+sum_f32_4 8 2
+sum_f32_8 8 1
+sum_f16_1 4 4
+sum_f16_2 8 4
+sum_f16_4 8 2
+sum_f16_8 8 1
+sum_bf16_1 4 4
+sum_bf16_2 8 4
+sum_bf16_4 8 2
+sum_bf16_8 8 1
+tree_f64 15 1
+tree_f32 15 1
+tree_f16 15 1
+tree_bf16 15 1
+row_f64 4 1
+row_f32 4 1
+row_f16 4 1
+row_bf16 4 1
+row_u8 4 1
+row_u32 4 1
+row_u64 4 1
+scale_f64 4 4
+scale_f32 4 4
+scale_f16 4 4
+scale_bf16 4 4
+axpy_f64 8 4
+axpy_f32 8 4
+axpy_f16 8 4
+axpy_bf16 8 4
+overflow_any 4 0
+adamw_all 8 6
+sgd_all 6 4
+squares_run 4 0
+clip_run 4 4
+topk_collect 16 8
+topk_bins 1 0
+topk_count 1 0
+topk_fill 1 0
+int8_pack 8 0
+int8_long 16 0
+int8_unpack 8 4
+fp8_pack 8 0
+fp8_long 16 0
+fp8_unpack 8 4
+sparse_kernel 2 0
 '
+# Those that go by elements: casts from and to f64 and fp8, and a table of counts that one block reads.
+elements='generic topk_aim'
 
 good() {
     passed=$((passed + 1))
@@ -88,6 +143,10 @@ vectors_of() { # kernel, file -> loads stores
 
 check_vectors() { # name, file
     echo "$vectors" | grep . >"$top/vectors"
+    awk '/\.entry _Z/ { name = $2; sub(/.*_Z/, "", name); print substr(name, length(name + 0) + 1, name + 0) }' "$2" |
+        sed 's/^dtrain__cuda_//' | sort >"$top/named"
+    { cut -d' ' -f1 "$top/vectors"; printf '%s\n' $elements; } | sort | diff - "$top/named" >"$top/log" 2>&1
+    if [ $? -eq 0 ]; then good "$1: the table has every kernel"; else bad "$1: the table has every kernel" "$top/log"; fi
     while read -r kernel loads stores; do
         # shellcheck disable=SC2046
         set -- "$1" "$2" $(vectors_of "$kernel" "$2")
