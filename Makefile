@@ -74,28 +74,32 @@ test: $(if $(SAN),,all) $(test_programs)
 
 # Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.
 cuda_code = -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90] \
-	$(if $(filter sm_100,$(shell $(NVCC) --list-gpu-code)),-gencode=arch=compute_100$(comma)code=sm_100)
+	$(if $(filter sm_100,$(shell $(NVCC) --list-gpu-code 2>/dev/null)),-gencode=arch=compute_100$(comma)code=sm_100)
 cuda_examples = $(patsubst examples/%.cu,build/%,$(wildcard examples/*.cu))
 cuda_tests = $(patsubst tests/%.c,build/cuda/%,$(wildcard tests/test_cuda_*.c))
 
 cuda: build/cuda/dtrain_cuda.o $(cuda_examples)
 
-build/cuda/dtrain_cuda.o: dtrain_cuda.h | build/cuda
+nvcc:
+	@command -v $(firstword $(NVCC)) >/dev/null || \
+		{ echo "$(NVCC) is not on PATH: this takes the nvcc of NVIDIA's CUDA Toolkit; say NVCC=/where/it/is/nvcc" >&2; exit 1; }
+
+build/cuda/dtrain_cuda.o: dtrain_cuda.h | build/cuda nvcc
 	printf '#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >build/cuda/dtrain_cuda.cu
 	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -Xptxas -warn-spills,-warn-lmem-usage -I. -c build/cuda/dtrain_cuda.cu -o $@
 
-$(cuda_examples): build/%: examples/%.cu dtrain_cuda.h | build
+$(cuda_examples): build/%: examples/%.cu dtrain_cuda.h | build nvcc
 	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
 
-build/bench_cuda: tools/bench_cuda.cu dtrain_cuda.h | build
+build/bench_cuda: tools/bench_cuda.cu dtrain_cuda.h | build nvcc
 	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
 
-build/cuda/libdtrain.a: dtrain.h | build/cuda
+build/cuda/libdtrain.a: dtrain.h | build/cuda nvcc
 	printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >build/cuda/dtrain.c
 	$(CC) -O2 -I. -c build/cuda/dtrain.c -o build/cuda/dtrain.o
 	ar rcs $@ build/cuda/dtrain.o
 
-$(cuda_tests): build/cuda/%: tests/%.c $(wildcard tests/*.h) build/cuda/libdtrain.a dtrain_cuda.h
+$(cuda_tests): build/cuda/%: tests/%.c $(wildcard tests/*.h) build/cuda/libdtrain.a dtrain_cuda.h | nvcc
 	$(NVCC) -std=c++17 -O1 $(cuda_code) $(if $(filter $<,$(private_tests)),-w) -I. -x cu -c $< -o $@.o
 	$(NVCC) $@.o -o $@ build/cuda/libdtrain.a $(LIBS)
 
@@ -135,4 +139,4 @@ check:
 clean:
 	rm -rf build
 
-.PHONY: all test cuda test-cuda bench-cuda demo demo-fsdp bench soak fuzz check clean
+.PHONY: all test nvcc cuda test-cuda bench-cuda demo demo-fsdp bench soak fuzz check clean
