@@ -239,7 +239,7 @@ check_programs() { # nvcc, name, directory
     holds "$2: C units beside the implementation link" "$1" "$3/fast.o" "$top/user.o" "$top/other.o" "$top/dtrain.o" \
         -o "$3/user" -lpthread -lm
     ldd "$3/user" >"$3/ldd" 2>&1
-    has_none "$2: neither the driver nor the runtime is linked with" 'libcuda|not found|not a dynamic' "$3/ldd"
+    has_none "$2: neither the driver nor the runtime is linked with" 'libcuda|not found|No such file|not a dynamic' "$3/ldd"
     holds "$2: without a driver or a GPU calls say so" "$3/user" "on CUDA: "
     "$1" -Xcompiler -fsanitize=address "$3/fast.o" "$top/user.o" "$top/dtrain.o" -o "$3/asan" -lpthread -lm
     holds "$2: and leak nothing" env ASAN_OPTIONS=protect_shadow_gap=0:detect_leaks=1 "$3/asan" "on CUDA: "
