@@ -55,6 +55,20 @@ static int test_failures;
             TEST_FAIL("\"%s\" does not contain \"%s\"", test_text_, (part));                                           \
     } while (0)
 
+/* What a counting allocator of a test's passes on to. */
+static inline void *test_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    void *block = NULL;
+    if (new_bytes > 0) {
+        if (posix_memalign(&block, align < sizeof block ? sizeof block : align, new_bytes) != 0)
+            return NULL;
+        if (pointer != NULL)
+            memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
+    }
+    free(pointer);
+    return block;
+}
+
 static inline float from_bits(uint32_t bits)
 {
     float value;

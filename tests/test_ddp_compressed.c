@@ -2,8 +2,6 @@
  * DDP and FSDP whose sums travel compressed: overlapped or not the same bits, those of an aggregator over a table of
  * layers; bytes by hand; a create that fails on one rank, ranks that leave or are killed while buckets are under way.
  */
-#define DTRAIN_API static
-#define DTRAIN_IMPLEMENTATION
 #include "../dtrain.h"
 #include "test.h"
 #include "worlds.h"
@@ -390,7 +388,7 @@ static void *refusing_resize(void *user, void *pointer, size_t old_bytes, size_t
     (void)user;
     if (new_bytes > 0 && refused > 0 && ++requests == refused)
         return NULL;
-    return dtrain__resize_default(pointer, old_bytes, new_bytes, align);
+    return test_resize(pointer, old_bytes, new_bytes, align);
 }
 
 static void create_on_one_rank_fails(dtrain_comm *world)
@@ -565,7 +563,7 @@ static dtrain_status own_reduce(const dtrain_compressor *compressor, dtrain_comm
 {
     (void)compressor, (void)in, (void)residual, (void)sent;
     if (dtrain_comm_rank(comm) == 2)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no room to pack");
+        return dtrain_error_set(DTRAIN_ERR_MEMORY, "no room to pack");
     return dtrain_all_reduce(comm, out, out, count, DTRAIN_F32, DTRAIN_SUM);
 }
 
@@ -603,7 +601,7 @@ static void *counting_resize(void *user, void *pointer, size_t old_bytes, size_t
 {
     (void)user;
     __atomic_add_fetch(&allocations, 1, __ATOMIC_SEQ_CST);
-    return dtrain__resize_default(pointer, old_bytes, new_bytes, align);
+    return test_resize(pointer, old_bytes, new_bytes, align);
 }
 
 static void stays_warm(dtrain_comm *world)
