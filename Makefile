@@ -69,7 +69,8 @@ $(test_dir)/test_plan: $(wildcard tools/plan_*.h)
 
 $(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_cuda_*.c)): dtrain_cuda.h
 
-test: $(if $(SAN),,all) $(test_programs)
+# No test runs build/bench, which takes as long to compile as four tests: `make` builds it.
+test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench,$(programs))) $(test_programs)
 	@sh tests/run.sh $(test_dir)
 
 # Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.
@@ -119,13 +120,14 @@ bench: all
 	@sh tools/bench_table
 
 soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive \
-	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail
+	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail $(test_dir)/test_device_table
 	COMPILERS="gcc clang" BITS=all sh tests/test_bits.sh
 	$(test_dir)/soak $(MINUTES)
 	$(test_dir)/steady $(MINUTES)
 	for run in 1 2 3 4 5; do PROPERTY_SEED=$$(date +%s%N) $(test_dir)/test_property || exit 1; done
 	FSDP_LAYER_FLOATS=4194304 $(test_dir)/test_fsdp_memory four_processes_grow_as_the_plan_says
 	PROPERTY_LARGE=1 $(test_dir)/test_property more_elements_than_32_bits_count
+	DEVICE_FAULTS=all $(test_dir)/test_device_table whatever_call_of_a_device_fails_the_error_comes_back
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault
 	KILL_ROUNDS=200 $(test_dir)/test_survive survivors_of_kills_at_random_times_shrink_and_go_on
 	CHECKPOINT_ROUNDS=300 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_fail
