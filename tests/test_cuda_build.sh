@@ -1,8 +1,7 @@
 #!/bin/sh
 # What dtrain_cuda.h is to compilers: every nvcc at hand, and C and C++ where there is none. Needs no GPU and sees none.
-# Compilers and tools that are not here come from PyPI, into build/; what cannot be had is skipped, with the reason.
-# nvcc of CUDA 12 is no package of PyPI's, nor of Debian's main: one that is installed is found; without, CUDA 12's
-# assembler stands in for it. .ci/run runs this, make test does not.
+# Compilers and tools that are not here come from PyPI and Debian, into build/; what cannot be had is skipped, with the
+# reason. .ci/run runs this, make test does not.
 set -u
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -236,6 +235,11 @@ check_sass() { # nvcc, name, directory
 }
 
 check_programs() { # nvcc, name, directory
+    if ! "$1" "$3/fast.o" "$top/user.o" "$top/dtrain.o" -o "$3/user" -lpthread -lm >"$3/link.log" 2>&1 &&
+        grep -q 'cannot find -lcuda' "$3/link.log"; then
+        skip "$2: programs, as it comes without a runtime to link with"
+        return
+    fi
     holds "$2: C units beside the implementation link" "$1" "$3/fast.o" "$top/user.o" "$top/other.o" "$top/dtrain.o" \
         -o "$3/user" -lpthread -lm
     ldd "$3/user" >"$3/ldd" 2>&1
@@ -243,16 +247,6 @@ check_programs() { # nvcc, name, directory
     holds "$2: without a driver or a GPU calls say so" "$3/user" "on CUDA: "
     "$1" -Xcompiler -fsanitize=address "$3/fast.o" "$top/user.o" "$top/dtrain.o" -o "$3/asan" -lpthread -lm
     holds "$2: and leak nothing" env ASAN_OPTIONS=protect_shadow_gap=0:detect_leaks=1 "$3/asan" "on CUDA: "
-}
-
-# CUDA 12's assembler on the PTX of a later nvcc: what it lacks of later versions is not used.
-check_assembler_12() { # directory of an nvcc's
-    from_pypi cuda-12-assembler --no-deps nvidia-cuda-nvcc-cu12
-    ptxas=$root/build/cuda-12-assembler/nvidia/cuda_nvcc/bin/ptxas
-    [ -x "$ptxas" ] || { skip "CUDA 12's assembler cannot be had from PyPI"; return; }
-    sed 's/^\.version .*/.version 8.5/' "$1/plain.ptx" >"$top/older.ptx"
-    holds "ptxas $("$ptxas" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'): no spill, no local memory" \
-        "$ptxas" -arch=sm_90 -Werror -warn-spills -warn-lmem-usage "$top/older.ptx" -o "$top/older.cubin"
 }
 
 check_without_nvcc() {
@@ -282,7 +276,7 @@ check_without_nvcc() {
 # The nvccs here, one of each version; PyPI's where there is none.
 find_nvccs() {
     ls "${NVCC:-/nowhere}" "$(command -v nvcc)" /usr/local/cuda*/bin/nvcc /usr/lib/nvidia-cuda-toolkit/bin/nvcc \
-        build/cuda-13/nvidia/cu13/bin/nvcc 2>/dev/null |
+        build/cuda-12/bin/nvcc build/cuda-13/nvidia/cu13/bin/nvcc 2>/dev/null |
         while read -r path; do
             release=$("$path" --version 2>/dev/null | sed -n 's/.*release [0-9.]*, V\([0-9.]*\).*/\1/p')
             [ -z "$release" ] || echo "$release $path"
@@ -300,15 +294,13 @@ if [ ! -s "$top/nvccs" ]; then
     find_nvccs >"$top/nvccs"
     [ -s "$top/nvccs" ] || skip "no nvcc is here, and PyPI gives none: $(tail -1 "$top/pip.log")"
 fi
-last=
+if ! grep -q '^12\.' "$top/nvccs"; then
+    sh tests/nvcc12.sh build/cuda-12 2>"$top/log" || skip "$(tail -1 "$top/log")"
+    find_nvccs >"$top/nvccs"
+fi
 while read -r release path; do
     mkdir "$top/$release"
     check_nvcc "$path" "nvcc $release" "$top/$release" </dev/null
-    last=$top/$release
 done <"$top/nvccs"
-if ! grep -q '^12\.' "$top/nvccs"; then
-    skip "no nvcc of CUDA 12 is here, and neither PyPI nor Debian's main section has one"
-    [ -z "$last" ] || check_assembler_12 "$last"
-fi
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]
