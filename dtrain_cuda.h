@@ -42,6 +42,8 @@
  *               or managed memory. Other memory of the CPU, another GPU's, freed memory, and where CUDA can tell a
  *               range that ends beyond its allocation, are DTRAIN_ERR_INVALID, but for dtrain_device_copy, which takes
  *               the CPU's, and therefore cannot tell freed memory of the GPU from it.
+ *               Any alignment will do but where the norm and top-k are concerned, and for what a call counts or
+ *               reports in: those lie at multiples of their elements' width, or are DTRAIN_ERR_INVALID.
  *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before.
  *     Errors    The text has CUDA's own name, number and message. DTRAIN_ERR_UNSUPPORTED: no driver, no GPU, or no code
  *               for it in this build. DTRAIN_ERR_MEMORY says what is free; the device works on. A kernel's fault, of
@@ -941,6 +943,20 @@ static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call
                                 "%s on %s: %s (%p) is memory of cuda:%d; copy it over with dtrain_device_copy", call,
                                 device->name, what, pointer, found.device);
     return dtrain__cuda_fits(device, call, what, pointer, bytes);
+}
+
+/* The same for `count` elements that a kernel takes whole only, at multiples of their width: anywhere else its first
+ * access would cost the process the GPU. */
+static dtrain_status dtrain__cuda_whole(dtrain_device *device, const char *call, const char *what, const void *pointer,
+                                        size_t width, size_t count)
+{
+    dtrain_status status = dtrain__cuda_memory(device, call, what, pointer, count * width);
+    if (status != DTRAIN_OK || count == 0 || (uintptr_t)pointer % width == 0)
+        return status;
+    return dtrain_error_set(DTRAIN_ERR_INVALID,
+                            "%s on %s: %s (%p) must be at a multiple of %zu bytes; copy it to one with "
+                            "dtrain_device_copy",
+                            call, device->name, what, pointer, width);
 }
 
 #endif
@@ -2300,7 +2316,7 @@ static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype d
         return DTRAIN_OK;
     status = dtrain__cuda_memory(device, "device_overflow", "x", x, count * width);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_overflow", "found", found, sizeof *found);
+        status = dtrain__cuda_whole(device, "device_overflow", "found", found, sizeof *found, 1);
     if (status != DTRAIN_OK)
         return status;
     args.x = x;
@@ -2912,9 +2928,9 @@ static dtrain_status dtrain__cuda_squares(dtrain_device *device, const float *x,
     const char *call = "device_squares";
     if (count == 0)
         return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_memory(device, call, "x", x, count * sizeof *x);
+    dtrain_status status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, call, "limbs", limbs, DTRAIN_SQUARES_LIMBS * sizeof *limbs);
+        status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
     if (status != DTRAIN_OK)
         return status;
     size_t head = dtrain__cuda_norm_head(x, count);
@@ -3039,11 +3055,11 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
                                        float *x, size_t count)
 {
     const char *call = "device_clip";
-    dtrain_status status = dtrain__cuda_memory(device, call, "limbs", limbs, DTRAIN_SQUARES_LIMBS * sizeof *limbs);
+    dtrain_status status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, call, "norm", norm, sizeof *norm);
+        status = dtrain__cuda_whole(device, call, "norm", norm, sizeof *norm, 1);
     if (status == DTRAIN_OK && count > 0)
-        status = dtrain__cuda_memory(device, call, "x", x, count * sizeof *x);
+        status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
     if (status != DTRAIN_OK)
         return status;
     count = max_norm > 0.0f ? count : 0; /* one block writes the norm */
@@ -3885,13 +3901,13 @@ static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_se
     dtrain__cuda_topk_args args = ((dtrain__cuda_selection *)selection)->args;
     dtrain_status status = DTRAIN_OK;
     if (args.count > 0)
-        status = dtrain__cuda_memory(device, call, "sum", sum, args.count * sizeof *sum);
+        status = dtrain__cuda_whole(device, call, "sum", sum, sizeof *sum, args.count);
     if (status == DTRAIN_OK && args.count > 0 && add != NULL)
-        status = dtrain__cuda_memory(device, call, "add", add, args.count * sizeof *add);
+        status = dtrain__cuda_whole(device, call, "add", add, sizeof *add, args.count);
     if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_memory(device, call, "indices", indices, args.k * sizeof *indices);
+        status = dtrain__cuda_whole(device, call, "indices", indices, sizeof *indices, args.k);
     if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_memory(device, call, "values", values, args.k * sizeof *values);
+        status = dtrain__cuda_whole(device, call, "values", values, sizeof *values, args.k);
     if (status != DTRAIN_OK || args.count == 0)
         return status;
     args.data = sum;

@@ -267,6 +267,42 @@ TEST(wrong_pointers_are_refused)
     dtrain_cuda_destroy(device);
 }
 
+/* Kernels that take whole words at any multiple of their width: elsewhere a GPU faults, and is lost to the process. */
+TEST(what_lies_between_words_is_refused)
+{
+    static const size_t places[][4] = {{1, 0, 0, 0}, {0, 2, 0, 0}, {0, 0, 3, 0}, {0, 0, 0, 1}};
+    dtrain_device *device = cuda_device(0);
+    dtrain_device_selection *selection = NULL;
+    unsigned char *on;
+    if (device == NULL)
+        return;
+    on = cuda_bytes(device, DTRAIN_MEMORY_DEVICE, 4096);
+    CHECK_OK(dtrain_device_fill(device, on, "", 1, 4096));
+    CHECK_OK(dtrain_device_selection_create(device, 9, 3, &selection));
+    CHECK_ERROR(dtrain_device_squares(device, (float *)(void *)(on + 2), 9, (int64_t *)(void *)(on + 1024)),
+                DTRAIN_ERR_INVALID, "must be at a multiple of 4 bytes");
+    CHECK_ERROR(dtrain_device_squares(device, (float *)(void *)on, 9, (int64_t *)(void *)(on + 1028)),
+                DTRAIN_ERR_INVALID, "squares on cuda:0: limbs (");
+    CHECK_ERROR(dtrain_device_clip(device, (int64_t *)(void *)(on + 1024), 1, (double *)(void *)(on + 4), NULL, 0),
+                DTRAIN_ERR_INVALID, "norm (");
+    CHECK_ERROR(dtrain_device_clip(device, (int64_t *)(void *)(on + 1024), 1, (double *)(void *)on,
+                                   (float *)(void *)(on + 65), 9),
+                DTRAIN_ERR_INVALID, "x (");
+    CHECK_ERROR(dtrain_device_overflow(device, DTRAIN_F32, on + 1, 9, (uint32_t *)(void *)(on + 66)),
+                DTRAIN_ERR_INVALID, "found (");
+    for (size_t i = 0; i < 4; i++)
+        CHECK_ERROR(dtrain_device_select(device, selection, (float *)(void *)(on + places[i][0]),
+                                         (float *)(void *)(on + 256 + places[i][1]),
+                                         (uint32_t *)(void *)(on + 512 + places[i][2]),
+                                         (float *)(void *)(on + 768 + places[i][3])),
+                    DTRAIN_ERR_INVALID, "must be at a multiple of 4 bytes");
+    CHECK_OK(dtrain_device_overflow(device, DTRAIN_F32, on + 1, 9, (uint32_t *)(void *)(on + 64)));
+    CHECK_OK(dtrain_device_wait(device));
+    dtrain_device_selection_destroy(device, selection);
+    cuda_free(device, on);
+    dtrain_cuda_destroy(device);
+}
+
 TEST(destroy_ends_what_is_queued)
 {
     enum { bytes = 1 << 22 };

@@ -213,7 +213,7 @@ static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype d
         return DTRAIN_OK;
     status = dtrain__cuda_memory(device, "device_overflow", "x", x, count * width);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_overflow", "found", found, sizeof *found);
+        status = dtrain__cuda_whole(device, "device_overflow", "found", found, sizeof *found, 1);
     if (status != DTRAIN_OK)
         return status;
     args.x = x;

@@ -411,9 +411,9 @@ static dtrain_status dtrain__cuda_squares(dtrain_device *device, const float *x,
     const char *call = "device_squares";
     if (count == 0)
         return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_memory(device, call, "x", x, count * sizeof *x);
+    dtrain_status status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, call, "limbs", limbs, DTRAIN_SQUARES_LIMBS * sizeof *limbs);
+        status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
     if (status != DTRAIN_OK)
         return status;
     size_t head = dtrain__cuda_norm_head(x, count);
@@ -538,11 +538,11 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
                                        float *x, size_t count)
 {
     const char *call = "device_clip";
-    dtrain_status status = dtrain__cuda_memory(device, call, "limbs", limbs, DTRAIN_SQUARES_LIMBS * sizeof *limbs);
+    dtrain_status status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, call, "norm", norm, sizeof *norm);
+        status = dtrain__cuda_whole(device, call, "norm", norm, sizeof *norm, 1);
     if (status == DTRAIN_OK && count > 0)
-        status = dtrain__cuda_memory(device, call, "x", x, count * sizeof *x);
+        status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
     if (status != DTRAIN_OK)
         return status;
     count = max_norm > 0.0f ? count : 0; /* one block writes the norm */

@@ -163,4 +163,18 @@ static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call
     return dtrain__cuda_fits(device, call, what, pointer, bytes);
 }
 
+/* The same for `count` elements that a kernel takes whole only, at multiples of their width: anywhere else its first
+ * access would cost the process the GPU. */
+static dtrain_status dtrain__cuda_whole(dtrain_device *device, const char *call, const char *what, const void *pointer,
+                                        size_t width, size_t count)
+{
+    dtrain_status status = dtrain__cuda_memory(device, call, what, pointer, count * width);
+    if (status != DTRAIN_OK || count == 0 || (uintptr_t)pointer % width == 0)
+        return status;
+    return dtrain_error_set(DTRAIN_ERR_INVALID,
+                            "%s on %s: %s (%p) must be at a multiple of %zu bytes; copy it to one with "
+                            "dtrain_device_copy",
+                            call, device->name, what, pointer, width);
+}
+
 #endif

@@ -548,13 +548,13 @@ static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_se
     dtrain__cuda_topk_args args = ((dtrain__cuda_selection *)selection)->args;
     dtrain_status status = DTRAIN_OK;
     if (args.count > 0)
-        status = dtrain__cuda_memory(device, call, "sum", sum, args.count * sizeof *sum);
+        status = dtrain__cuda_whole(device, call, "sum", sum, sizeof *sum, args.count);
     if (status == DTRAIN_OK && args.count > 0 && add != NULL)
-        status = dtrain__cuda_memory(device, call, "add", add, args.count * sizeof *add);
+        status = dtrain__cuda_whole(device, call, "add", add, sizeof *add, args.count);
     if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_memory(device, call, "indices", indices, args.k * sizeof *indices);
+        status = dtrain__cuda_whole(device, call, "indices", indices, sizeof *indices, args.k);
     if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_memory(device, call, "values", values, args.k * sizeof *values);
+        status = dtrain__cuda_whole(device, call, "values", values, sizeof *values, args.k);
     if (status != DTRAIN_OK || args.count == 0)
         return status;
     args.data = sum;
