@@ -44,7 +44,8 @@
  *               the CPU's, and therefore cannot tell freed memory of the GPU from it.
  *               Any alignment will do but where the norm and top-k are concerned, and for what a call counts or
  *               reports in: those lie at multiples of their elements' width, or are DTRAIN_ERR_INVALID.
- *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before.
+ *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before, and no other GPU
+ *               than the device's gets a context.
  *     Errors    The text has CUDA's own name, number and message. DTRAIN_ERR_UNSUPPORTED: no driver, no GPU, or no code
  *               for it in this build. DTRAIN_ERR_MEMORY says what is free; the device works on. A kernel's fault, of
  *               the program's own kernels too, is DTRAIN_ERR_IO in every later call: CUDA gives the GPU back to a new
@@ -233,12 +234,19 @@ static struct dtrain__cuda_emulation {
     pthread_mutex_t mutex;
     dtrain__cuda_emulated_thing *things;
     size_t used;
-    int open; /* operations that run now */
+    int open;                                  /* operations that run now */
+    char contexts[DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the GPU has one; they last */
     cudaError_t lasting;
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, 0, 0, 0};
-static __thread int dtrain__cuda_emulated_gpu;
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0};
+static __thread int dtrain__cuda_emulated_gpu;   /* the current one */
+static __thread int dtrain__cuda_emulated_below; /* that before a push */
+
+static void dtrain__cuda_emulated_context(int gpu)
+{
+    __atomic_store_n(&dtrain__cuda_emulated.contexts[gpu], 1, __ATOMIC_RELAXED);
+}
 
 static size_t dtrain__cuda_emulated_limit(void)
 {
@@ -288,6 +296,7 @@ static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cud
     *made = thing;
     if (thing == NULL)
         return cudaErrorMemoryAllocation;
+    dtrain__cuda_emulated_context(dtrain__cuda_emulated_gpu);
     thing->kind = kind, thing->gpu = dtrain__cuda_emulated_gpu, thing->bytes = bytes;
     thing->pointer = (char *)thing; /* of streams and events */
     return cudaSuccess;
@@ -391,6 +400,35 @@ static cudaError_t cudaSetDevice(int gpu)
     if (gpu < 0 || gpu >= DTRAIN__CUDA_EMULATED_GPUS)
         return cudaErrorInvalidDevice;
     dtrain__cuda_emulated_gpu = gpu;
+    dtrain__cuda_emulated_context(gpu);
+    return cudaSuccess;
+}
+
+/* The driver's: a context is where its GPU's flag is. Pushed once at most. */
+static int dtrain__cuda_emulated_get(int *gpu, int index)
+{
+    *gpu = index;
+    return dtrain__cuda_emulated.lasting;
+}
+
+static int dtrain__cuda_emulated_retain(void **context, int gpu)
+{
+    *context = dtrain__cuda_emulated.contexts + gpu;
+    dtrain__cuda_emulated_context(gpu);
+    return dtrain__cuda_emulated.lasting;
+}
+
+static int dtrain__cuda_emulated_push(void *context)
+{
+    dtrain__cuda_emulated_below = dtrain__cuda_emulated_gpu;
+    dtrain__cuda_emulated_gpu = (int)((char *)context - dtrain__cuda_emulated.contexts);
+    return cudaSuccess;
+}
+
+static int dtrain__cuda_emulated_pop(void **context)
+{
+    *context = dtrain__cuda_emulated.contexts + dtrain__cuda_emulated_gpu;
+    dtrain__cuda_emulated_gpu = dtrain__cuda_emulated_below;
     return cudaSuccess;
 }
 
@@ -788,8 +826,10 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_atomic_max_u32(uint32_t *to, uint32_t valu
 #ifndef DTRAIN__CUDA_QUEUE
 #define DTRAIN__CUDA_QUEUE
 
-/* The driver's cuPointerGetAttribute, which the runtime hands out. */
+/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent. */
 typedef int (*dtrain__cuda_attribute_fn)(void *data, int attribute, unsigned long long pointer);
+typedef int (*dtrain__cuda_push_fn)(void *context);
+typedef int (*dtrain__cuda_pop_fn)(void **context);
 
 typedef struct dtrain__cuda_queue {
     dtrain_device device;
@@ -798,6 +838,9 @@ typedef struct dtrain__cuda_queue {
     int processors; /* of the GPU */
     char name[16];
     dtrain__cuda_attribute_fn attribute; /* NULL: where allocations end is not known */
+    void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */
+    dtrain__cuda_push_fn push;
+    dtrain__cuda_pop_fn pop;
 } dtrain__cuda_queue;
 
 static dtrain__cuda_queue *dtrain__cuda_queue_of(dtrain_device *device)
@@ -867,22 +910,30 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
                             cudaGetErrorName(error), (int)error, memory, cure);
 }
 
-/* Makes the queue's GPU the calling thread's own, and says in *before which was. */
+/* Makes the queue's GPU the calling thread's own, and says in *before which was. Its context is put on top of whatever
+ * there is, and taken off again: cudaSetDevice, to go back, would make a context on a GPU that had none, which is
+ * hundreds of megabytes of GPU 0's memory for each process that works on another. */
 static cudaError_t dtrain__cuda_switch(dtrain_device *device, int *before)
 {
-    int index = dtrain__cuda_queue_of(device)->index;
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
     cudaError_t error = cudaGetDevice(before);
-    if (error == cudaSuccess && *before != index)
-        error = cudaSetDevice(index);
+    if (error == cudaSuccess && *before != queue->index)
+        error = queue->context != NULL ? (cudaError_t)queue->push(queue->context) : cudaSetDevice(queue->index);
     if (error != cudaSuccess)
-        *before = index; /* nothing to go back to */
+        *before = queue->index; /* nothing to go back to */
     return error;
 }
 
 static void dtrain__cuda_leave(dtrain_device *device, int before)
 {
-    if (before != dtrain__cuda_queue_of(device)->index)
-        (void)cudaSetDevice(before);
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    void *context;
+    if (before == queue->index)
+        return;
+    if (queue->context != NULL)
+        (void)queue->pop(&context);
+    else if (cudaSetDevice(before) != cudaSuccess)
+        (void)cudaGetLastError();
 }
 
 /* Bytes from pointer to the end of its allocation; SIZE_MAX where nobody can tell. */
@@ -4592,24 +4643,45 @@ DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
     return status;
 }
 
-/* The driver's functions come through the runtime, so that nothing is linked with the driver. */
-static void dtrain__cuda_find_attribute(dtrain__cuda_queue *queue)
-{
-    queue->attribute = NULL;
+/* The driver's functions come through the runtime, so that nothing is linked with the driver; NULL: it has none. */
 #ifndef DTRAIN_CUDA_EMULATE
+static void *dtrain__cuda_driver(const char *name)
+{
     void *found = NULL;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &found, 12000, cudaEnableDefault, &result);
+    cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
 #else
-    cudaError_t error = cudaGetDriverEntryPoint("cuPointerGetAttribute", &found, cudaEnableDefault, &result);
+    cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
-    if (error == cudaSuccess && result == cudaDriverEntryPointSuccess)
-        queue->attribute = (dtrain__cuda_attribute_fn)found;
-    else
+    if (error != cudaSuccess)
         (void)cudaGetLastError();
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : NULL;
+}
 #endif
+
+/* The primary context, which the runtime uses too, is held until the process ends, as the runtime holds it: what the
+ * program has in it outlives the queue. */
+static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
+{
+    typedef int (*get_fn)(int *gpu, int index);
+    typedef int (*retain_fn)(void **context, int gpu);
+    int gpu = 0;
+#ifdef DTRAIN_CUDA_EMULATE
+    get_fn get = dtrain__cuda_emulated_get;
+    retain_fn retain = dtrain__cuda_emulated_retain;
+    queue->push = dtrain__cuda_emulated_push;
+    queue->pop = dtrain__cuda_emulated_pop;
+#else
+    get_fn get = (get_fn)dtrain__cuda_driver("cuDeviceGet");
+    retain_fn retain = (retain_fn)dtrain__cuda_driver("cuDevicePrimaryCtxRetain");
+    queue->push = (dtrain__cuda_push_fn)dtrain__cuda_driver("cuCtxPushCurrent");
+    queue->pop = (dtrain__cuda_pop_fn)dtrain__cuda_driver("cuCtxPopCurrent");
+    queue->attribute = (dtrain__cuda_attribute_fn)dtrain__cuda_driver("cuPointerGetAttribute");
+#endif
+    if (get == NULL || retain == NULL || queue->push == NULL || queue->pop == NULL || get(&gpu, queue->index) != 0 ||
+        retain(&queue->context, gpu) != 0)
+        queue->context = NULL;
 }
 
 /* Has this build code for the GPU? Asked of one kernel, for all. */
@@ -4643,7 +4715,6 @@ static dtrain_status dtrain__cuda_open(dtrain__cuda_queue *queue, void *stream)
         error = dtrain__cuda_find_code();
     if (error != cudaSuccess)
         return dtrain__cuda_status(&queue->device, "dtrain_cuda_create", error);
-    dtrain__cuda_find_attribute(queue);
     queue->own_stream = stream == NULL;
     queue->stream = (cudaStream_t)stream;
     if (stream == NULL)
@@ -4682,6 +4753,7 @@ DTRAIN_API dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain
     queue->device.ops = &dtrain__cuda_ops;
     queue->device.name = queue->name;
     queue->device.self = queue;
+    dtrain__cuda_find_driver(queue);
     status = dtrain__cuda_status(&queue->device, "dtrain_cuda_create", dtrain__cuda_switch(&queue->device, &before));
     if (status == DTRAIN_OK) {
         status = dtrain__cuda_open(queue, desc != NULL ? desc->stream : NULL);

@@ -386,6 +386,29 @@ TEST(threads_have_devices_of_their_own)
 }
 
 #ifdef DTRAIN_CUDA_EMULATE
+TEST(work_on_one_gpu_makes_no_context_on_another)
+{
+    for (int turn = 0; turn < 2; turn++) { /* with the driver's functions, and without, which knows no better */
+        dtrain_device *device;
+        unsigned char *on, back[8];
+        int current = -1;
+        CHECK_EQ(cudaSetDevice(0), cudaSuccess);
+        dtrain__cuda_emulated.contexts[0] = 0;
+        device = cuda_device(1);
+        if (turn == 1)
+            dtrain__cuda_queue_of(device)->context = NULL;
+        on = cuda_bytes(device, DTRAIN_MEMORY_DEVICE, 8);
+        CHECK_OK(dtrain_device_fill(device, on, "x", 1, 8));
+        CHECK_OK(dtrain_device_copy(device, back, on, 8));
+        CHECK_EQ(back[7], 'x');
+        CHECK_EQ(cudaGetDevice(&current), cudaSuccess);
+        CHECK_EQ(current, 0);
+        cuda_free(device, on);
+        dtrain_cuda_destroy(device);
+        CHECK_EQ(dtrain__cuda_emulated.contexts[0], turn);
+    }
+}
+
 TEST(emulated_memory_has_a_limit_to_the_byte)
 {
     dtrain_device *device = cuda_device(0);

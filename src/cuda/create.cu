@@ -127,24 +127,45 @@ DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
     return status;
 }
 
-/* The driver's functions come through the runtime, so that nothing is linked with the driver. */
-static void dtrain__cuda_find_attribute(dtrain__cuda_queue *queue)
-{
-    queue->attribute = NULL;
+/* The driver's functions come through the runtime, so that nothing is linked with the driver; NULL: it has none. */
 #ifndef DTRAIN_CUDA_EMULATE
+static void *dtrain__cuda_driver(const char *name)
+{
     void *found = NULL;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &found, 12000, cudaEnableDefault, &result);
+    cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
 #else
-    cudaError_t error = cudaGetDriverEntryPoint("cuPointerGetAttribute", &found, cudaEnableDefault, &result);
+    cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
-    if (error == cudaSuccess && result == cudaDriverEntryPointSuccess)
-        queue->attribute = (dtrain__cuda_attribute_fn)found;
-    else
+    if (error != cudaSuccess)
         (void)cudaGetLastError();
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : NULL;
+}
 #endif
+
+/* The primary context, which the runtime uses too, is held until the process ends, as the runtime holds it: what the
+ * program has in it outlives the queue. */
+static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
+{
+    typedef int (*get_fn)(int *gpu, int index);
+    typedef int (*retain_fn)(void **context, int gpu);
+    int gpu = 0;
+#ifdef DTRAIN_CUDA_EMULATE
+    get_fn get = dtrain__cuda_emulated_get;
+    retain_fn retain = dtrain__cuda_emulated_retain;
+    queue->push = dtrain__cuda_emulated_push;
+    queue->pop = dtrain__cuda_emulated_pop;
+#else
+    get_fn get = (get_fn)dtrain__cuda_driver("cuDeviceGet");
+    retain_fn retain = (retain_fn)dtrain__cuda_driver("cuDevicePrimaryCtxRetain");
+    queue->push = (dtrain__cuda_push_fn)dtrain__cuda_driver("cuCtxPushCurrent");
+    queue->pop = (dtrain__cuda_pop_fn)dtrain__cuda_driver("cuCtxPopCurrent");
+    queue->attribute = (dtrain__cuda_attribute_fn)dtrain__cuda_driver("cuPointerGetAttribute");
+#endif
+    if (get == NULL || retain == NULL || queue->push == NULL || queue->pop == NULL || get(&gpu, queue->index) != 0 ||
+        retain(&queue->context, gpu) != 0)
+        queue->context = NULL;
 }
 
 /* Has this build code for the GPU? Asked of one kernel, for all. */
@@ -178,7 +199,6 @@ static dtrain_status dtrain__cuda_open(dtrain__cuda_queue *queue, void *stream)
         error = dtrain__cuda_find_code();
     if (error != cudaSuccess)
         return dtrain__cuda_status(&queue->device, "dtrain_cuda_create", error);
-    dtrain__cuda_find_attribute(queue);
     queue->own_stream = stream == NULL;
     queue->stream = (cudaStream_t)stream;
     if (stream == NULL)
@@ -217,6 +237,7 @@ DTRAIN_API dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain
     queue->device.ops = &dtrain__cuda_ops;
     queue->device.name = queue->name;
     queue->device.self = queue;
+    dtrain__cuda_find_driver(queue);
     status = dtrain__cuda_status(&queue->device, "dtrain_cuda_create", dtrain__cuda_switch(&queue->device, &before));
     if (status == DTRAIN_OK) {
         status = dtrain__cuda_open(queue, desc != NULL ? desc->stream : NULL);

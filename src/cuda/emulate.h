@@ -66,12 +66,19 @@ static struct dtrain__cuda_emulation {
     pthread_mutex_t mutex;
     dtrain__cuda_emulated_thing *things;
     size_t used;
-    int open; /* operations that run now */
+    int open;                                  /* operations that run now */
+    char contexts[DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the GPU has one; they last */
     cudaError_t lasting;
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, 0, 0, 0};
-static __thread int dtrain__cuda_emulated_gpu;
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0};
+static __thread int dtrain__cuda_emulated_gpu;   /* the current one */
+static __thread int dtrain__cuda_emulated_below; /* that before a push */
+
+static void dtrain__cuda_emulated_context(int gpu)
+{
+    __atomic_store_n(&dtrain__cuda_emulated.contexts[gpu], 1, __ATOMIC_RELAXED);
+}
 
 static size_t dtrain__cuda_emulated_limit(void)
 {
@@ -121,6 +128,7 @@ static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cud
     *made = thing;
     if (thing == NULL)
         return cudaErrorMemoryAllocation;
+    dtrain__cuda_emulated_context(dtrain__cuda_emulated_gpu);
     thing->kind = kind, thing->gpu = dtrain__cuda_emulated_gpu, thing->bytes = bytes;
     thing->pointer = (char *)thing; /* of streams and events */
     return cudaSuccess;
@@ -224,6 +232,35 @@ static cudaError_t cudaSetDevice(int gpu)
     if (gpu < 0 || gpu >= DTRAIN__CUDA_EMULATED_GPUS)
         return cudaErrorInvalidDevice;
     dtrain__cuda_emulated_gpu = gpu;
+    dtrain__cuda_emulated_context(gpu);
+    return cudaSuccess;
+}
+
+/* The driver's: a context is where its GPU's flag is. Pushed once at most. */
+static int dtrain__cuda_emulated_get(int *gpu, int index)
+{
+    *gpu = index;
+    return dtrain__cuda_emulated.lasting;
+}
+
+static int dtrain__cuda_emulated_retain(void **context, int gpu)
+{
+    *context = dtrain__cuda_emulated.contexts + gpu;
+    dtrain__cuda_emulated_context(gpu);
+    return dtrain__cuda_emulated.lasting;
+}
+
+static int dtrain__cuda_emulated_push(void *context)
+{
+    dtrain__cuda_emulated_below = dtrain__cuda_emulated_gpu;
+    dtrain__cuda_emulated_gpu = (int)((char *)context - dtrain__cuda_emulated.contexts);
+    return cudaSuccess;
+}
+
+static int dtrain__cuda_emulated_pop(void **context)
+{
+    *context = dtrain__cuda_emulated.contexts + dtrain__cuda_emulated_gpu;
+    dtrain__cuda_emulated_gpu = dtrain__cuda_emulated_below;
     return cudaSuccess;
 }
 

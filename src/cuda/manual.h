@@ -44,7 +44,8 @@
  *               the CPU's, and therefore cannot tell freed memory of the GPU from it.
  *               Any alignment will do but where the norm and top-k are concerned, and for what a call counts or
  *               reports in: those lie at multiples of their elements' width, or are DTRAIN_ERR_INVALID.
- *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before.
+ *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before, and no other GPU
+ *               than the device's gets a context.
  *     Errors    The text has CUDA's own name, number and message. DTRAIN_ERR_UNSUPPORTED: no driver, no GPU, or no code
  *               for it in this build. DTRAIN_ERR_MEMORY says what is free; the device works on. A kernel's fault, of
  *               the program's own kernels too, is DTRAIN_ERR_IO in every later call: CUDA gives the GPU back to a new

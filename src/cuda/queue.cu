@@ -6,8 +6,10 @@
 #include "cuda.h"
 #include "body.h"
 
-/* The driver's cuPointerGetAttribute, which the runtime hands out. */
+/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent. */
 typedef int (*dtrain__cuda_attribute_fn)(void *data, int attribute, unsigned long long pointer);
+typedef int (*dtrain__cuda_push_fn)(void *context);
+typedef int (*dtrain__cuda_pop_fn)(void **context);
 
 typedef struct dtrain__cuda_queue {
     dtrain_device device;
@@ -16,6 +18,9 @@ typedef struct dtrain__cuda_queue {
     int processors; /* of the GPU */
     char name[16];
     dtrain__cuda_attribute_fn attribute; /* NULL: where allocations end is not known */
+    void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */
+    dtrain__cuda_push_fn push;
+    dtrain__cuda_pop_fn pop;
 } dtrain__cuda_queue;
 
 static dtrain__cuda_queue *dtrain__cuda_queue_of(dtrain_device *device)
@@ -85,22 +90,30 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
                             cudaGetErrorName(error), (int)error, memory, cure);
 }
 
-/* Makes the queue's GPU the calling thread's own, and says in *before which was. */
+/* Makes the queue's GPU the calling thread's own, and says in *before which was. Its context is put on top of whatever
+ * there is, and taken off again: cudaSetDevice, to go back, would make a context on a GPU that had none, which is
+ * hundreds of megabytes of GPU 0's memory for each process that works on another. */
 static cudaError_t dtrain__cuda_switch(dtrain_device *device, int *before)
 {
-    int index = dtrain__cuda_queue_of(device)->index;
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
     cudaError_t error = cudaGetDevice(before);
-    if (error == cudaSuccess && *before != index)
-        error = cudaSetDevice(index);
+    if (error == cudaSuccess && *before != queue->index)
+        error = queue->context != NULL ? (cudaError_t)queue->push(queue->context) : cudaSetDevice(queue->index);
     if (error != cudaSuccess)
-        *before = index; /* nothing to go back to */
+        *before = queue->index; /* nothing to go back to */
     return error;
 }
 
 static void dtrain__cuda_leave(dtrain_device *device, int before)
 {
-    if (before != dtrain__cuda_queue_of(device)->index)
-        (void)cudaSetDevice(before);
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    void *context;
+    if (before == queue->index)
+        return;
+    if (queue->context != NULL)
+        (void)queue->pop(&context);
+    else if (cudaSetDevice(before) != cudaSuccess)
+        (void)cudaGetLastError();
 }
 
 /* Bytes from pointer to the end of its allocation; SIZE_MAX where nobody can tell. */
