@@ -242,11 +242,12 @@ TEST(out_of_memory_is_a_status_and_the_device_goes_on)
 
 TEST(wrong_pointers_are_refused)
 {
+    const size_t room = (size_t)1 << 21; /* where an allocation's size may be rounded, it is to no more than that */
     dtrain_device *device = cuda_device(0);
     unsigned char host[64], *on, *pinned, *freed;
     if (device == NULL)
         return;
-    on = cuda_bytes(device, DTRAIN_MEMORY_DEVICE, 1000);
+    on = cuda_bytes(device, DTRAIN_MEMORY_DEVICE, room);
     pinned = cuda_bytes(device, DTRAIN_MEMORY_PINNED, 64);
     freed = cuda_bytes(device, DTRAIN_MEMORY_DEVICE, (size_t)1 << 25);
     cuda_free(device, freed);
@@ -254,11 +255,11 @@ TEST(wrong_pointers_are_refused)
     CHECK_CONTAINS(dtrain_last_error(), "fill on cuda:0: to (");
     CHECK_ERROR(device->ops->fill(device, NULL, "x", 1, 64), DTRAIN_ERR_INVALID, "must be memory of the device");
     CHECK_ERROR(dtrain_device_fill(device, freed, "x", 1, 64), DTRAIN_ERR_INVALID, "must be memory of the device");
-    CHECK_ERROR(dtrain_device_fill(device, on + 1, "x", 1, 1000), DTRAIN_ERR_INVALID, "ends after 999");
-    CHECK_ERROR(dtrain_device_copy(device, on + 990, host, 11), DTRAIN_ERR_INVALID, "to (");
+    CHECK_ERROR(dtrain_device_fill(device, on + 1, "x", 1, room), DTRAIN_ERR_INVALID, "ends after 2097151");
+    CHECK_ERROR(dtrain_device_copy(device, on + room - 10, host, 11), DTRAIN_ERR_INVALID, "to (");
     CHECK_CONTAINS(dtrain_last_error(), "must hold 11 bytes, its allocation ends after 10");
-    CHECK_ERROR(dtrain_device_copy(device, host, on + 999, 2), DTRAIN_ERR_INVALID, "from (");
-    CHECK_OK(dtrain_device_fill(device, on, "x", 1, 1000));
+    CHECK_ERROR(dtrain_device_copy(device, host, on + room - 1, 2), DTRAIN_ERR_INVALID, "from (");
+    CHECK_OK(dtrain_device_fill(device, on, "x", 1, room));
     CHECK_OK(dtrain_device_fill(device, pinned, "x", 1, 64));
     CHECK_OK(dtrain_device_wait(device));
     CHECK_EQ(pinned[63], 'x');
