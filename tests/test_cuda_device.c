@@ -442,6 +442,17 @@ TEST(no_driver_and_no_gpu_are_unsupported)
     dtrain__cuda_emulated.lasting = 0;
 }
 
+TEST(a_build_without_code_for_the_gpu_is_unsupported)
+{
+    static const int errors[] = {98, 209, 221, 222, 223};
+    dtrain_device *device = NULL;
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
+        dtrain__cuda_emulated.next = errors[i], dtrain__cuda_emulated.after = 1;
+        CHECK_ERROR(dtrain_cuda_create(&device, NULL), DTRAIN_ERR_UNSUPPORTED, "nvcc -arch for this GPU");
+        CHECK(device == NULL);
+    }
+}
+
 TEST(create_gives_back_what_it_took_whichever_call_fails)
 {
     dtrain_cuda_desc desc = {0, NULL};

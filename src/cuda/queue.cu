@@ -50,7 +50,10 @@ static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
         *cure = "no GPU here that this build can use (CUDA_VISIBLE_DEVICES hides some); go on without";
         return DTRAIN_ERR_UNSUPPORTED;
     case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction: /* what cudaFuncGetAttributes says of a kernel that has no code here */
     case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorJitCompilationDisabled:
         *cure = "compile dtrain_cuda.h with nvcc -arch for this GPU, such as -arch=sm_90 for an H100";
         return DTRAIN_ERR_UNSUPPORTED;
     case cudaErrorMemoryAllocation: *cure = "free some memory or allocate less"; return DTRAIN_ERR_MEMORY;
