@@ -78,7 +78,8 @@ extern "C" {
 
 typedef struct dtrain_cuda_desc {
     int index;    /* the GPU, from 0 */
-    void *stream; /* a cudaStream_t of the caller's, which must outlive the device; NULL: a stream of its own */
+    void *stream; /* a cudaStream_t of the caller's, which must outlive the device; NULL: a stream of its own,
+                   * which does not wait for the default stream, nor that for it */
 } dtrain_cuda_desc;
 
 /* Counts the GPUs that this process can use.
@@ -243,8 +244,9 @@ static struct dtrain__cuda_emulation {
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
 } dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0};
-static __thread int dtrain__cuda_emulated_gpu;   /* the current one */
-static __thread int dtrain__cuda_emulated_below; /* that before a push */
+static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
+static __thread int dtrain__cuda_emulated_below;        /* that before a push */
+static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
 
 static void dtrain__cuda_emulated_context(int gpu)
 {
@@ -381,7 +383,9 @@ static const char *cudaGetErrorString(cudaError_t error)
 
 static cudaError_t cudaGetLastError(void)
 {
-    return dtrain__cuda_emulated.lasting;
+    cudaError_t last = dtrain__cuda_emulated_last;
+    dtrain__cuda_emulated_last = 0;
+    return dtrain__cuda_emulated.lasting != 0 ? dtrain__cuda_emulated.lasting : last;
 }
 
 static cudaError_t cudaGetDeviceCount(int *count)
@@ -916,6 +920,14 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
                             cudaGetErrorName(error), (int)error, memory, cure);
 }
 
+/* Drops the error of a call that cannot report it: the next one that can reports what lasts. An error that the program
+ * itself has not asked for yet stays where it is. */
+static void dtrain__cuda_drop(cudaError_t error)
+{
+    if (error != cudaSuccess)
+        (void)cudaGetLastError();
+}
+
 /* Makes the queue's GPU the calling thread's own, and says in *before which was. Its context is put on top of whatever
  * there is, and taken off again: cudaSetDevice, to go back, would make a context on a GPU that had none, which is
  * hundreds of megabytes of GPU 0's memory for each process that works on another. */
@@ -938,8 +950,8 @@ static void dtrain__cuda_leave(dtrain_device *device, int before)
         return;
     if (queue->context != NULL)
         (void)queue->pop(&context);
-    else if (cudaSetDevice(before) != cudaSuccess)
-        (void)cudaGetLastError();
+    else
+        dtrain__cuda_drop(cudaSetDevice(before));
 }
 
 /* Bytes from pointer to the end of its allocation; SIZE_MAX where nobody can tell. */
@@ -1040,9 +1052,8 @@ static void dtrain__cuda_release(dtrain_device *device, dtrain_memory memory, vo
 {
     if (pointer == NULL)
         return;
-    (void)cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream);
-    (void)(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
-    (void)cudaGetLastError(); /* what failed before is reported by the next call that can */
+    dtrain__cuda_drop(cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream));
+    dtrain__cuda_drop(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
 }
 
 /* Says whether CUDA knows the memory, and refuses a range that is longer than it. */
@@ -1146,8 +1157,8 @@ static dtrain_status dtrain__cuda_event_create(dtrain_device *device, void **eve
 static void dtrain__cuda_event_destroy(dtrain_device *device, void *event)
 {
     (void)device;
-    if (event != NULL && cudaEventDestroy((cudaEvent_t)event) != cudaSuccess)
-        (void)cudaGetLastError();
+    if (event != NULL)
+        dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
 }
 
 static dtrain_status dtrain__cuda_event_record(dtrain_device *device, void *event)
@@ -4551,7 +4562,8 @@ static dtrain_status dtrain__cuda_sparse_add(dtrain_device *device, const uint32
     static void dtrain__cuda_row_##name parameters                                                                     \
     {                                                                                                                  \
         int before;                                                                                                    \
-        (void)dtrain__cuda_switch(device, &before); /* if the GPU is lost, the CPU's part is freed all the same */     \
+        /* If the GPU is lost, the CPU's part is freed all the same. */                                                \
+        dtrain__cuda_drop(dtrain__cuda_switch(device, &before));                                                       \
         dtrain__cuda_##name arguments;                                                                                 \
         dtrain__cuda_leave(device, before);                                                                            \
     }
@@ -4660,8 +4672,7 @@ static void *dtrain__cuda_driver(const char *name)
 #else
     cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
-    if (error != cudaSuccess)
-        (void)cudaGetLastError();
+    dtrain__cuda_drop(error);
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : NULL;
 }
 #endif
@@ -4778,11 +4789,10 @@ DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device)
     if (device == NULL || device->ops != &dtrain__cuda_ops)
         return;
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
-    (void)dtrain__cuda_switch(device, &before);
-    (void)cudaStreamSynchronize(queue->stream);
+    dtrain__cuda_drop(dtrain__cuda_switch(device, &before));
+    dtrain__cuda_drop(cudaStreamSynchronize(queue->stream));
     if (queue->own_stream)
-        (void)cudaStreamDestroy(queue->stream);
-    (void)cudaGetLastError();
+        dtrain__cuda_drop(cudaStreamDestroy(queue->stream));
     dtrain__cuda_leave(device, before);
     free(queue);
 }

@@ -442,6 +442,20 @@ TEST(no_driver_and_no_gpu_are_unsupported)
     dtrain__cuda_emulated.lasting = 0;
 }
 
+TEST(the_programs_own_error_waits_for_the_program)
+{
+    dtrain_device *device = cuda_device(0);
+    unsigned char *on = cuda_bytes(device, DTRAIN_MEMORY_DEVICE, 64);
+    void *event = NULL;
+    CHECK_OK(dtrain_device_event_create(device, &event));
+    dtrain__cuda_emulated_last = cudaErrorInvalidConfiguration; /* as a launch leaves it */
+    CHECK_OK(dtrain_device_fill(device, on, "x", 1, 64));
+    cuda_free(device, on);
+    dtrain_device_event_destroy(device, event);
+    dtrain_cuda_destroy(device);
+    CHECK_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
+}
+
 TEST(a_build_without_code_for_the_gpu_is_unsupported)
 {
     static const int errors[] = {98, 209, 221, 222, 223};

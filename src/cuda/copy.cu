@@ -22,9 +22,8 @@ static void dtrain__cuda_release(dtrain_device *device, dtrain_memory memory, vo
 {
     if (pointer == NULL)
         return;
-    (void)cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream);
-    (void)(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
-    (void)cudaGetLastError(); /* what failed before is reported by the next call that can */
+    dtrain__cuda_drop(cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream));
+    dtrain__cuda_drop(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
 }
 
 /* Says whether CUDA knows the memory, and refuses a range that is longer than it. */
@@ -128,8 +127,8 @@ static dtrain_status dtrain__cuda_event_create(dtrain_device *device, void **eve
 static void dtrain__cuda_event_destroy(dtrain_device *device, void *event)
 {
     (void)device;
-    if (event != NULL && cudaEventDestroy((cudaEvent_t)event) != cudaSuccess)
-        (void)cudaGetLastError();
+    if (event != NULL)
+        dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
 }
 
 static dtrain_status dtrain__cuda_event_record(dtrain_device *device, void *event)

@@ -29,7 +29,8 @@
     static void dtrain__cuda_row_##name parameters                                                                     \
     {                                                                                                                  \
         int before;                                                                                                    \
-        (void)dtrain__cuda_switch(device, &before); /* if the GPU is lost, the CPU's part is freed all the same */     \
+        /* If the GPU is lost, the CPU's part is freed all the same. */                                                \
+        dtrain__cuda_drop(dtrain__cuda_switch(device, &before));                                                       \
         dtrain__cuda_##name arguments;                                                                                 \
         dtrain__cuda_leave(device, before);                                                                            \
     }
@@ -138,8 +139,7 @@ static void *dtrain__cuda_driver(const char *name)
 #else
     cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
-    if (error != cudaSuccess)
-        (void)cudaGetLastError();
+    dtrain__cuda_drop(error);
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : NULL;
 }
 #endif
@@ -256,11 +256,10 @@ DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device)
     if (device == NULL || device->ops != &dtrain__cuda_ops)
         return;
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
-    (void)dtrain__cuda_switch(device, &before);
-    (void)cudaStreamSynchronize(queue->stream);
+    dtrain__cuda_drop(dtrain__cuda_switch(device, &before));
+    dtrain__cuda_drop(cudaStreamSynchronize(queue->stream));
     if (queue->own_stream)
-        (void)cudaStreamDestroy(queue->stream);
-    (void)cudaGetLastError();
+        dtrain__cuda_drop(cudaStreamDestroy(queue->stream));
     dtrain__cuda_leave(device, before);
     free(queue);
 }

@@ -16,7 +16,8 @@ extern "C" {
 
 typedef struct dtrain_cuda_desc {
     int index;    /* the GPU, from 0 */
-    void *stream; /* a cudaStream_t of the caller's, which must outlive the device; NULL: a stream of its own */
+    void *stream; /* a cudaStream_t of the caller's, which must outlive the device; NULL: a stream of its own,
+                   * which does not wait for the default stream, nor that for it */
 } dtrain_cuda_desc;
 
 /* Counts the GPUs that this process can use.

@@ -75,8 +75,9 @@ static struct dtrain__cuda_emulation {
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
 } dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0};
-static __thread int dtrain__cuda_emulated_gpu;   /* the current one */
-static __thread int dtrain__cuda_emulated_below; /* that before a push */
+static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
+static __thread int dtrain__cuda_emulated_below;        /* that before a push */
+static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
 
 static void dtrain__cuda_emulated_context(int gpu)
 {
@@ -213,7 +214,9 @@ static const char *cudaGetErrorString(cudaError_t error)
 
 static cudaError_t cudaGetLastError(void)
 {
-    return dtrain__cuda_emulated.lasting;
+    cudaError_t last = dtrain__cuda_emulated_last;
+    dtrain__cuda_emulated_last = 0;
+    return dtrain__cuda_emulated.lasting != 0 ? dtrain__cuda_emulated.lasting : last;
 }
 
 static cudaError_t cudaGetDeviceCount(int *count)

@@ -93,6 +93,14 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
                             cudaGetErrorName(error), (int)error, memory, cure);
 }
 
+/* Drops the error of a call that cannot report it: the next one that can reports what lasts. An error that the program
+ * itself has not asked for yet stays where it is. */
+static void dtrain__cuda_drop(cudaError_t error)
+{
+    if (error != cudaSuccess)
+        (void)cudaGetLastError();
+}
+
 /* Makes the queue's GPU the calling thread's own, and says in *before which was. Its context is put on top of whatever
  * there is, and taken off again: cudaSetDevice, to go back, would make a context on a GPU that had none, which is
  * hundreds of megabytes of GPU 0's memory for each process that works on another. */
@@ -115,8 +123,8 @@ static void dtrain__cuda_leave(dtrain_device *device, int before)
         return;
     if (queue->context != NULL)
         (void)queue->pop(&context);
-    else if (cudaSetDevice(before) != cudaSuccess)
-        (void)cudaGetLastError();
+    else
+        dtrain__cuda_drop(cudaSetDevice(before));
 }
 
 /* Bytes from pointer to the end of its allocation; SIZE_MAX where nobody can tell. */
