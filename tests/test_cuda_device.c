@@ -516,6 +516,19 @@ TEST(a_lost_gpu_is_an_error_in_every_later_call)
     CHECK(dtrain__cuda_emulated.things == NULL);
 }
 
+/* Those after which CUDA says that the process must end. */
+TEST(every_error_that_lasts_says_so)
+{
+    static const int errors[] = {226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810};
+    dtrain_device *device = cuda_device(0);
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
+        dtrain__cuda_emulated.lasting = errors[i];
+        CHECK_ERROR(dtrain_device_wait(device), DTRAIN_ERR_IO, "the GPU is lost to this process");
+    }
+    dtrain__cuda_emulated.lasting = 0;
+    dtrain_cuda_destroy(device);
+}
+
 /* Runs act on 100 bytes of device memory in a process of its own; returns 1 when that came to its end. */
 static int survives(int (*act)(dtrain_device *device, unsigned char *on))
 {

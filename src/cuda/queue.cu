@@ -33,7 +33,7 @@ static int dtrain__cuda_lost(cudaError_t error)
 {
     int code = (int)error;
     return code == cudaErrorIllegalAddress || code == 702 || code == 710 || (code >= 714 && code <= 719) ||
-           code == 214 || code == 220;
+           code == 721 || code == 214 || code == 220 || code == 226 || code == 810;
 }
 
 /* Which status an error of the runtime is, and what its reader can do. */
