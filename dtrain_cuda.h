@@ -1516,9 +1516,15 @@ typedef struct dtrain__cuda_format {
 typedef struct dtrain__cuda_generic_args {
     const unsigned char *in;
     unsigned char *out;
-    size_t count;
+    dtrain__cuda_walk walk;
+    size_t lanes;
     dtrain__cuda_format from, to;
 } dtrain__cuda_generic_args;
+
+/* The elements of a group, from the lowest bits up. */
+typedef struct dtrain__cuda_group {
+    uint64_t low, high;
+} dtrain__cuda_group;
 
 static dtrain__cuda_format dtrain__cuda_format_of(dtrain_dtype dtype)
 {
@@ -1579,27 +1585,56 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_narrow_generic(uint64_t bits, const dtrain
     return sign | rounded;
 }
 
-DTRAIN__CUDA_FN void dtrain__cuda_generic_body(const dtrain__cuda_generic_args *args, dtrain__cuda_at at,
-                                               dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)
+DTRAIN__CUDA_FN dtrain__cuda_group dtrain__cuda_generic_load(const dtrain__cuda_generic_args *args, size_t element,
+                                                             int whole)
 {
-    size_t from = (size_t)args->from.bytes, to = (size_t)args->to.bytes;
-    (void)shared, (void)own, (void)phase;
-    for (size_t i = at.block * at.threads + at.thread; i < args->count; i += at.blocks * at.threads) {
-        uint64_t wide = dtrain__cuda_widen_generic(dtrain__cuda_element(args->in + i * from, from), args->from);
-        dtrain__cuda_element_store(args->out + i * to, to, dtrain__cuda_narrow_generic(wide, args->to));
+    size_t width = (size_t)args->from.bytes, bytes = whole ? args->lanes * width : width;
+    const unsigned char *at = args->in + element * width;
+    dtrain__cuda_group group = {0, 0};
+    if (bytes == 16) {
+        dtrain__cuda_vector v = *(const dtrain__cuda_vector *)at;
+        group.low = v.word[0] | (uint64_t)v.word[1] << 32;
+        group.high = v.word[2] | (uint64_t)v.word[3] << 32;
+    } else {
+        group.low = dtrain__cuda_element(at, bytes);
+    }
+    return group;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_generic_store(const dtrain__cuda_generic_args *args, size_t element, int whole,
+                                                const dtrain__cuda_group *held)
+{
+    uint32_t from = 8 * (uint32_t)args->from.bytes, to = 8 * (uint32_t)args->to.bytes;
+    uint32_t lanes = whole ? (uint32_t)args->lanes : 1;
+    unsigned char *at = args->out + element * (to / 8);
+    dtrain__cuda_group group = {0, 0};
+    for (uint32_t i = 0; i < lanes; i++) {
+        uint32_t bit = i * from, put = i * to;
+        uint64_t bits = (bit < 64 ? held->low >> bit : held->high >> (bit - 64)) & ~(uint64_t)0 >> (64 - from);
+        bits = dtrain__cuda_narrow_generic(dtrain__cuda_widen_generic(bits, args->from), args->to);
+        if (put < 64)
+            group.low |= bits << put;
+        else
+            group.high |= bits << (put - 64);
+    }
+    if (lanes * to == 128) {
+        dtrain__cuda_vector v = {
+            {(uint32_t)group.low, (uint32_t)(group.low >> 32), (uint32_t)group.high, (uint32_t)(group.high >> 32)}};
+        *(dtrain__cuda_vector *)at = v;
+    } else {
+        dtrain__cuda_element_store(at, lanes * to / 8, group.low);
     }
 }
 
-DTRAIN__CUDA_KERNEL(dtrain__cuda_generic, dtrain__cuda_generic_args, dtrain__cuda_none, dtrain__cuda_none,
-                    DTRAIN__CUDA_THREADS, 1)
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_generic, dtrain__cuda_generic_args, dtrain__cuda_group, args->lanes, 1)
 
-static cudaError_t dtrain__cuda_convert_generic(dtrain_device *device, const void *in, dtrain__cuda_format from,
-                                                void *out, dtrain__cuda_format to, size_t count)
+static cudaError_t dtrain__cuda_convert_generic(dtrain_device *device, const dtrain__cuda_convert_args *of,
+                                                dtrain__cuda_format from, dtrain__cuda_format to)
 {
-    dtrain__cuda_walk walk = dtrain__cuda_walk_make(0, 1, count);
-    dtrain__cuda_generic_args args = {(const unsigned char *)in, (unsigned char *)out, count, from, to};
+    dtrain__cuda_generic_args args = {
+        (const unsigned char *)of->in, (unsigned char *)of->out, of->walk, of->lanes, from, to};
     return dtrain__cuda_generic_launch(dtrain__cuda_queue_of(device)->stream,
-                                       dtrain__cuda_walk_blocks(device, &walk, 1), &args);
+                                       dtrain__cuda_walk_blocks(device, &args.walk, 1), &args);
 }
 
 static dtrain_status dtrain__cuda_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
@@ -1626,7 +1661,7 @@ static dtrain_status dtrain__cuda_convert(dtrain_device *device, const void *in,
     if (status != DTRAIN_OK)
         return status;
     if (kernel == NULL)
-        error = dtrain__cuda_convert_generic(device, in, f, out, t, count);
+        error = dtrain__cuda_convert_generic(device, &args, f, t);
     else
         error = kernel(dtrain__cuda_queue_of(device)->stream,
                        dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_CONVERT_GROUPS), &args);
@@ -3829,7 +3864,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_write(const dtrain__cuda_topk_args *args,
         dtrain__cuda_vector v = dtrain__cuda_topk_load(source.data, i, source.first, listed ? part.end : source.end);
         for (uint32_t j = 0; j < 4; j++) {
             uint32_t key = dtrain__cuda_topk_key(v.word[j]);
-            if (i + j < part.begin || i + j >= part.end || key < least || (key == least && taken == left))
+            if (i + j < part.begin || i + j >= part.end || key < least || (key == least && taken == left) ||
+                to == args->k) /* never, but where somebody writes the vector meanwhile */
                 continue;
             taken += key == least;
             args->indices[to] = listed ? args->listed_indices[i + j] : (uint32_t)(i + j - source.first);

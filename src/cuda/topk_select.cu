@@ -408,7 +408,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_write(const dtrain__cuda_topk_args *args,
         dtrain__cuda_vector v = dtrain__cuda_topk_load(source.data, i, source.first, listed ? part.end : source.end);
         for (uint32_t j = 0; j < 4; j++) {
             uint32_t key = dtrain__cuda_topk_key(v.word[j]);
-            if (i + j < part.begin || i + j >= part.end || key < least || (key == least && taken == left))
+            if (i + j < part.begin || i + j >= part.end || key < least || (key == least && taken == left) ||
+                to == args->k) /* never, but where somebody writes the vector meanwhile */
                 continue;
             taken += key == least;
             args->indices[to] = listed ? args->listed_indices[i + j] : (uint32_t)(i + j - source.first);
