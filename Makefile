@@ -69,8 +69,8 @@ $(test_dir)/test_plan: $(wildcard tools/plan_*.h)
 
 $(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_cuda_*.c)): dtrain_cuda.h
 
-# No test runs build/bench, which takes as long to compile as four tests: `make` builds it.
-test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench,$(programs))) $(test_programs)
+# No test runs build/bench or build/plan, which take as long to compile as six tests: `make` builds them.
+test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench build/plan,$(programs))) $(test_programs)
 	@sh tests/run.sh $(test_dir)
 
 # Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.

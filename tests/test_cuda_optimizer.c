@@ -1,6 +1,4 @@
 /* AdamW and SGD of dtrain_cuda.h give the bits of the CPU's. */
-#define DTRAIN_API static
-#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "cuda_buffers.h"
 
@@ -66,41 +64,23 @@ static void same(const char *call, size_t count, unsigned offsets, int copies)
 
 static void adamw(size_t count, uint64_t seed, unsigned offsets, int copies)
 {
-    dtrain_device_adamw_step step;
     dtrain_optimizer_desc desc;
-    dtrain__adamw_constants c;
+    float lr = seed % 5 == 0 ? 1e-38f : 3e-3f;
     void *device[ARRAYS + 1];
     memset(&desc, 0, sizeof desc);
     desc.weight_decay = seed % 3 == 0 ? 0.0f : 0.1f;
-    desc = dtrain__optimizer_defaults(&desc);
-    c = dtrain__optimizer_adamw_constants(&desc, seed % 5 == 0 ? 1e-38f : 3e-3f, seed % 100 + 1);
     put(count, seed, offsets, device);
-    memset(&step, 0, sizeof step);
-    step.params = (float *)device[0];
-    step.grads = (const float *)device[1];
-    step.m = (float *)device[2];
-    step.v = (float *)device[3];
-    step.copy = copies ? (uint16_t *)device[4] : NULL;
-    step.count = count;
-    step.beta1 = c.beta1;
-    step.rest1 = c.rest1;
-    step.beta2 = c.beta2;
-    step.rest2 = c.rest2;
-    step.root = c.root;
-    step.eps = c.eps;
-    step.rate = c.rate;
-    step.keep = c.keep;
-    CHECK_EQ(dtrain__cuda_adamw(test_device(), &step), DTRAIN_OK);
-    dtrain_adamw(host[0], host[1], host[2], host[3], count, &desc, seed % 5 == 0 ? 1e-38f : 3e-3f, seed % 100 + 1);
+    CHECK_OK(dtrain_device_adamw(test_device(), (float *)device[0], (const float *)device[1], (float *)device[2],
+                                 (float *)device[3], count, &desc, lr, seed % 100 + 1,
+                                 copies ? (uint16_t *)device[4] : NULL));
+    dtrain_adamw(host[0], host[1], host[2], host[3], count, &desc, lr, seed % 100 + 1);
     same("adamw", count, offsets, copies);
 }
 
 /* kind: 1 has momentum, 2 Nesterov's, 4 a decay that is not coupled, 8 no decay, 16 a decay that is subnormal */
 static void sgd(size_t count, uint64_t seed, unsigned offsets, int copies, unsigned kind)
 {
-    dtrain_device_sgd_step step;
     dtrain_optimizer_desc desc;
-    dtrain__sgd_constants c;
     void *device[ARRAYS + 1];
     memset(&desc, 0, sizeof desc);
     desc.kind = DTRAIN_SGD;
@@ -108,21 +88,10 @@ static void sgd(size_t count, uint64_t seed, unsigned offsets, int copies, unsig
     desc.nesterov = kind & 2 ? 1 : 0;
     desc.decoupled_decay = kind & 4 ? 1 : 0;
     desc.weight_decay = kind & 8 ? 0.0f : kind & 16 ? from_bits(77) : 0.01f;
-    desc = dtrain__optimizer_defaults(&desc);
-    c = dtrain__optimizer_sgd_constants(&desc, 0.1f);
     put(count, seed, offsets, device);
-    memset(&step, 0, sizeof step);
-    step.params = (float *)device[0];
-    step.grads = (const float *)device[1];
-    step.velocity = kind & 1 ? (float *)device[2] : NULL;
-    step.copy = copies ? (uint16_t *)device[4] : NULL;
-    step.count = count;
-    step.momentum = c.momentum;
-    step.lr = c.lr;
-    step.keep = c.keep;
-    step.coupled = c.coupled;
-    step.nesterov = c.nesterov;
-    CHECK_EQ(dtrain__cuda_sgd(test_device(), &step), DTRAIN_OK);
+    CHECK_OK(dtrain_device_sgd(test_device(), (float *)device[0], (const float *)device[1],
+                               kind & 1 ? (float *)device[2] : NULL, count, &desc, 0.1f,
+                               copies ? (uint16_t *)device[4] : NULL));
     dtrain_sgd(host[0], host[1], host[2], count, &desc, 0.1f);
     same("sgd", count, offsets, copies);
 }
