@@ -16,6 +16,7 @@
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
  *                    of groups, survivors, the store
  *     >>order        the order in which a reduction adds
+ *     >>device-group collectives on memory of devices: staged through the CPU's, or on each other's by events
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
@@ -702,6 +703,8 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device);
 /* A place in a queue, to be awaited by other queues of the same kind of device, or asked for by the CPU.
  *
  *   create    out: an event, never NULL; made once, recorded again and again; await and done speak of the last record
+ *             before their call
+ *   destroy   also while queues of other devices still hold waits for it, which then end as they would have
  *   record    marks the end of what is queued now
  *   await     what is queued on `device` after this starts only after the event; the CPU goes on
  *   done      out: 1 when the event has passed, or was never recorded; never blocks
@@ -1579,6 +1582,96 @@ DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, vo
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
                                            size_t *bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>device-group ----
+ * Collectives over memory of devices: one queue a rank, over any group. Sums add in the tree of >>order, and results
+ * are the bits of the CPU's collectives on the same numbers; where desc.order or an algorithm of the group frees the
+ * order, still the same bits on every rank. How bytes go is agreed when the group is made, and can be asked for. */
+#ifndef DTRAIN__DEVICE_GROUP_H
+#define DTRAIN__DEVICE_GROUP_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum dtrain_device_mode {
+    DTRAIN_DEVICE_MODE_AUTO = 0,
+    DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory: any devices, any transport, ranks without a device */
+    DTRAIN_DEVICE_EVENTS         /* each rank's device reads and writes the others' memory, ordered by events */
+} dtrain_device_mode;
+
+typedef struct dtrain_device_group_desc {
+    dtrain_device_mode mode; /* 0: EVENTS where it can be, else STAGED */
+    size_t chunk_bytes;      /* STAGED: of a pinned slot; 0: 1 MiB; from 256 KiB to 4 MiB */
+    int slots;               /* STAGED: that are in use at once; 0: 4; 2 to 64 */
+} dtrain_device_group_desc;
+
+typedef struct dtrain_device_group dtrain_device_group;
+
+/* Makes a rank's end of a group of devices. Memory and events are made here, and nothing later.
+ *
+ * EVENTS can be where all ranks, 64 at most, are threads of dtrain_run_threads or dtrain_threads_create (or of a group
+ * that comes of such a one) with devices of one table, each of which can touch the others' memory: each tries it here,
+ * on 256 bytes of every rank, in its queue's order. One that cannot makes it STAGED.
+ *
+ *   comm     must outlive it; other calls on it may come between the group's
+ *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
+ *   desc     NULL: all defaults; the same on every rank
+ *   errors   the same on every rank but for a rank's own NULLs, fuse and first memory:
+ *            DTRAIN_ERR_INVALID      a NULL, an open fuse, or a field out of range; the text names the rank
+ *            DTRAIN_ERR_MISMATCH     descs differ; the text names the field and both ranks
+ *            DTRAIN_ERR_UNSUPPORTED  EVENTS was asked for where it cannot be; the text names the rank and why
+ *            DTRAIN_ERR_MEMORY, what a device says; others as dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times */
+DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
+                                                    dtrain_device *device, const dtrain_device_group_desc *desc);
+
+/* Returns how bytes go.
+ *
+ * any thread */
+DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group *group);
+
+/* The collectives of >>comm over memory of this rank's device: the same counts, shards, in-place rule and bits.
+ *
+ * In the order of the device's queue: what was queued before is done first, what is queued after sees the result;
+ * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED also for
+ * all copies from the device, and so for what was queued before; in EVENTS for no device.
+ *
+ *   in, out, data   memory of the device, which in EVENTS the others' devices touch, up to the end of the call in the
+ *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait
+ *   errors          those of the CPU's collectives, whose texts quote this call
+ *                   DTRAIN_ERR_IO       a device failed: the group is broken on every rank (ABORTED on the others over
+ *                                       a transport of your own), and the text names the rank and the device; where a
+ *                                       device says another status, that one
+ *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken
+ *
+ * A call that breaks the group in EVENTS, whatever phase the others are in, returns when its rank's device has left
+ * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
+ * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
+ * they do not get on. The contents of out are undefined.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk */
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter(dtrain_device_group *group, const void *in, void *out,
+                                                            size_t count, dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API dtrain_status dtrain_device_group_all_gather(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype);
+DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
+                                                       dtrain_dtype dtype, int root);
+
+/* Frees a rank's end, once its queue has ended; NULL is legal. Waits for no peer but those that are about to return
+ * from a call that this rank has returned from. Before comm and the device are destroyed.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group);
 
 #ifdef __cplusplus
 }
@@ -8337,9 +8430,11 @@ typedef struct dtrain__slot {
     uint64_t voted, vote_flags;
     uint64_t goes_on; /* number of the last decision that this rank is part of */
     char pad[DTRAIN__CACHE_LINE - 56];
-    dtrain__error why;     /* it left; readable once left is set */
-    void *recorder;        /* the rank's, which peers read until the board is freed */
-    size_t recorder_bytes; /* 0: none */
+    dtrain__error why;      /* it left; readable once left is set */
+    void *recorder;         /* the rank's, which peers read until the board is freed */
+    size_t recorder_bytes;  /* 0: none */
+    uint64_t device_turn;   /* what this rank's device was last given to do on its peers' memory: see >>device_events */
+    uint32_t device_inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
@@ -12522,6 +12617,7 @@ typedef enum dtrain__kind {
 } dtrain__kind;
 
 #define DTRAIN__WEIGHTED 1u
+#define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
 #define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
@@ -12537,9 +12633,9 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
-    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED; else the number of calls that were fused */
-    uint64_t first;  /* the count of the first of these */
-    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED, DTRAIN__ON_DEVICE; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean; see dtrain__call_whole */
 } dtrain__call;
 
 typedef struct dtrain__message_header {
@@ -12583,11 +12679,11 @@ typedef struct dtrain__op {
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
     int64_t ended_ns;
-    uint64_t serial;                 /* of its record; 0: none yet */
-    int async, queued;               /* has a handle of the caller's; waited for its turn */
-    uint64_t form, first, digest;    /* as in the call */
-    unsigned char *letter;           /* header and small payload of a queued message; NULL: the group's are used */
-    uint32_t cancelled;              /* set by any thread, seen by the one that drives */
+    uint64_t serial;              /* of its record; 0: none yet */
+    int async, queued;            /* has a handle of the caller's; waited for its turn */
+    uint64_t form, first, digest; /* as in the call */
+    unsigned char *letter;        /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;           /* set by any thread, seen by the one that drives */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -12649,7 +12745,7 @@ struct dtrain_comm {
     unsigned char *scratch;
     size_t scratch_bytes;
     int64_t blocked_ns;
-    int64_t waited_ns[2]; /* when the operation waited for last had its turn, and ended */
+    int64_t waited_ns[2];        /* when the operation waited for last had its turn, and ended */
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
@@ -12761,10 +12857,28 @@ typedef struct dtrain__text {
     char text[160];
 } dtrain__text;
 
+/* What the caller called: of a step of a call on memory of devices the whole, which is in the digest. */
+static dtrain__call dtrain__call_whole(const dtrain__call *call)
+{
+    dtrain__call whole = *call;
+    if (call->form != DTRAIN__ON_DEVICE)
+        return whole;
+    whole.kind = call->digest & 0xff;
+    whole.op = call->digest >> 8 & 0xffff;
+    whole.root = call->digest >> 24 & 0xffff;
+    whole.dtype = call->digest >> 40 & 0xffff;
+    whole.count = call->first;
+    whole.form = whole.parts = 0;
+    return whole;
+}
+
 /* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
-static dtrain__text dtrain__call_text(const dtrain__call *call)
+static dtrain__text dtrain__call_text(const dtrain__call *given)
 {
     dtrain__text out;
+    dtrain__call whole = dtrain__call_whole(given);
+    const dtrain__call *call = &whole;
+    const char *prefix = given->form == DTRAIN__ON_DEVICE ? "device_group_" : "";
     int weighted = call->form == DTRAIN__WEIGHTED;
     uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
     const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
@@ -12786,7 +12900,7 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
     else
-        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s%s%s%s%s)", dtrain__kind_name(call->kind),
+        snprintf(out.text, sizeof out.text, "%s%s%s #%llu (%s%s%s%s%s%s)", prefix, dtrain__kind_name(call->kind),
                  call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
                  dtype, elements, root,
                  call->algorithm % DTRAIN__WAY_ANY == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
@@ -12819,7 +12933,8 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
     dtrain__call call = dtrain__op_call(comm, op, 0);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
-                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root;
+                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root &&
+                theirs->form == call.form && theirs->first == call.first && theirs->digest == call.digest;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
@@ -19150,6 +19265,910 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
         status = dtrain_broadcast(comm, buffers[i], bytes[i], DTRAIN_U8, source);
     dtrain__draft_end(&draft);
     return status;
+}
+
+#endif
+
+/* ---- >>device_call ----
+ * A rank's end of a group of devices, and what its calls share: each is checked as the CPU's is, and made of the CPU's
+ * collectives, its steps, which say in their headers what they are steps of. So deadlines, lost ranks and calls that
+ * differ are found as they are between CPUs. Calls devices through >>device_calls only. */
+#ifndef DTRAIN__DEVICE_STEPS
+#define DTRAIN__DEVICE_STEPS
+
+#define DTRAIN__DEVICE_NOTE_TEXT 256
+#define DTRAIN__DEVICE_SLOTS 64 /* at most */
+
+/* What a rank tells the others while the group is made, in whole 64-bit words. */
+typedef struct dtrain__device_note {
+    uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
+    uint64_t mode, chunk_bytes, slots;
+    uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
+    void *events[2] __attribute__((aligned(8))); /* see >>device_events */
+    unsigned char *probe __attribute__((aligned(8)));
+    char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
+} dtrain__device_note;
+
+#define DTRAIN__DEVICE_NOTE_WORDS (sizeof(dtrain__device_note) / sizeof(uint64_t))
+
+/* Where a rank's buffers of a call are. */
+typedef struct dtrain__device_buffers {
+    const void *in __attribute__((aligned(8)));
+    void *out __attribute__((aligned(8)));
+} dtrain__device_buffers;
+
+#define DTRAIN__DEVICE_BUFFER_WORDS (sizeof(dtrain__device_buffers) / sizeof(uint64_t))
+
+struct dtrain_device_group {
+    dtrain_comm *comm;
+    dtrain_device *device;
+    dtrain_device_mode mode;
+    size_t chunk_bytes;
+    int slots;
+    int no_devices;                   /* no rank has one: calls are the CPU's */
+    size_t bytes;                     /* of the block that this is at the start of, with all arrays */
+    dtrain__device_note mine, *notes; /* notes: of every rank */
+    dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
+    size_t *counts;                   /* of every rank's part of a chunk */
+    const void **ins;
+    void **outs;
+    unsigned char *pinned; /* slots of chunk_bytes */
+    void **slot_events;    /* each says when the copies to and from its slot are done */
+};
+
+/* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
+static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
+{
+    return (uint64_t)whole->kind | (uint64_t)whole->op << 8 | (uint64_t)whole->root << 24 |
+           (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+}
+
+/* A call as error texts have it. */
+static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__op *whole, uint64_t number)
+{
+    dtrain__op op = dtrain__op_of(whole->kind, NULL, NULL, 0, DTRAIN_U8);
+    op.form = DTRAIN__ON_DEVICE;
+    op.first = whole->count;
+    op.digest = dtrain__device_digest(whole, 0);
+    op.number = number;
+    return dtrain__op_text(comm, &op);
+}
+
+/* Runs one of the CPU's collectives as a step of a call. */
+static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrain__op *whole, int step, dtrain__op *op)
+{
+    op->op = dtrain__op_reduces(op) ? whole->op : (dtrain_op)0;
+    op->root = op->kind == DTRAIN__BROADCAST ? whole->root : 0;
+    op->form = DTRAIN__ON_DEVICE;
+    op->first = whole->count;
+    op->digest = dtrain__device_digest(whole, step);
+    return dtrain__comm_call(group->comm, op, NULL);
+}
+
+/* Ends the group on every rank with this thread's last error, unless it is broken already; returns that error. */
+static dtrain_status dtrain__device_break(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__error mine = dtrain__thread_error, cause = mine;
+    if (comm->transport.board == NULL && comm->socket == NULL)
+        cause.status = DTRAIN_ERR_ABORTED; /* the one that a transport of the user's own is asked for at every turn */
+    dtrain__comm_break(comm, &cause);
+    comm->error = mine;
+    return dtrain__report(&mine);
+}
+
+/* A device has failed in a call, whose step under way or next has that number, and has said why: ends the group. */
+static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtrain__op *whole, uint64_t number,
+                                           dtrain_status status)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain__error said = dtrain__thread_error;
+    dtrain__fail(NULL, status, "%s on rank %d: its device %s failed: %.400s",
+                 dtrain__device_text(comm, whole, number).text, comm->rank, dtrain_device_name(group->device),
+                 said.text);
+    return dtrain__device_break(group);
+}
+
+/* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
+static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const char *kind = dtrain__kind_name((uint64_t)whole->kind);
+    if (group == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_group_%s: the group is NULL; was its creation checked?",
+                            kind);
+    if (group->comm->fusing)
+        return dtrain__fail(&group->comm->error, DTRAIN_ERR_INVALID,
+                            "device_group_%s on rank %d: it cannot be fused; call fuse_end first", kind,
+                            group->comm->rank);
+    return dtrain__op_check(group->comm, whole);
+}
+
+#endif
+
+/* ---- >>device_staged ----
+ * Collectives through pinned memory: a chunk is copied from the device to a slot, the CPU's own collective runs on the
+ * slots, and the result is copied back. The next chunks are on their way to their slots meanwhile. Every element goes
+ * through the same additions as without chunks. Cut alike on every rank: all-reduce and broadcast into pieces of the
+ * vector; reduce-scatter and all-gather into pieces of every shard, which lie side by side in a slot, so that the
+ * shards are those of the whole vector.
+ *
+ * A slot's event is recorded after the copies into it, which the queue does after the last ones out of it: when it
+ * has passed, the CPU may read and write the slot. */
+#ifndef DTRAIN__DEVICE_STAGED
+#define DTRAIN__DEVICE_STAGED
+
+typedef struct dtrain__staged {
+    dtrain_device_group *group;
+    const dtrain__op *op;
+    size_t width;
+    size_t piece;  /* elements of a chunk, or of each shard in it */
+    size_t chunks; /* at least 1: peers hear of a call on no elements, too */
+    int shards;    /* chunks are made of pieces of shards */
+    int direct;    /* the CPU's memory, which needs no slot */
+} dtrain__staged;
+
+static dtrain__staged dtrain__staged_of(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain__staged run;
+    int size = group->comm->size;
+    run.group = group;
+    run.op = op;
+    run.width = dtrain_dtype_bits(op->dtype) / 8;
+    run.shards = op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER;
+    run.direct = group->device == NULL && !run.shards;
+    run.piece = group->chunk_bytes / run.width / (run.shards ? (size_t)size : 1);
+    size_t longest = run.shards ? dtrain_split(op->count, size, 0, NULL) : op->count;
+    run.chunks = longest > 0 ? (longest - 1) / run.piece + 1 : 1;
+    return run;
+}
+
+static unsigned char *dtrain__staged_slot(const dtrain__staged *run, size_t chunk)
+{
+    return run->group->pinned + chunk % (size_t)run->group->slots * run->group->chunk_bytes;
+}
+
+/* Elements of a chunk that are of `rank`'s shard; *begin: where in the vector they are. */
+static size_t dtrain__staged_part(const dtrain__staged *run, size_t chunk, int rank, size_t *begin)
+{
+    size_t at = chunk * run->piece, n = run->op->count;
+    *begin = 0;
+    if (run->shards)
+        n = dtrain_split(run->op->count, run->group->comm->size, rank, begin);
+    n = n > at ? n - at : 0;
+    *begin += at;
+    return n < run->piece ? n : run->piece;
+}
+
+/* Copies between the slot and the whole vector on the device, every rank's part of the chunk but that of rank `not_of`;
+ * where no shards are cut, the chunk. */
+static dtrain_status dtrain__staged_spread(const dtrain__staged *run, size_t chunk, void *vector, int into_slot,
+                                           int not_of)
+{
+    unsigned char *slot = dtrain__staged_slot(run, chunk);
+    dtrain_status status = DTRAIN_OK;
+    int parts = run->shards ? run->group->comm->size : 1;
+    for (int rank = 0; rank < parts && status == DTRAIN_OK; rank++) {
+        size_t begin, bytes = dtrain__staged_part(run, chunk, rank, &begin) * run->width;
+        unsigned char *there = bytes > 0 ? (unsigned char *)vector + begin * run->width : NULL;
+        if (rank != not_of && bytes > 0)
+            status = dtrain_device_copy(run->group->device, into_slot ? slot : there, into_slot ? there : slot, bytes);
+        slot += bytes;
+    }
+    return status;
+}
+
+/* Bytes of this rank's part of a chunk; *in_slot: where in the slot they are. */
+static size_t dtrain__staged_own(const dtrain__staged *run, size_t chunk, unsigned char **in_slot)
+{
+    size_t begin, bytes = 0;
+    *in_slot = dtrain__staged_slot(run, chunk);
+    for (int rank = 0; rank <= run->group->comm->rank; rank++) {
+        *in_slot += bytes;
+        bytes = dtrain__staged_part(run, chunk, rank, &begin) * run->width;
+    }
+    return bytes;
+}
+
+/* The same part in a buffer that holds this rank's shard alone. */
+static unsigned char *dtrain__staged_in_shard(const dtrain__staged *run, size_t chunk, const void *shard, size_t bytes)
+{
+    return bytes > 0 ? (unsigned char *)shard + chunk * run->piece * run->width : NULL;
+}
+
+/* Queues what fills a chunk's slot, and the event that says when it is filled. */
+static dtrain_status dtrain__staged_load(const dtrain__staged *run, size_t chunk)
+{
+    const dtrain__op *op = run->op;
+    dtrain_device *device = run->group->device;
+    unsigned char *slot;
+    dtrain_status status = DTRAIN_OK;
+    if (chunk >= run->chunks || run->direct)
+        return DTRAIN_OK;
+    if (op->kind == DTRAIN__ALL_GATHER) {
+        size_t bytes = dtrain__staged_own(run, chunk, &slot);
+        status = dtrain_device_copy(device, slot, dtrain__staged_in_shard(run, chunk, op->in, bytes), bytes);
+    } else if (op->kind != DTRAIN__BROADCAST || op->root == run->group->comm->rank) {
+        status = dtrain__staged_spread(run, chunk, (void *)op->in, 1, -1);
+    }
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain_device_event_record(device, run->group->slot_events[chunk % (size_t)run->group->slots]);
+}
+
+/* Queues what brings a chunk's result to the device. */
+static dtrain_status dtrain__staged_store(const dtrain__staged *run, size_t chunk)
+{
+    const dtrain__op *op = run->op;
+    const dtrain_comm *comm = run->group->comm;
+    unsigned char *slot;
+    size_t begin, bytes;
+    if (run->direct || (op->kind == DTRAIN__BROADCAST && op->root == comm->rank))
+        return DTRAIN_OK;
+    if (op->kind == DTRAIN__REDUCE_SCATTER) {
+        bytes = dtrain__staged_own(run, chunk, &slot);
+        return dtrain_device_copy(run->group->device, dtrain__staged_in_shard(run, chunk, op->out, bytes), slot, bytes);
+    }
+    dtrain_split(op->count, comm->size, comm->rank, &begin);
+    int in_place = op->kind == DTRAIN__ALL_GATHER && (uintptr_t)op->in == (uintptr_t)op->out + begin * run->width;
+    return dtrain__staged_spread(run, chunk, op->out, 0, in_place ? comm->rank : -1);
+}
+
+/* What bell_wait looks at before it sleeps: a device rings no bell. */
+static int dtrain__staged_silent(void *pointer)
+{
+    (void)pointer;
+    return 0;
+}
+
+/* Waits until a chunk is in its slot. */
+static dtrain_status dtrain__staged_await(const dtrain__staged *run, size_t chunk)
+{
+    dtrain_comm *comm = run->group->comm;
+    void *event = run->group->slot_events[chunk % (size_t)run->group->slots];
+    int64_t begun = dtrain__os_now_ns(), now = begun;
+    int64_t limit = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+    for (unsigned turn = 0; !run->direct; turn++) {
+        int done = 0;
+        dtrain_status status = dtrain_device_event_done(run->group->device, event, &done);
+        if (status != DTRAIN_OK || done)
+            return status;
+        if (now - begun >= limit)
+            return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                                "chunk %zu of %zu has not come within %lld ms; what is queued before it takes longer, "
+                                "or hangs",
+                                chunk + 1, run->chunks, (long long)comm->desc.timeout_ms);
+        dtrain__bell_wait(comm->bell, turn, now + 50000, dtrain__staged_silent, NULL);
+        now = dtrain__os_now_ns();
+    }
+    return DTRAIN_OK;
+}
+
+/* The CPU's collective on a chunk, of which every rank has one. */
+static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk)
+{
+    dtrain_device_group *group = run->group;
+    const dtrain__op *whole = run->op;
+    size_t begin, n = dtrain__staged_part(run, chunk, 0, &begin);
+    unsigned char *slot = dtrain__staged_slot(run, chunk), *own = slot;
+    dtrain__op op;
+    if (run->shards) {
+        for (int rank = 0; rank < group->comm->size; rank++)
+            group->counts[rank] = dtrain__staged_part(run, chunk, rank, &begin);
+        dtrain__staged_own(run, chunk, &own);
+        int gathers = whole->kind == DTRAIN__ALL_GATHER;
+        op = dtrain__op_of_parts(group->comm, whole->kind, gathers ? own : slot, gathers ? slot : own, group->counts,
+                                 NULL, whole->dtype);
+    } else if (run->direct && n > 0) {
+        op = dtrain__op_of(whole->kind, (const unsigned char *)whole->in + begin * run->width,
+                           (unsigned char *)whole->out + begin * run->width, n, whole->dtype);
+    } else {
+        op = dtrain__op_of(whole->kind, slot, slot, n, whole->dtype);
+    }
+    return dtrain__device_step(group, whole, 0, &op);
+}
+
+/* A chunk's wait or collective has failed. The call can be made again where that was the first: nothing has moved, or
+ * the group is broken by it. Later, this rank's peers are not where it is: that breaks the group. */
+static dtrain_status dtrain__staged_stuck(const dtrain__staged *run, size_t chunk, dtrain_status status, int waited)
+{
+    dtrain_comm *comm = run->group->comm;
+    dtrain__error said = dtrain__thread_error;
+    if (waited)
+        dtrain__fail(&comm->error, status, "%s on rank %d, its device %s: %.400s",
+                     dtrain__device_text(comm, run->op, comm->number + 1).text, comm->rank,
+                     dtrain_device_name(run->group->device), said.text);
+    return chunk > 0 ? dtrain__device_break(run->group) : status;
+}
+
+static dtrain_status dtrain__staged_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain__staged run = dtrain__staged_of(group, op);
+    size_t ahead = (size_t)group->slots - 1;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t chunk = 0; chunk < ahead && status == DTRAIN_OK; chunk++)
+        status = dtrain__staged_load(&run, chunk);
+    for (size_t chunk = 0; chunk < run.chunks && status == DTRAIN_OK; chunk++) {
+        status = dtrain__staged_load(&run, chunk + ahead);
+        if (status != DTRAIN_OK)
+            break;
+        status = dtrain__staged_await(&run, chunk);
+        if (status == DTRAIN_ERR_TIMEOUT)
+            return dtrain__staged_stuck(&run, chunk, status, 1);
+        if (status != DTRAIN_OK)
+            break;
+        status = dtrain__staged_step(&run, chunk);
+        if (status != DTRAIN_OK)
+            return dtrain__staged_stuck(&run, chunk, status, 0);
+        status = dtrain__staged_store(&run, chunk);
+    }
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_failed(group, op, group->comm->number + 1, status);
+}
+
+#endif
+
+/* ---- >>device_events ----
+ * Collectives of devices on each other's memory, between ranks that are threads. Every rank records an event after what
+ * its queue holds, and tells the others where its buffers are; each queue awaits the others' events, folds or copies
+ * its rank's share of all inputs to all outputs, and records a second event; when all have, each queue awaits those.
+ * Records come before the exchange, and waits after it: no queue waits for what was never recorded. An event is
+ * recorded again when all ranks have named it: the first after the exchange that ends a call, the second after the one
+ * that begins the next.
+ *
+ * When the group is broken in the midst of it, a device may be inside another rank's memory. So a rank raises
+ * `device_inside` in its slot of the board before it queues anything there, unless the board is broken, and one that
+ * fails breaks the board before it looks at the others'; it returns when no device is in its memory, nor its device in
+ * theirs. `device_turn` counts the calls whose second event a rank has recorded. */
+#ifndef DTRAIN__DEVICE_EVENTS_C
+#define DTRAIN__DEVICE_EVENTS_C
+
+#define DTRAIN__EVENTS_LINE 256 /* bytes: shares of vectors begin at multiples of so many */
+
+enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };
+
+static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
+{
+    dtrain__slot *slot = &group->comm->transport.board->slots[group->comm->rank];
+    __atomic_store_n(&slot->device_inside, inside, __ATOMIC_SEQ_CST);
+}
+
+/* Waits until no peer is further in than `inside`; what they do meanwhile waits for nobody. */
+static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
+{
+    const dtrain_comm *comm = group->comm;
+    for (int rank = 0; rank < comm->size; rank++)
+        while (rank != comm->rank &&
+               __atomic_load_n(&comm->transport.board->slots[rank].device_inside, __ATOMIC_SEQ_CST) > inside)
+            sched_yield();
+}
+
+/* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
+static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t turn, int second)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        uint64_t theirs = __atomic_load_n(&comm->transport.board->slots[rank].device_turn, __ATOMIC_SEQ_CST);
+        if (rank != comm->rank && (!second || theirs >= turn))
+            status = dtrain_device_event_await(group->device, group->notes[rank].events[second]);
+    }
+    return status;
+}
+
+/* Ends a call that has failed after this rank's buffers were known to others: waits until its own device has left their
+ * memory, and theirs its own. Peers that have ended the call well left work behind that their second event ends. */
+static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_device_wait(group->device);
+    dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
+    dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
+    if (dtrain__events_await(group, turn, 1) == DTRAIN_OK)
+        dtrain_device_wait(group->device);
+    dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+    dtrain__thread_error = cause;
+    return status;
+}
+
+/* Makes ready to queue work on peers' memory; an error, as the group is broken. */
+static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
+    if (!dtrain__board_broken(comm->transport.board))
+        return DTRAIN_OK;
+    dtrain__error cause = *dtrain__board_cause(comm->transport.board);
+    return dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
+                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+}
+
+/* This rank's share of a vector that every rank has whole, in elements. */
+static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t width, size_t *begin)
+{
+    size_t line = DTRAIN__EVENTS_LINE / width;
+    size_t lines = dtrain_split(count / line + 1, comm->size, comm->rank, begin);
+    size_t end = (*begin + lines) * line;
+    *begin *= line;
+    end = end < count ? end : count;
+    return end > *begin ? end - *begin : 0;
+}
+
+/* Queues this rank's share of a reduction: shares are apart, so that outputs may be inputs. */
+static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, offset = 0;
+    int whole = op->kind == DTRAIN__ALL_REDUCE;
+    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin)
+                     : dtrain_split(op->count, comm->size, comm->rank, &begin);
+    if (n == 0)
+        return DTRAIN_OK;
+    if (!whole) {
+        offset = begin * width; /* the output begins with this rank's shard */
+        begin = 0;
+    }
+    for (int rank = 0; rank < comm->size; rank++) {
+        group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+        group->outs[rank] = group->buffers[rank].out;
+    }
+    if (!whole)
+        group->outs[0] = op->out;
+    return dtrain_device_reduce(group->device, op->dtype, op->op, group->ins, comm->size, group->outs,
+                                whole ? comm->size : 1, begin, n);
+}
+
+/* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
+static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, n;
+    int m = 0, gathers = op->kind == DTRAIN__ALL_GATHER;
+    if (gathers) {
+        n = dtrain_split(op->count, comm->size, comm->rank, &begin) * width;
+        begin *= width;
+    } else {
+        n = dtrain__events_share(comm, op->count * width, 1, &begin);
+    }
+    for (int rank = 0; rank < comm->size && n > 0; rank++)
+        if (gathers || rank != op->root)
+            group->outs[m++] = (unsigned char *)group->buffers[rank].out + begin;
+    if (m == 0)
+        return DTRAIN_OK;
+    group->ins[0] = gathers ? op->in : (const unsigned char *)group->buffers[op->root].in + begin;
+    return dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, 1, group->outs, m, 0, n);
+}
+
+/* All that a queue is given between the two exchanges. */
+static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_status status = dtrain__events_await(group, 0, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_record(group->device, group->mine.events[1]);
+    return status;
+}
+
+/* Tells the others where this rank's buffers are, and hears where theirs are. */
+static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__device_buffers mine;
+    dtrain__op op;
+    memset(&mine, 0, sizeof mine);
+    mine.in = whole->in;
+    mine.out = whole->out;
+    op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, group->buffers,
+                       DTRAIN__DEVICE_BUFFER_WORDS * (size_t)group->comm->size, DTRAIN_U64);
+    return dtrain__device_step(group, whole, 0, &op);
+}
+
+/* Waits until every rank has recorded its second event. A deadline that passes here finds work on all sides. */
+static dtrain_status dtrain__events_part(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
+    dtrain_status status = dtrain__device_step(group, whole, 1, &op);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_break(group);
+}
+
+static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    uint64_t turn = slot->device_turn + 1;
+    dtrain_status status = dtrain_device_event_record(group->device, group->mine.events[0]);
+    if (status != DTRAIN_OK)
+        return dtrain__device_failed(group, op, comm->number + 1, status);
+    status = dtrain__events_meet(group, op);
+    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+        return dtrain__board_broken(comm->transport.board) ? dtrain__events_retreat(group, turn, status) : status;
+    status = dtrain__events_enter(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, status);
+    status = dtrain__events_work(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
+    __atomic_store_n(&slot->device_turn, turn, __ATOMIC_SEQ_CST);
+    status = dtrain__events_part(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, status);
+    status = dtrain__events_await(group, turn, 1);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
+    dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+    return DTRAIN_OK;
+}
+
+/* ---- whether it can be done ---- */
+
+#define DTRAIN__EVENTS_PROBE_BYTES                                                                                     \
+    256 /* of which each rank reads its own from every block, and writes the one after 128 */
+
+static int dtrain__events_has_all(const dtrain_device *device)
+{
+    const dtrain_device_ops *ops = device->ops;
+    return ops != NULL && ops->allocate != NULL && ops->release != NULL && ops->wait != NULL && ops->reduce != NULL &&
+           ops->event_create != NULL && ops->event_destroy != NULL && ops->event_record != NULL &&
+           ops->event_await != NULL;
+}
+
+static dtrain_status dtrain__events_make(dtrain_device_group *group)
+{
+    dtrain_device *device = group->device;
+    void *probe = NULL;
+    dtrain_status status = dtrain_device_event_create(device, &group->mine.events[0]);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_create(device, &group->mine.events[1]);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, DTRAIN__EVENTS_PROBE_BYTES, &probe);
+    group->mine.probe = (unsigned char *)probe;
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_record(device, group->mine.events[0]);
+    return status;
+}
+
+/* Reads and writes a byte of every rank's probe, as the calls will of buffers, and waits for it. */
+static dtrain_status dtrain__events_try(dtrain_device_group *group)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t own = (size_t)comm->rank;
+    dtrain_status status = dtrain__events_await(group, 0, 0);
+    for (int rank = 0; rank < comm->size; rank++) {
+        group->ins[rank] = group->notes[rank].probe + own;
+        group->outs[rank] = group->notes[rank].probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
+                                      comm->size, 0, 1);
+    dtrain_status waited = dtrain_device_wait(group->device);
+    return status == DTRAIN_OK ? waited : status;
+}
+
+#endif
+
+/* ---- >>device_group ----
+ * Making a group of devices, and its calls. Ranks tell each other what they have and how they fare after every step
+ * that can fail on one of them, so that either all have the group or all have the error; how bytes go follows from what
+ * all have said, and so is the same everywhere. */
+#ifndef DTRAIN__DEVICE_GROUP
+#define DTRAIN__DEVICE_GROUP
+
+#define DTRAIN__DEVICE_CHUNK ((size_t)1 << 20)
+#define DTRAIN__DEVICE_CHUNK_LEAST ((size_t)256 << 10)
+#define DTRAIN__DEVICE_CHUNK_MOST ((size_t)4 << 20)
+
+/* Keeps what has failed on this rank for its next note. */
+static void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
+{
+    group->mine.status = (uint64_t)status;
+    if (status != DTRAIN_OK)
+        snprintf(group->mine.text, sizeof group->mine.text, "%.255s", dtrain__thread_error.text);
+}
+
+/* Gathers every rank's note. */
+static dtrain_status dtrain__device_meet(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain_status status =
+        dtrain_all_gather(comm, &group->mine, group->notes, DTRAIN__DEVICE_NOTE_WORDS * (size_t)comm->size, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    dtrain__error cause = comm->error;
+    return dtrain__fail(&comm->error, status, "device_group_create: %.560s", cause.text);
+}
+
+/* The error of the first rank that has one, the same everywhere. */
+static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__device_note *note = &group->notes[rank];
+        note->text[sizeof note->text - 1] = 0;
+        if (note->status != DTRAIN_OK)
+            return dtrain__fail(&comm->error, (dtrain_status)note->status,
+                                "device_group_create on rank %d: rank %d: %s", comm->rank, rank, note->text);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
+{
+    if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
+        desc->mode != DTRAIN_DEVICE_EVENTS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED or "
+                            "DTRAIN_DEVICE_EVENTS",
+                            (int)desc->mode);
+    if (desc->chunk_bytes != 0 &&
+        (desc->chunk_bytes < DTRAIN__DEVICE_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__DEVICE_CHUNK_MOST))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.chunk_bytes is %zu, expected 0 or %zu to %zu",
+                            desc->chunk_bytes, DTRAIN__DEVICE_CHUNK_LEAST, DTRAIN__DEVICE_CHUNK_MOST);
+    if (desc->slots != 0 && (desc->slots < 2 || desc->slots > DTRAIN__DEVICE_SLOTS))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d", desc->slots,
+                            DTRAIN__DEVICE_SLOTS);
+    return DTRAIN_OK;
+}
+
+/* Takes a desc over, with its defaults filled in; a bad one is told to all. */
+static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_device_group_desc *desc)
+{
+    dtrain_device_group_desc defaults;
+    memset(&defaults, 0, sizeof defaults);
+    desc = desc != NULL ? desc : &defaults;
+    dtrain__device_note_status(group, dtrain__device_check_desc(desc));
+    group->mode = desc->mode;
+    group->chunk_bytes = desc->chunk_bytes > 0 ? desc->chunk_bytes / 64 * 64 : DTRAIN__DEVICE_CHUNK;
+    group->slots = desc->slots > 0 ? desc->slots : 4;
+    group->mine.mode = (uint64_t)desc->mode;
+    group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
+    group->mine.slots = (uint64_t)group->slots;
+    group->mine.has_device = group->device != NULL;
+    if (group->device != NULL && dtrain__events_has_all(group->device))
+        group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
+}
+
+static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
+                                            uint64_t first)
+{
+    return dtrain__fail(&group->comm->error, DTRAIN_ERR_MISMATCH,
+                        "device_group_create on rank %d: rank %d has desc.%s %llu, rank 0 %llu; give every rank the "
+                        "same desc",
+                        group->comm->rank, rank, field, (unsigned long long)theirs, (unsigned long long)first);
+}
+
+/* Compares all descs with rank 0's. */
+static dtrain_status dtrain__device_compare(dtrain_device_group *group)
+{
+    const dtrain__device_note *first = &group->notes[0];
+    group->no_devices = 1;
+    for (int rank = 0; rank < group->comm->size; rank++) {
+        const dtrain__device_note *note = &group->notes[rank];
+        if (note->mode != first->mode)
+            return dtrain__device_differs(group, rank, "mode", note->mode, first->mode);
+        if (note->chunk_bytes != first->chunk_bytes)
+            return dtrain__device_differs(group, rank, "chunk_bytes", note->chunk_bytes, first->chunk_bytes);
+        if (note->slots != first->slots)
+            return dtrain__device_differs(group, rank, "slots", note->slots, first->slots);
+        group->no_devices &= note->has_device == 0;
+    }
+    return DTRAIN_OK;
+}
+
+/* Why there can be no EVENTS, by what all ranks have said; NULL: there can. */
+static const char *dtrain__device_hindrance(const dtrain_device_group *group, int *rank)
+{
+    const dtrain__device_note *first = &group->notes[0];
+    *rank = group->comm->rank;
+    if (group->comm->transport.board == NULL)
+        return "its group is not one of threads (of dtrain_run_threads or dtrain_threads_create)";
+    if (group->comm->size > DTRAIN__DEVICE_MOST)
+        return "it is among more than 64 ranks";
+    for (*rank = 0; *rank < group->comm->size; ++*rank) {
+        const dtrain__device_note *note = &group->notes[*rank];
+        if (!note->has_device)
+            return "it has no device";
+        if (note->ops == 0)
+            return "its device's table lacks allocate, release, wait, reduce or events";
+        if (note->ops != first->ops)
+            return "its device is of another kind than that of rank 0";
+    }
+    return NULL;
+}
+
+static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int rank, const char *why)
+{
+    return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
+                        "device_group_create on rank %d: DTRAIN_DEVICE_EVENTS cannot be on rank %d: %s; ask for "
+                        "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
+                        group->comm->rank, rank, why);
+}
+
+static void dtrain__device_end_probe(dtrain_device_group *group)
+{
+    dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->mine.probe);
+    group->mine.probe = NULL;
+}
+
+/* Finds out whether the devices reach each other's memory; *reached: they do. */
+static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
+{
+    int asked = group->mode == DTRAIN_DEVICE_EVENTS;
+    dtrain__device_note_status(group, dtrain__events_make(group));
+    dtrain_status status = dtrain__device_meet(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_verdict(group);
+    if (status == DTRAIN_OK) {
+        dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
+        dtrain__device_note_status(
+            group, dtrain__board_broken(group->comm->transport.board) ? DTRAIN_OK : dtrain__events_try(group));
+        dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+        status = dtrain__device_meet(group);
+        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
+            status = dtrain__device_break(group);
+            dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+        }
+    }
+    dtrain__device_end_probe(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+        dtrain__device_note *note = &group->notes[rank];
+        note->text[sizeof note->text - 1] = 0;
+        *reached &= note->status == DTRAIN_OK;
+        if (note->status != DTRAIN_OK && asked)
+            status = dtrain__device_no_events(group, rank, note->text);
+    }
+    dtrain__device_note_status(group, DTRAIN_OK);
+    return status;
+}
+
+static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
+{
+    void *pinned = NULL;
+    dtrain_status status =
+        dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, (size_t)group->slots * group->chunk_bytes, &pinned);
+    group->pinned = (unsigned char *)pinned;
+    for (int slot = 0; slot < group->slots && status == DTRAIN_OK; slot++)
+        status = dtrain_device_event_create(group->device, &group->slot_events[slot]);
+    return status;
+}
+
+/* Agrees on how bytes go, and makes what that takes. */
+static dtrain_status dtrain__device_settle(dtrain_device_group *group)
+{
+    int rank, reached;
+    dtrain_status status = dtrain__device_meet(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_verdict(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_compare(group);
+    if (status != DTRAIN_OK)
+        return status;
+    const char *why = dtrain__device_hindrance(group, &rank);
+    if (why != NULL && group->mode == DTRAIN_DEVICE_EVENTS)
+        return dtrain__device_no_events(group, rank, why);
+    reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
+    if (reached)
+        status = dtrain__device_try_events(group, &reached);
+    group->mode = reached ? DTRAIN_DEVICE_EVENTS : DTRAIN_DEVICE_STAGED;
+    if (status != DTRAIN_OK || reached || group->no_devices)
+        return status;
+    dtrain__device_note_status(group, dtrain__device_make_slots(group));
+    status = dtrain__device_meet(group);
+    return status == DTRAIN_OK ? dtrain__device_verdict(group) : status;
+}
+
+/* One block for a rank's end and its arrays, those of the strictest alignment first. */
+static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(size_t) + 2 * sizeof(void *);
+    size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    dtrain_device_group *group = (dtrain_device_group *)(void *)block;
+    if (group == NULL) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "device_group_create on rank %d: no memory for %zu bytes",
+                     comm->rank, bytes);
+        return NULL;
+    }
+    group->comm = comm;
+    group->bytes = bytes;
+    group->notes = (dtrain__device_note *)(void *)(block + header);
+    group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
+    group->counts = (size_t *)(void *)(group->buffers + size);
+    group->ins = (const void **)(void *)(group->counts + size);
+    group->outs = (void **)(void *)(group->ins + size);
+    group->slot_events = group->outs + size;
+    return group;
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
+                                                    dtrain_device *device, const dtrain_device_group_desc *desc)
+{
+    dtrain_status status;
+    if (group != NULL)
+        *group = NULL;
+    if (group == NULL || comm == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "device_group_create: %s is NULL, expected %s", group == NULL ? "group" : "comm",
+                            group == NULL ? "a place for the group" : "the ranks to make it of");
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "device_group_create on rank %d: it cannot be fused; call fuse_end first", comm->rank);
+    dtrain_device_group *made = dtrain__device_group_new(comm);
+    if (made == NULL)
+        return DTRAIN_ERR_MEMORY;
+    made->device = device;
+    dtrain__device_take_desc(made, desc);
+    status = dtrain__device_settle(made);
+    if (status == DTRAIN_OK) {
+        *group = made;
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_device_group_destroy(made);
+    return dtrain__report(&cause);
+}
+
+DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group *group)
+{
+    return group != NULL ? group->mode : DTRAIN_DEVICE_MODE_AUTO;
+}
+
+/* Runs a call in the group's way. */
+static dtrain_status dtrain__device_collective(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                               size_t count, dtrain_dtype dtype, dtrain_op reduction, int root)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
+    op.op = reduction;
+    op.root = root;
+    dtrain_status status = dtrain__device_begin(group, &op);
+    if (status != DTRAIN_OK)
+        return status;
+    if (group->no_devices) {
+        dtrain__op all = op;
+        return dtrain__device_step(group, &op, 0, &all);
+    }
+    return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, &op) : dtrain__staged_run(group, &op);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__device_collective(group, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter(dtrain_device_group *group, const void *in, void *out,
+                                                            size_t count, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__device_collective(group, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_gather(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype)
+{
+    return dtrain__device_collective(group, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
+                                                       dtrain_dtype dtype, int root)
+{
+    return dtrain__device_collective(group, DTRAIN__BROADCAST, data, data, count, dtype, (dtrain_op)0, root);
+}
+
+/* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
+DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
+{
+    if (group == NULL)
+        return;
+    dtrain__error kept = dtrain__thread_error;
+    if (group->mine.events[0] != NULL)
+        dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+    dtrain_device_wait(group->device);
+    for (int i = 0; i < 2; i++)
+        dtrain_device_event_destroy(group->device, group->mine.events[i]);
+    for (int slot = 0; slot < group->slots; slot++)
+        dtrain_device_event_destroy(group->device, group->slot_events[slot]);
+    dtrain__device_end_probe(group);
+    dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
+    dtrain__thread_error = kept;
+    dtrain__free(group->comm->allocator, group, group->bytes);
 }
 
 #endif

@@ -33,6 +33,7 @@ typedef enum dtrain__kind {
 } dtrain__kind;
 
 #define DTRAIN__WEIGHTED 1u
+#define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
 #define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
@@ -48,9 +49,9 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
-    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED; else the number of calls that were fused */
-    uint64_t first;  /* the count of the first of these */
-    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean */
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED, DTRAIN__ON_DEVICE; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean; see dtrain__call_whole */
 } dtrain__call;
 
 typedef struct dtrain__message_header {
@@ -94,11 +95,11 @@ typedef struct dtrain__op {
     int64_t started_ns, deadline_ns; /* of the call */
     int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
     int64_t ended_ns;
-    uint64_t serial;                 /* of its record; 0: none yet */
-    int async, queued;               /* has a handle of the caller's; waited for its turn */
-    uint64_t form, first, digest;    /* as in the call */
-    unsigned char *letter;           /* header and small payload of a queued message; NULL: the group's are used */
-    uint32_t cancelled;              /* set by any thread, seen by the one that drives */
+    uint64_t serial;              /* of its record; 0: none yet */
+    int async, queued;            /* has a handle of the caller's; waited for its turn */
+    uint64_t form, first, digest; /* as in the call */
+    unsigned char *letter;        /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;           /* set by any thread, seen by the one that drives */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -160,7 +161,7 @@ struct dtrain_comm {
     unsigned char *scratch;
     size_t scratch_bytes;
     int64_t blocked_ns;
-    int64_t waited_ns[2]; /* when the operation waited for last had its turn, and ended */
+    int64_t waited_ns[2];        /* when the operation waited for last had its turn, and ended */
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
@@ -272,10 +273,28 @@ typedef struct dtrain__text {
     char text[160];
 } dtrain__text;
 
+/* What the caller called: of a step of a call on memory of devices the whole, which is in the digest. */
+static dtrain__call dtrain__call_whole(const dtrain__call *call)
+{
+    dtrain__call whole = *call;
+    if (call->form != DTRAIN__ON_DEVICE)
+        return whole;
+    whole.kind = call->digest & 0xff;
+    whole.op = call->digest >> 8 & 0xffff;
+    whole.root = call->digest >> 24 & 0xffff;
+    whole.dtype = call->digest >> 40 & 0xffff;
+    whole.count = call->first;
+    whole.form = whole.parts = 0;
+    return whole;
+}
+
 /* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
-static dtrain__text dtrain__call_text(const dtrain__call *call)
+static dtrain__text dtrain__call_text(const dtrain__call *given)
 {
     dtrain__text out;
+    dtrain__call whole = dtrain__call_whole(given);
+    const dtrain__call *call = &whole;
+    const char *prefix = given->form == DTRAIN__ON_DEVICE ? "device_group_" : "";
     int weighted = call->form == DTRAIN__WEIGHTED;
     uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
     const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
@@ -297,7 +316,7 @@ static dtrain__text dtrain__call_text(const dtrain__call *call)
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
     else
-        snprintf(out.text, sizeof out.text, "%s%s #%llu (%s%s%s%s%s%s)", dtrain__kind_name(call->kind),
+        snprintf(out.text, sizeof out.text, "%s%s%s #%llu (%s%s%s%s%s%s)", prefix, dtrain__kind_name(call->kind),
                  call->parts == 1 || call->parts >> 63 != 0 ? "_v" : "", (unsigned long long)call->number, detail,
                  dtype, elements, root,
                  call->algorithm % DTRAIN__WAY_ANY == DTRAIN_ALGORITHM_RING && reduces ? ", ring" : "", fused);
@@ -330,7 +349,8 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
     dtrain__call call = dtrain__op_call(comm, op, 0);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
-                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root;
+                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root &&
+                theirs->form == call.form && theirs->first == call.first && theirs->digest == call.digest;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,

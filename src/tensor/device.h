@@ -137,6 +137,8 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device);
 /* A place in a queue, to be awaited by other queues of the same kind of device, or asked for by the CPU.
  *
  *   create    out: an event, never NULL; made once, recorded again and again; await and done speak of the last record
+ *             before their call
+ *   destroy   also while queues of other devices still hold waits for it, which then end as they would have
  *   record    marks the end of what is queued now
  *   await     what is queued on `device` after this starts only after the event; the CPU goes on
  *   done      out: 1 when the event has passed, or was never recorded; never blocks

@@ -42,9 +42,11 @@ typedef struct dtrain__slot {
     uint64_t voted, vote_flags;
     uint64_t goes_on; /* number of the last decision that this rank is part of */
     char pad[DTRAIN__CACHE_LINE - 56];
-    dtrain__error why;     /* it left; readable once left is set */
-    void *recorder;        /* the rank's, which peers read until the board is freed */
-    size_t recorder_bytes; /* 0: none */
+    dtrain__error why;      /* it left; readable once left is set */
+    void *recorder;         /* the rank's, which peers read until the board is freed */
+    size_t recorder_bytes;  /* 0: none */
+    uint64_t device_turn;   /* what this rank's device was last given to do on its peers' memory: see >>device_events */
+    uint32_t device_inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;

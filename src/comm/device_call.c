@@ -1,0 +1,120 @@
+/* ---- >>device_call ----
+ * A rank's end of a group of devices, and what its calls share: each is checked as the CPU's is, and made of the CPU's
+ * collectives, its steps, which say in their headers what they are steps of. So deadlines, lost ranks and calls that
+ * differ are found as they are between CPUs. Calls devices through >>device_calls only. */
+#ifndef DTRAIN__DEVICE_STEPS
+#define DTRAIN__DEVICE_STEPS
+#include "device_group.h"
+#include "../tensor/device.c"
+#include "op.c"
+#include "comm.c"
+#include "collectives.c"
+
+#define DTRAIN__DEVICE_NOTE_TEXT 256
+#define DTRAIN__DEVICE_SLOTS 64 /* at most */
+
+/* What a rank tells the others while the group is made, in whole 64-bit words. */
+typedef struct dtrain__device_note {
+    uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
+    uint64_t mode, chunk_bytes, slots;
+    uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
+    void *events[2] __attribute__((aligned(8))); /* see >>device_events */
+    unsigned char *probe __attribute__((aligned(8)));
+    char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
+} dtrain__device_note;
+
+#define DTRAIN__DEVICE_NOTE_WORDS (sizeof(dtrain__device_note) / sizeof(uint64_t))
+
+/* Where a rank's buffers of a call are. */
+typedef struct dtrain__device_buffers {
+    const void *in __attribute__((aligned(8)));
+    void *out __attribute__((aligned(8)));
+} dtrain__device_buffers;
+
+#define DTRAIN__DEVICE_BUFFER_WORDS (sizeof(dtrain__device_buffers) / sizeof(uint64_t))
+
+struct dtrain_device_group {
+    dtrain_comm *comm;
+    dtrain_device *device;
+    dtrain_device_mode mode;
+    size_t chunk_bytes;
+    int slots;
+    int no_devices;                   /* no rank has one: calls are the CPU's */
+    size_t bytes;                     /* of the block that this is at the start of, with all arrays */
+    dtrain__device_note mine, *notes; /* notes: of every rank */
+    dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
+    size_t *counts;                   /* of every rank's part of a chunk */
+    const void **ins;
+    void **outs;
+    unsigned char *pinned; /* slots of chunk_bytes */
+    void **slot_events;    /* each says when the copies to and from its slot are done */
+};
+
+/* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
+static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
+{
+    return (uint64_t)whole->kind | (uint64_t)whole->op << 8 | (uint64_t)whole->root << 24 |
+           (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+}
+
+/* A call as error texts have it. */
+static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__op *whole, uint64_t number)
+{
+    dtrain__op op = dtrain__op_of(whole->kind, NULL, NULL, 0, DTRAIN_U8);
+    op.form = DTRAIN__ON_DEVICE;
+    op.first = whole->count;
+    op.digest = dtrain__device_digest(whole, 0);
+    op.number = number;
+    return dtrain__op_text(comm, &op);
+}
+
+/* Runs one of the CPU's collectives as a step of a call. */
+static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrain__op *whole, int step, dtrain__op *op)
+{
+    op->op = dtrain__op_reduces(op) ? whole->op : (dtrain_op)0;
+    op->root = op->kind == DTRAIN__BROADCAST ? whole->root : 0;
+    op->form = DTRAIN__ON_DEVICE;
+    op->first = whole->count;
+    op->digest = dtrain__device_digest(whole, step);
+    return dtrain__comm_call(group->comm, op, NULL);
+}
+
+/* Ends the group on every rank with this thread's last error, unless it is broken already; returns that error. */
+static dtrain_status dtrain__device_break(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__error mine = dtrain__thread_error, cause = mine;
+    if (comm->transport.board == NULL && comm->socket == NULL)
+        cause.status = DTRAIN_ERR_ABORTED; /* the one that a transport of the user's own is asked for at every turn */
+    dtrain__comm_break(comm, &cause);
+    comm->error = mine;
+    return dtrain__report(&mine);
+}
+
+/* A device has failed in a call, whose step under way or next has that number, and has said why: ends the group. */
+static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtrain__op *whole, uint64_t number,
+                                           dtrain_status status)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain__error said = dtrain__thread_error;
+    dtrain__fail(NULL, status, "%s on rank %d: its device %s failed: %.400s",
+                 dtrain__device_text(comm, whole, number).text, comm->rank, dtrain_device_name(group->device),
+                 said.text);
+    return dtrain__device_break(group);
+}
+
+/* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
+static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const char *kind = dtrain__kind_name((uint64_t)whole->kind);
+    if (group == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_group_%s: the group is NULL; was its creation checked?",
+                            kind);
+    if (group->comm->fusing)
+        return dtrain__fail(&group->comm->error, DTRAIN_ERR_INVALID,
+                            "device_group_%s on rank %d: it cannot be fused; call fuse_end first", kind,
+                            group->comm->rank);
+    return dtrain__op_check(group->comm, whole);
+}
+
+#endif

@@ -1,0 +1,238 @@
+/* ---- >>device_events ----
+ * Collectives of devices on each other's memory, between ranks that are threads. Every rank records an event after what
+ * its queue holds, and tells the others where its buffers are; each queue awaits the others' events, folds or copies
+ * its rank's share of all inputs to all outputs, and records a second event; when all have, each queue awaits those.
+ * Records come before the exchange, and waits after it: no queue waits for what was never recorded. An event is
+ * recorded again when all ranks have named it: the first after the exchange that ends a call, the second after the one
+ * that begins the next.
+ *
+ * When the group is broken in the midst of it, a device may be inside another rank's memory. So a rank raises
+ * `device_inside` in its slot of the board before it queues anything there, unless the board is broken, and one that
+ * fails breaks the board before it looks at the others'; it returns when no device is in its memory, nor its device in
+ * theirs. `device_turn` counts the calls whose second event a rank has recorded. */
+#ifndef DTRAIN__DEVICE_EVENTS_C
+#define DTRAIN__DEVICE_EVENTS_C
+#include "device_call.c"
+
+#define DTRAIN__EVENTS_LINE 256 /* bytes: shares of vectors begin at multiples of so many */
+
+enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };
+
+static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
+{
+    dtrain__slot *slot = &group->comm->transport.board->slots[group->comm->rank];
+    __atomic_store_n(&slot->device_inside, inside, __ATOMIC_SEQ_CST);
+}
+
+/* Waits until no peer is further in than `inside`; what they do meanwhile waits for nobody. */
+static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
+{
+    const dtrain_comm *comm = group->comm;
+    for (int rank = 0; rank < comm->size; rank++)
+        while (rank != comm->rank &&
+               __atomic_load_n(&comm->transport.board->slots[rank].device_inside, __ATOMIC_SEQ_CST) > inside)
+            sched_yield();
+}
+
+/* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
+static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t turn, int second)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        uint64_t theirs = __atomic_load_n(&comm->transport.board->slots[rank].device_turn, __ATOMIC_SEQ_CST);
+        if (rank != comm->rank && (!second || theirs >= turn))
+            status = dtrain_device_event_await(group->device, group->notes[rank].events[second]);
+    }
+    return status;
+}
+
+/* Ends a call that has failed after this rank's buffers were known to others: waits until its own device has left their
+ * memory, and theirs its own. Peers that have ended the call well left work behind that their second event ends. */
+static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_device_wait(group->device);
+    dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
+    dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
+    if (dtrain__events_await(group, turn, 1) == DTRAIN_OK)
+        dtrain_device_wait(group->device);
+    dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+    dtrain__thread_error = cause;
+    return status;
+}
+
+/* Makes ready to queue work on peers' memory; an error, as the group is broken. */
+static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
+    if (!dtrain__board_broken(comm->transport.board))
+        return DTRAIN_OK;
+    dtrain__error cause = *dtrain__board_cause(comm->transport.board);
+    return dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
+                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+}
+
+/* This rank's share of a vector that every rank has whole, in elements. */
+static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t width, size_t *begin)
+{
+    size_t line = DTRAIN__EVENTS_LINE / width;
+    size_t lines = dtrain_split(count / line + 1, comm->size, comm->rank, begin);
+    size_t end = (*begin + lines) * line;
+    *begin *= line;
+    end = end < count ? end : count;
+    return end > *begin ? end - *begin : 0;
+}
+
+/* Queues this rank's share of a reduction: shares are apart, so that outputs may be inputs. */
+static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, offset = 0;
+    int whole = op->kind == DTRAIN__ALL_REDUCE;
+    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin)
+                     : dtrain_split(op->count, comm->size, comm->rank, &begin);
+    if (n == 0)
+        return DTRAIN_OK;
+    if (!whole) {
+        offset = begin * width; /* the output begins with this rank's shard */
+        begin = 0;
+    }
+    for (int rank = 0; rank < comm->size; rank++) {
+        group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+        group->outs[rank] = group->buffers[rank].out;
+    }
+    if (!whole)
+        group->outs[0] = op->out;
+    return dtrain_device_reduce(group->device, op->dtype, op->op, group->ins, comm->size, group->outs,
+                                whole ? comm->size : 1, begin, n);
+}
+
+/* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
+static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, n;
+    int m = 0, gathers = op->kind == DTRAIN__ALL_GATHER;
+    if (gathers) {
+        n = dtrain_split(op->count, comm->size, comm->rank, &begin) * width;
+        begin *= width;
+    } else {
+        n = dtrain__events_share(comm, op->count * width, 1, &begin);
+    }
+    for (int rank = 0; rank < comm->size && n > 0; rank++)
+        if (gathers || rank != op->root)
+            group->outs[m++] = (unsigned char *)group->buffers[rank].out + begin;
+    if (m == 0)
+        return DTRAIN_OK;
+    group->ins[0] = gathers ? op->in : (const unsigned char *)group->buffers[op->root].in + begin;
+    return dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, 1, group->outs, m, 0, n);
+}
+
+/* All that a queue is given between the two exchanges. */
+static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_status status = dtrain__events_await(group, 0, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_record(group->device, group->mine.events[1]);
+    return status;
+}
+
+/* Tells the others where this rank's buffers are, and hears where theirs are. */
+static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__device_buffers mine;
+    dtrain__op op;
+    memset(&mine, 0, sizeof mine);
+    mine.in = whole->in;
+    mine.out = whole->out;
+    op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, group->buffers,
+                       DTRAIN__DEVICE_BUFFER_WORDS * (size_t)group->comm->size, DTRAIN_U64);
+    return dtrain__device_step(group, whole, 0, &op);
+}
+
+/* Waits until every rank has recorded its second event. A deadline that passes here finds work on all sides. */
+static dtrain_status dtrain__events_part(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
+    dtrain_status status = dtrain__device_step(group, whole, 1, &op);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_break(group);
+}
+
+static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    uint64_t turn = slot->device_turn + 1;
+    dtrain_status status = dtrain_device_event_record(group->device, group->mine.events[0]);
+    if (status != DTRAIN_OK)
+        return dtrain__device_failed(group, op, comm->number + 1, status);
+    status = dtrain__events_meet(group, op);
+    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+        return dtrain__board_broken(comm->transport.board) ? dtrain__events_retreat(group, turn, status) : status;
+    status = dtrain__events_enter(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, status);
+    status = dtrain__events_work(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
+    __atomic_store_n(&slot->device_turn, turn, __ATOMIC_SEQ_CST);
+    status = dtrain__events_part(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, status);
+    status = dtrain__events_await(group, turn, 1);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
+    dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+    return DTRAIN_OK;
+}
+
+/* ---- whether it can be done ---- */
+
+#define DTRAIN__EVENTS_PROBE_BYTES                                                                                     \
+    256 /* of which each rank reads its own from every block, and writes the one after 128 */
+
+static int dtrain__events_has_all(const dtrain_device *device)
+{
+    const dtrain_device_ops *ops = device->ops;
+    return ops != NULL && ops->allocate != NULL && ops->release != NULL && ops->wait != NULL && ops->reduce != NULL &&
+           ops->event_create != NULL && ops->event_destroy != NULL && ops->event_record != NULL &&
+           ops->event_await != NULL;
+}
+
+static dtrain_status dtrain__events_make(dtrain_device_group *group)
+{
+    dtrain_device *device = group->device;
+    void *probe = NULL;
+    dtrain_status status = dtrain_device_event_create(device, &group->mine.events[0]);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_create(device, &group->mine.events[1]);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, DTRAIN__EVENTS_PROBE_BYTES, &probe);
+    group->mine.probe = (unsigned char *)probe;
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_record(device, group->mine.events[0]);
+    return status;
+}
+
+/* Reads and writes a byte of every rank's probe, as the calls will of buffers, and waits for it. */
+static dtrain_status dtrain__events_try(dtrain_device_group *group)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t own = (size_t)comm->rank;
+    dtrain_status status = dtrain__events_await(group, 0, 0);
+    for (int rank = 0; rank < comm->size; rank++) {
+        group->ins[rank] = group->notes[rank].probe + own;
+        group->outs[rank] = group->notes[rank].probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
+                                      comm->size, 0, 1);
+    dtrain_status waited = dtrain_device_wait(group->device);
+    return status == DTRAIN_OK ? waited : status;
+}
+
+#endif

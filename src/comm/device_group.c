@@ -1,0 +1,331 @@
+/* ---- >>device_group ----
+ * Making a group of devices, and its calls. Ranks tell each other what they have and how they fare after every step
+ * that can fail on one of them, so that either all have the group or all have the error; how bytes go follows from what
+ * all have said, and so is the same everywhere. */
+#ifndef DTRAIN__DEVICE_GROUP
+#define DTRAIN__DEVICE_GROUP
+#include "device_call.c"
+#include "device_staged.c"
+#include "device_events.c"
+
+#define DTRAIN__DEVICE_CHUNK ((size_t)1 << 20)
+#define DTRAIN__DEVICE_CHUNK_LEAST ((size_t)256 << 10)
+#define DTRAIN__DEVICE_CHUNK_MOST ((size_t)4 << 20)
+
+/* Keeps what has failed on this rank for its next note. */
+static void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
+{
+    group->mine.status = (uint64_t)status;
+    if (status != DTRAIN_OK)
+        snprintf(group->mine.text, sizeof group->mine.text, "%.255s", dtrain__thread_error.text);
+}
+
+/* Gathers every rank's note. */
+static dtrain_status dtrain__device_meet(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain_status status =
+        dtrain_all_gather(comm, &group->mine, group->notes, DTRAIN__DEVICE_NOTE_WORDS * (size_t)comm->size, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    dtrain__error cause = comm->error;
+    return dtrain__fail(&comm->error, status, "device_group_create: %.560s", cause.text);
+}
+
+/* The error of the first rank that has one, the same everywhere. */
+static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__device_note *note = &group->notes[rank];
+        note->text[sizeof note->text - 1] = 0;
+        if (note->status != DTRAIN_OK)
+            return dtrain__fail(&comm->error, (dtrain_status)note->status,
+                                "device_group_create on rank %d: rank %d: %s", comm->rank, rank, note->text);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
+{
+    if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
+        desc->mode != DTRAIN_DEVICE_EVENTS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED or "
+                            "DTRAIN_DEVICE_EVENTS",
+                            (int)desc->mode);
+    if (desc->chunk_bytes != 0 &&
+        (desc->chunk_bytes < DTRAIN__DEVICE_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__DEVICE_CHUNK_MOST))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.chunk_bytes is %zu, expected 0 or %zu to %zu",
+                            desc->chunk_bytes, DTRAIN__DEVICE_CHUNK_LEAST, DTRAIN__DEVICE_CHUNK_MOST);
+    if (desc->slots != 0 && (desc->slots < 2 || desc->slots > DTRAIN__DEVICE_SLOTS))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d", desc->slots,
+                            DTRAIN__DEVICE_SLOTS);
+    return DTRAIN_OK;
+}
+
+/* Takes a desc over, with its defaults filled in; a bad one is told to all. */
+static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_device_group_desc *desc)
+{
+    dtrain_device_group_desc defaults;
+    memset(&defaults, 0, sizeof defaults);
+    desc = desc != NULL ? desc : &defaults;
+    dtrain__device_note_status(group, dtrain__device_check_desc(desc));
+    group->mode = desc->mode;
+    group->chunk_bytes = desc->chunk_bytes > 0 ? desc->chunk_bytes / 64 * 64 : DTRAIN__DEVICE_CHUNK;
+    group->slots = desc->slots > 0 ? desc->slots : 4;
+    group->mine.mode = (uint64_t)desc->mode;
+    group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
+    group->mine.slots = (uint64_t)group->slots;
+    group->mine.has_device = group->device != NULL;
+    if (group->device != NULL && dtrain__events_has_all(group->device))
+        group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
+}
+
+static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
+                                            uint64_t first)
+{
+    return dtrain__fail(&group->comm->error, DTRAIN_ERR_MISMATCH,
+                        "device_group_create on rank %d: rank %d has desc.%s %llu, rank 0 %llu; give every rank the "
+                        "same desc",
+                        group->comm->rank, rank, field, (unsigned long long)theirs, (unsigned long long)first);
+}
+
+/* Compares all descs with rank 0's. */
+static dtrain_status dtrain__device_compare(dtrain_device_group *group)
+{
+    const dtrain__device_note *first = &group->notes[0];
+    group->no_devices = 1;
+    for (int rank = 0; rank < group->comm->size; rank++) {
+        const dtrain__device_note *note = &group->notes[rank];
+        if (note->mode != first->mode)
+            return dtrain__device_differs(group, rank, "mode", note->mode, first->mode);
+        if (note->chunk_bytes != first->chunk_bytes)
+            return dtrain__device_differs(group, rank, "chunk_bytes", note->chunk_bytes, first->chunk_bytes);
+        if (note->slots != first->slots)
+            return dtrain__device_differs(group, rank, "slots", note->slots, first->slots);
+        group->no_devices &= note->has_device == 0;
+    }
+    return DTRAIN_OK;
+}
+
+/* Why there can be no EVENTS, by what all ranks have said; NULL: there can. */
+static const char *dtrain__device_hindrance(const dtrain_device_group *group, int *rank)
+{
+    const dtrain__device_note *first = &group->notes[0];
+    *rank = group->comm->rank;
+    if (group->comm->transport.board == NULL)
+        return "its group is not one of threads (of dtrain_run_threads or dtrain_threads_create)";
+    if (group->comm->size > DTRAIN__DEVICE_MOST)
+        return "it is among more than 64 ranks";
+    for (*rank = 0; *rank < group->comm->size; ++*rank) {
+        const dtrain__device_note *note = &group->notes[*rank];
+        if (!note->has_device)
+            return "it has no device";
+        if (note->ops == 0)
+            return "its device's table lacks allocate, release, wait, reduce or events";
+        if (note->ops != first->ops)
+            return "its device is of another kind than that of rank 0";
+    }
+    return NULL;
+}
+
+static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int rank, const char *why)
+{
+    return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
+                        "device_group_create on rank %d: DTRAIN_DEVICE_EVENTS cannot be on rank %d: %s; ask for "
+                        "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
+                        group->comm->rank, rank, why);
+}
+
+static void dtrain__device_end_probe(dtrain_device_group *group)
+{
+    dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->mine.probe);
+    group->mine.probe = NULL;
+}
+
+/* Finds out whether the devices reach each other's memory; *reached: they do. */
+static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
+{
+    int asked = group->mode == DTRAIN_DEVICE_EVENTS;
+    dtrain__device_note_status(group, dtrain__events_make(group));
+    dtrain_status status = dtrain__device_meet(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_verdict(group);
+    if (status == DTRAIN_OK) {
+        dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
+        dtrain__device_note_status(
+            group, dtrain__board_broken(group->comm->transport.board) ? DTRAIN_OK : dtrain__events_try(group));
+        dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+        status = dtrain__device_meet(group);
+        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
+            status = dtrain__device_break(group);
+            dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+        }
+    }
+    dtrain__device_end_probe(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+        dtrain__device_note *note = &group->notes[rank];
+        note->text[sizeof note->text - 1] = 0;
+        *reached &= note->status == DTRAIN_OK;
+        if (note->status != DTRAIN_OK && asked)
+            status = dtrain__device_no_events(group, rank, note->text);
+    }
+    dtrain__device_note_status(group, DTRAIN_OK);
+    return status;
+}
+
+static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
+{
+    void *pinned = NULL;
+    dtrain_status status =
+        dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, (size_t)group->slots * group->chunk_bytes, &pinned);
+    group->pinned = (unsigned char *)pinned;
+    for (int slot = 0; slot < group->slots && status == DTRAIN_OK; slot++)
+        status = dtrain_device_event_create(group->device, &group->slot_events[slot]);
+    return status;
+}
+
+/* Agrees on how bytes go, and makes what that takes. */
+static dtrain_status dtrain__device_settle(dtrain_device_group *group)
+{
+    int rank, reached;
+    dtrain_status status = dtrain__device_meet(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_verdict(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_compare(group);
+    if (status != DTRAIN_OK)
+        return status;
+    const char *why = dtrain__device_hindrance(group, &rank);
+    if (why != NULL && group->mode == DTRAIN_DEVICE_EVENTS)
+        return dtrain__device_no_events(group, rank, why);
+    reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
+    if (reached)
+        status = dtrain__device_try_events(group, &reached);
+    group->mode = reached ? DTRAIN_DEVICE_EVENTS : DTRAIN_DEVICE_STAGED;
+    if (status != DTRAIN_OK || reached || group->no_devices)
+        return status;
+    dtrain__device_note_status(group, dtrain__device_make_slots(group));
+    status = dtrain__device_meet(group);
+    return status == DTRAIN_OK ? dtrain__device_verdict(group) : status;
+}
+
+/* One block for a rank's end and its arrays, those of the strictest alignment first. */
+static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(size_t) + 2 * sizeof(void *);
+    size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    dtrain_device_group *group = (dtrain_device_group *)(void *)block;
+    if (group == NULL) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "device_group_create on rank %d: no memory for %zu bytes",
+                     comm->rank, bytes);
+        return NULL;
+    }
+    group->comm = comm;
+    group->bytes = bytes;
+    group->notes = (dtrain__device_note *)(void *)(block + header);
+    group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
+    group->counts = (size_t *)(void *)(group->buffers + size);
+    group->ins = (const void **)(void *)(group->counts + size);
+    group->outs = (void **)(void *)(group->ins + size);
+    group->slot_events = group->outs + size;
+    return group;
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
+                                                    dtrain_device *device, const dtrain_device_group_desc *desc)
+{
+    dtrain_status status;
+    if (group != NULL)
+        *group = NULL;
+    if (group == NULL || comm == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "device_group_create: %s is NULL, expected %s", group == NULL ? "group" : "comm",
+                            group == NULL ? "a place for the group" : "the ranks to make it of");
+    if (comm->fusing)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "device_group_create on rank %d: it cannot be fused; call fuse_end first", comm->rank);
+    dtrain_device_group *made = dtrain__device_group_new(comm);
+    if (made == NULL)
+        return DTRAIN_ERR_MEMORY;
+    made->device = device;
+    dtrain__device_take_desc(made, desc);
+    status = dtrain__device_settle(made);
+    if (status == DTRAIN_OK) {
+        *group = made;
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_device_group_destroy(made);
+    return dtrain__report(&cause);
+}
+
+DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group *group)
+{
+    return group != NULL ? group->mode : DTRAIN_DEVICE_MODE_AUTO;
+}
+
+/* Runs a call in the group's way. */
+static dtrain_status dtrain__device_collective(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                               size_t count, dtrain_dtype dtype, dtrain_op reduction, int root)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
+    op.op = reduction;
+    op.root = root;
+    dtrain_status status = dtrain__device_begin(group, &op);
+    if (status != DTRAIN_OK)
+        return status;
+    if (group->no_devices) {
+        dtrain__op all = op;
+        return dtrain__device_step(group, &op, 0, &all);
+    }
+    return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, &op) : dtrain__staged_run(group, &op);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__device_collective(group, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter(dtrain_device_group *group, const void *in, void *out,
+                                                            size_t count, dtrain_dtype dtype, dtrain_op op)
+{
+    return dtrain__device_collective(group, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_gather(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype)
+{
+    return dtrain__device_collective(group, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
+                                                       dtrain_dtype dtype, int root)
+{
+    return dtrain__device_collective(group, DTRAIN__BROADCAST, data, data, count, dtype, (dtrain_op)0, root);
+}
+
+/* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
+DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
+{
+    if (group == NULL)
+        return;
+    dtrain__error kept = dtrain__thread_error;
+    if (group->mine.events[0] != NULL)
+        dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+    dtrain_device_wait(group->device);
+    for (int i = 0; i < 2; i++)
+        dtrain_device_event_destroy(group->device, group->mine.events[i]);
+    for (int slot = 0; slot < group->slots; slot++)
+        dtrain_device_event_destroy(group->device, group->slot_events[slot]);
+    dtrain__device_end_probe(group);
+    dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
+    dtrain__thread_error = kept;
+    dtrain__free(group->comm->allocator, group, group->bytes);
+}
+
+#endif

@@ -1,0 +1,91 @@
+/* ---- >>device-group ----
+ * Collectives over memory of devices: one queue a rank, over any group. Sums add in the tree of >>order, and results
+ * are the bits of the CPU's collectives on the same numbers; where desc.order or an algorithm of the group frees the
+ * order, still the same bits on every rank. How bytes go is agreed when the group is made, and can be asked for. */
+#ifndef DTRAIN__DEVICE_GROUP_H
+#define DTRAIN__DEVICE_GROUP_H
+#include "comm.h"
+#include "../tensor/device.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum dtrain_device_mode {
+    DTRAIN_DEVICE_MODE_AUTO = 0,
+    DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory: any devices, any transport, ranks without a device */
+    DTRAIN_DEVICE_EVENTS         /* each rank's device reads and writes the others' memory, ordered by events */
+} dtrain_device_mode;
+
+typedef struct dtrain_device_group_desc {
+    dtrain_device_mode mode; /* 0: EVENTS where it can be, else STAGED */
+    size_t chunk_bytes;      /* STAGED: of a pinned slot; 0: 1 MiB; from 256 KiB to 4 MiB */
+    int slots;               /* STAGED: that are in use at once; 0: 4; 2 to 64 */
+} dtrain_device_group_desc;
+
+typedef struct dtrain_device_group dtrain_device_group;
+
+/* Makes a rank's end of a group of devices. Memory and events are made here, and nothing later.
+ *
+ * EVENTS can be where all ranks, 64 at most, are threads of dtrain_run_threads or dtrain_threads_create (or of a group
+ * that comes of such a one) with devices of one table, each of which can touch the others' memory: each tries it here,
+ * on 256 bytes of every rank, in its queue's order. One that cannot makes it STAGED.
+ *
+ *   comm     must outlive it; other calls on it may come between the group's
+ *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
+ *   desc     NULL: all defaults; the same on every rank
+ *   errors   the same on every rank but for a rank's own NULLs, fuse and first memory:
+ *            DTRAIN_ERR_INVALID      a NULL, an open fuse, or a field out of range; the text names the rank
+ *            DTRAIN_ERR_MISMATCH     descs differ; the text names the field and both ranks
+ *            DTRAIN_ERR_UNSUPPORTED  EVENTS was asked for where it cannot be; the text names the rank and why
+ *            DTRAIN_ERR_MEMORY, what a device says; others as dtrain_all_gather
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times */
+DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
+                                                    dtrain_device *device, const dtrain_device_group_desc *desc);
+
+/* Returns how bytes go.
+ *
+ * any thread */
+DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group *group);
+
+/* The collectives of >>comm over memory of this rank's device: the same counts, shards, in-place rule and bits.
+ *
+ * In the order of the device's queue: what was queued before is done first, what is queued after sees the result;
+ * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED also for
+ * all copies from the device, and so for what was queued before; in EVENTS for no device.
+ *
+ *   in, out, data   memory of the device, which in EVENTS the others' devices touch, up to the end of the call in the
+ *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait
+ *   errors          those of the CPU's collectives, whose texts quote this call
+ *                   DTRAIN_ERR_IO       a device failed: the group is broken on every rank (ABORTED on the others over
+ *                                       a transport of your own), and the text names the rank and the device; where a
+ *                                       device says another status, that one
+ *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken
+ *
+ * A call that breaks the group in EVENTS, whatever phase the others are in, returns when its rank's device has left
+ * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
+ * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
+ * they do not get on. The contents of out are undefined.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk */
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter(dtrain_device_group *group, const void *in, void *out,
+                                                            size_t count, dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API dtrain_status dtrain_device_group_all_gather(dtrain_device_group *group, const void *in, void *out,
+                                                        size_t count, dtrain_dtype dtype);
+DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
+                                                       dtrain_dtype dtype, int root);
+
+/* Frees a rank's end, once its queue has ended; NULL is legal. Waits for no peer but those that are about to return
+ * from a call that this rank has returned from. Before comm and the device are destroyed.
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
