@@ -1,0 +1,94 @@
+/* Ranks that are threads with a queue each on one GPU: collectives on its memory give the bits of the CPU's. */
+#include "dtrain.h"
+#include "cuda_device.h"
+
+enum { MOST = 70001 };
+
+typedef struct run {
+    dtrain_device_mode mode;
+    int failures;
+} run;
+
+static float number(int rank, size_t i)
+{
+    return dtrain_random_normal((uint64_t)rank + 1, i);
+}
+
+static int differ(const float *got, const float *expected, size_t count)
+{
+    return count > 0 && memcmp(got, expected, count * sizeof *got) != 0;
+}
+
+/* One call of each kind on count numbers, `offset` floats beyond a multiple of 16 bytes; returns how many are wrong. */
+static int calls(dtrain_comm *world, dtrain_device *device, dtrain_device_group *group, float *there, size_t count,
+                 size_t offset)
+{
+    static const size_t room = MOST + 4;
+    int rank = dtrain_comm_rank(world), wrong = 0;
+    size_t begin, mine = dtrain_shard(world, count, rank, &begin);
+    float *in = (float *)calloc(3 * room, sizeof *in), *out = in + room, *got = out + room, *at = there + offset;
+    for (size_t i = 0; i < count; i++)
+        in[i] = number(rank, i);
+    CHECK_OK(dtrain_device_copy(device, at, in, count * sizeof *in));
+    CHECK_OK(dtrain_device_group_all_reduce(group, at, at, count, DTRAIN_F32, DTRAIN_MEAN));
+    CHECK_OK(dtrain_device_copy(device, got, at, count * sizeof *got));
+    CHECK_OK(dtrain_all_reduce(world, in, out, count, DTRAIN_F32, DTRAIN_MEAN));
+    wrong += differ(got, out, count);
+    CHECK_OK(dtrain_device_copy(device, at, in, count * sizeof *in));
+    CHECK_OK(dtrain_device_group_reduce_scatter(group, at, at + begin, count, DTRAIN_F32, DTRAIN_SUM));
+    CHECK_OK(dtrain_device_group_all_gather(group, at + begin, at, count, DTRAIN_F32));
+    CHECK_OK(dtrain_device_copy(device, got, at, count * sizeof *got));
+    CHECK_OK(dtrain_all_reduce(world, in, out, count, DTRAIN_F32, DTRAIN_SUM));
+    wrong += differ(got, out, count) + (mine > count);
+    CHECK_OK(dtrain_device_copy(device, at, in, count * sizeof *in));
+    CHECK_OK(dtrain_device_group_broadcast(group, at, count, DTRAIN_F32, dtrain_comm_size(world) - 1));
+    CHECK_OK(dtrain_device_copy(device, got, at, count * sizeof *got));
+    for (size_t i = 0; i < count; i++)
+        wrong += got[i] < number(dtrain_comm_size(world) - 1, i) || got[i] > number(dtrain_comm_size(world) - 1, i);
+    free(in);
+    return wrong;
+}
+
+static dtrain_status one_rank(dtrain_comm *world, void *user)
+{
+    static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097, MOST};
+    run *r = (run *)user;
+    dtrain_device *device = cuda_device(0);
+    dtrain_device_group *group = NULL;
+    dtrain_device_group_desc desc;
+    void *there = NULL;
+    int wrong = 0;
+    memset(&desc, 0, sizeof desc);
+    desc.mode = r->mode;
+    CHECK_OK(dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, (MOST + 4) * sizeof(float), &there));
+    CHECK_OK(dtrain_device_group_create(&group, world, device, &desc));
+    CHECK_EQ(dtrain_device_group_mode(group), r->mode == DTRAIN_DEVICE_STAGED ? r->mode : DTRAIN_DEVICE_EVENTS);
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++)
+        wrong += calls(world, device, group, (float *)there, counts[i], i % 4);
+    __atomic_add_fetch(&r->failures, wrong, __ATOMIC_SEQ_CST);
+    dtrain_device_group_destroy(group);
+    dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, there);
+    dtrain_cuda_destroy(device);
+    return DTRAIN_OK;
+}
+
+static void ranks_of(dtrain_device_mode mode)
+{
+    static const int sizes[] = {1, 2, 3, 4, 8};
+    dtrain_cuda_destroy(cuda_device(0)); /* ends here without a GPU */
+    for (int i = 0; i < 5; i++) {
+        run r = {mode, 0};
+        CHECK_OK(dtrain_run_threads(sizes[i], one_rank, &r, NULL));
+        CHECK_EQ(r.failures, 0);
+    }
+}
+
+TEST(threads_on_one_gpu_go_by_events_and_give_the_cpus_bits)
+{
+    ranks_of(DTRAIN_DEVICE_MODE_AUTO);
+}
+
+TEST(threads_on_one_gpu_give_the_cpus_bits_staged)
+{
+    ranks_of(DTRAIN_DEVICE_STAGED);
+}
