@@ -19655,14 +19655,17 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
 }
 
 /* Ends a call that has failed after this rank's buffers were known to others: waits until its own device has left their
- * memory, and theirs its own. Peers that have ended the call well left work behind that their second event ends. */
+ * memory, and theirs its own. Peers that have ended the call well left work behind that their second event ends; they
+ * can have only where this rank has recorded its own, and else may have destroyed theirs before it says that it names
+ * them. */
 static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
 {
     dtrain__error cause = dtrain__thread_error;
     dtrain_device_wait(group->device);
     dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
     dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
-    if (dtrain__events_await(group, turn, 1) == DTRAIN_OK)
+    int recorded = group->comm->transport.board->slots[group->comm->rank].device_turn == turn;
+    if (recorded && dtrain__events_await(group, turn, 1) == DTRAIN_OK)
         dtrain_device_wait(group->device);
     dtrain__events_set(group, DTRAIN__EVENTS_FREE);
     dtrain__thread_error = cause;
