@@ -647,6 +647,8 @@ typedef struct dtrain_device_ops {
                           void *out);
     dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
                             size_t count, int add);
+    dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
+    void (*queue_destroy)(dtrain_device *made);
 } dtrain_device_ops;
 
 struct dtrain_device {
@@ -659,6 +661,18 @@ struct dtrain_device {
  *
  * any thread */
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device);
+
+/* Makes another queue on the device of a queue, for work that goes on beside it; events order the two.
+ *
+ *   made      out: of the same table and name, reaching the same memory; NULL on an error, and for a NULL device
+ *   destroy   waits for what it holds; NULL is legal. Before the device that it was made of is destroyed
+ *   errors    DTRAIN_ERR_INVALID      made is NULL
+ *             DTRAIN_ERR_UNSUPPORTED  the device's table makes no queues
+ *             DTRAIN_ERR_MEMORY, what the device says
+ *
+ * one thread per object; the two may be different threads' */
+DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made);
+DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made);
 
 /* Allocates memory of a device, or pinned memory of the CPU, aligned to 256 bytes (64 for a NULL device); not zeroed.
  *
@@ -1610,6 +1624,7 @@ typedef struct dtrain_device_group_desc {
     dtrain_device_mode mode; /* 0: EVENTS where it can be, else STAGED */
     size_t chunk_bytes;      /* STAGED: of a pinned slot; 0: 1 MiB; from 256 KiB to 4 MiB */
     int slots;               /* STAGED: that are in use at once; 0: 4; 2 to 64 */
+    int async;               /* 1: has the calls that end in _async, and a queue and a thread for them */
 } dtrain_device_group_desc;
 
 typedef struct dtrain_device_group dtrain_device_group;
@@ -1667,8 +1682,68 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather(dtrain_device_group *gro
 DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
                                                        dtrain_dtype dtype, int root);
 
+/* The same for shards of any length, as dtrain_reduce_scatter_v and dtrain_all_gather_v.
+ *
+ *   counts   elements of every rank's shard, one after another in the whole vector; the same on every rank; 0 is legal
+ *   errors   DTRAIN_ERR_INVALID   counts is NULL
+ *            DTRAIN_ERR_MISMATCH  another rank gave other counts, of the same sum or not
+ *
+ * collective: every rank of comm, same order; blocks as the calls above */
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                              const size_t *counts, dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                          const size_t *counts, dtrain_dtype dtype);
+
+typedef struct dtrain_device_work dtrain_device_work;
+
+/* Starts a collective that comes after what the device's queue holds now, and goes on beside what is queued later.
+ *
+ * With desc.async a thread of the group makes the calls above on a queue of the group's own, one after another in the
+ * order in which they were started; the blocking calls take their turn among them. Other calls on comm may be made only
+ * while every work has been waited for. Where progress is DTRAIN_PROGRESS_POLL, or the device's table makes no queues,
+ * there is neither: the call is made on the device before this returns, and blocks as it does.
+ *
+ *   in, out   until the work has been waited for: not to be written, out not to be read, neither to be freed
+ *   counts    copied
+ *   work      out: to be handed to dtrain_device_work_wait; NULL on an error
+ *   errors    of the call itself, and of the device: dtrain_device_work_wait's. Here, on this rank alone:
+ *             DTRAIN_ERR_INVALID  a NULL, no desc.async, a forked child, or arguments that the call refuses
+ *             DTRAIN_ERR_MEMORY   no memory for another work: those that are over are used again
+ *
+ * collective: every rank of comm, same order; never blocks where there is the thread */
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *group, const void *in, void *out,
+                                                              size_t count, dtrain_dtype dtype, dtrain_op op,
+                                                              dtrain_device_work **work);
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
+                                                                    void *out, const size_t *counts,
+                                                                    dtrain_dtype dtype, dtrain_op op,
+                                                                    dtrain_device_work **work);
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
+                                                                const size_t *counts, dtrain_dtype dtype,
+                                                                dtrain_device_work **work);
+
+/* Orders a started collective before what is queued from now on, returns its result, once, and frees it.
+ *
+ * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
+ * until all ranks have come to it, in STAGED until all of it has come. The device's queue waits for the rest.
+ *
+ *   work     NULL is DTRAIN_OK, and done
+ *   device   the rank's queue that is to see the result, of the group's table; NULL: the one given to create
+ *   errors   those of the call. Works that were started before the first error was returned here end with that one,
+ *            too, and no part of them is done: after a TIMEOUT that leaves the group usable, start all of them again
+ *            DTRAIN_ERR_INVALID  device is of another table; the work is still to be waited for
+ *   done     returns 1 when wait will not keep the CPU; never blocks
+ *   times    out: CLOCK_MONOTONIC ns at which the call was taken up, and handed over; 0 until done; either may be NULL
+ *
+ * one thread per object; blocks until the calls before it are over, each up to its own time */
+DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device);
+DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work);
+DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns);
+
 /* Frees a rank's end, once its queue has ended; NULL is legal. Waits for no peer but those that are about to return
  * from a call that this rank has returned from. Before comm and the device are destroyed.
+ *
+ * Works that were not waited for are freed: what is under way has a second to end; then the group is aborted.
  *
  * one thread per object */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group);
@@ -7504,6 +7579,34 @@ static dtrain_status dtrain__device_floats(const dtrain_device *device, const ch
                         call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
 }
 
+/* ---- queues ---- */
+
+DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made)
+{
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_queue_create on %s: made is NULL, expected a place for it",
+                            dtrain_device_name(device));
+    *made = NULL;
+    if (device == NULL)
+        return DTRAIN_OK;
+    if (device->ops == NULL || device->ops->queue_create == NULL || device->ops->queue_destroy == NULL)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_UNSUPPORTED,
+            "device_queue_create on %s: the device's table makes no queues: go on with the one there is",
+            dtrain_device_name(device));
+    dtrain_status status = device->ops->queue_create(device, made);
+    if (status != DTRAIN_OK)
+        *made = NULL;
+    return status;
+}
+
+DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made)
+{
+    if (made != NULL && made->ops != NULL && made->ops->queue_destroy != NULL)
+        made->ops->queue_destroy(made);
+}
+
 /* ---- memory ---- */
 
 static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)
@@ -12682,6 +12785,7 @@ typedef struct dtrain__op {
     uint64_t serial;              /* of its record; 0: none yet */
     int async, queued;            /* has a handle of the caller's; waited for its turn */
     uint64_t form, first, digest; /* as in the call */
+    uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it had none */
     unsigned char *letter;        /* header and small payload of a queued message; NULL: the group's are used */
     uint32_t cancelled;           /* set by any thread, seen by the one that drives */
     int phase;
@@ -12846,6 +12950,8 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     call.algorithm = message ? 0 : dtrain__op_way(comm, op);
     call.ranks = (uint64_t)comm->size;
     call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
+    if (op->whole_parts != 0) /* which may be the very counts of the step */
+        call.parts = call.parts * 0x100000001b3u ^ op->whole_parts;
     call.group = comm->group;
     call.form = op->form;
     call.first = op->first;
@@ -12863,12 +12969,13 @@ static dtrain__call dtrain__call_whole(const dtrain__call *call)
     dtrain__call whole = *call;
     if (call->form != DTRAIN__ON_DEVICE)
         return whole;
-    whole.kind = call->digest & 0xff;
+    whole.kind = call->digest & 0x7f;
     whole.op = call->digest >> 8 & 0xffff;
     whole.root = call->digest >> 24 & 0xffff;
     whole.dtype = call->digest >> 40 & 0xffff;
     whole.count = call->first;
-    whole.form = whole.parts = 0;
+    whole.form = 0;
+    whole.parts = (call->digest >> 7 & 1) << 63;
     return whole;
 }
 
@@ -12933,8 +13040,9 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
     dtrain__call call = dtrain__op_call(comm, op, 0);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
-                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root &&
-                theirs->form == call.form && theirs->first == call.first && theirs->digest == call.digest;
+                theirs->op == call.op && theirs->root == call.root &&
+                (theirs->count == call.count || call.form == DTRAIN__ON_DEVICE) && theirs->form == call.form &&
+                theirs->first == call.first && theirs->digest == call.digest;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
@@ -19282,7 +19390,7 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
     uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
-    uint64_t mode, chunk_bytes, slots;
+    uint64_t mode, chunk_bytes, slots, async;
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     void *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
@@ -19301,7 +19409,8 @@ typedef struct dtrain__device_buffers {
 
 struct dtrain_device_group {
     dtrain_comm *comm;
-    dtrain_device *device;
+    dtrain_device *device;              /* its queue is the caller's, or the group's own: see >>device_async */
+    struct dtrain__device_async *async; /* NULL: all calls are blocking ones */
     dtrain_device_mode mode;
     size_t chunk_bytes;
     int slots;
@@ -19309,6 +19418,7 @@ struct dtrain_device_group {
     size_t bytes;                     /* of the block that this is at the start of, with all arrays */
     dtrain__device_note mine, *notes; /* notes: of every rank */
     dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
+    dtrain__extent *shards;           /* of every rank, of the call under way */
     size_t *counts;                   /* of every rank's part of a chunk */
     const void **ins;
     void **outs;
@@ -19319,8 +19429,8 @@ struct dtrain_device_group {
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
 {
-    return (uint64_t)whole->kind | (uint64_t)whole->op << 8 | (uint64_t)whole->root << 24 |
-           (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+    return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
+           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
 }
 
 /* A call as error texts have it. */
@@ -19342,6 +19452,7 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
     op->form = DTRAIN__ON_DEVICE;
     op->first = whole->count;
     op->digest = dtrain__device_digest(whole, step);
+    op->whole_parts = whole->counts != NULL ? dtrain__op_parts_hash(group->comm, whole) : 0;
     return dtrain__comm_call(group->comm, op, NULL);
 }
 
@@ -19390,7 +19501,7 @@ static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtra
  * slots, and the result is copied back. The next chunks are on their way to their slots meanwhile. Every element goes
  * through the same additions as without chunks. Cut alike on every rank: all-reduce and broadcast into pieces of the
  * vector; reduce-scatter and all-gather into pieces of every shard, which lie side by side in a slot, so that the
- * shards are those of the whole vector.
+ * shards are those of the whole vector. Shorter shards end in earlier chunks; those without an element take no room.
  *
  * A slot's event is recorded after the copies into it, which the queue does after the last ones out of it: when it
  * has passed, the CPU may read and write the slot. */
@@ -19416,8 +19527,13 @@ static dtrain__staged dtrain__staged_of(dtrain_device_group *group, const dtrain
     run.width = dtrain_dtype_bits(op->dtype) / 8;
     run.shards = op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER;
     run.direct = group->device == NULL && !run.shards;
-    run.piece = group->chunk_bytes / run.width / (run.shards ? (size_t)size : 1);
-    size_t longest = run.shards ? dtrain_split(op->count, size, 0, NULL) : op->count;
+    size_t longest = run.shards ? 0 : op->count, cut = 0;
+    for (int rank = 0; rank < size && run.shards; rank++) {
+        size_t n = group->shards[rank].count;
+        longest = n > longest ? n : longest;
+        cut += n > 0;
+    }
+    run.piece = group->chunk_bytes / run.width / (cut > 0 ? cut : 1);
     run.chunks = longest > 0 ? (longest - 1) / run.piece + 1 : 1;
     return run;
 }
@@ -19431,11 +19547,12 @@ static unsigned char *dtrain__staged_slot(const dtrain__staged *run, size_t chun
 static size_t dtrain__staged_part(const dtrain__staged *run, size_t chunk, int rank, size_t *begin)
 {
     size_t at = chunk * run->piece, n = run->op->count;
-    *begin = 0;
-    if (run->shards)
-        n = dtrain_split(run->op->count, run->group->comm->size, rank, begin);
+    *begin = at;
+    if (run->shards) {
+        n = run->group->shards[rank].count;
+        *begin += run->group->shards[rank].begin;
+    }
     n = n > at ? n - at : 0;
-    *begin += at;
     return n < run->piece ? n : run->piece;
 }
 
@@ -19501,15 +19618,15 @@ static dtrain_status dtrain__staged_store(const dtrain__staged *run, size_t chun
     const dtrain__op *op = run->op;
     const dtrain_comm *comm = run->group->comm;
     unsigned char *slot;
-    size_t begin, bytes;
+    size_t bytes;
     if (run->direct || (op->kind == DTRAIN__BROADCAST && op->root == comm->rank))
         return DTRAIN_OK;
     if (op->kind == DTRAIN__REDUCE_SCATTER) {
         bytes = dtrain__staged_own(run, chunk, &slot);
         return dtrain_device_copy(run->group->device, dtrain__staged_in_shard(run, chunk, op->out, bytes), slot, bytes);
     }
-    dtrain_split(op->count, comm->size, comm->rank, &begin);
-    int in_place = op->kind == DTRAIN__ALL_GATHER && (uintptr_t)op->in == (uintptr_t)op->out + begin * run->width;
+    size_t own = run->group->shards[comm->rank].begin * run->width;
+    int in_place = op->kind == DTRAIN__ALL_GATHER && (uintptr_t)op->in == (uintptr_t)op->out + own;
     return dtrain__staged_spread(run, chunk, op->out, 0, in_place ? comm->rank : -1);
 }
 
@@ -19695,14 +19812,21 @@ static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t
     return end > *begin ? end - *begin : 0;
 }
 
+/* This rank's shard of a call that has shards, in elements. */
+static size_t dtrain__events_shard(const dtrain_device_group *group, size_t *begin)
+{
+    const dtrain__extent *shard = &group->shards[group->comm->rank];
+    *begin = shard->begin;
+    return shard->count;
+}
+
 /* Queues this rank's share of a reduction: shares are apart, so that outputs may be inputs. */
 static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
     size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, offset = 0;
     int whole = op->kind == DTRAIN__ALL_REDUCE;
-    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin)
-                     : dtrain_split(op->count, comm->size, comm->rank, &begin);
+    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin) : dtrain__events_shard(group, &begin);
     if (n == 0)
         return DTRAIN_OK;
     if (!whole) {
@@ -19726,7 +19850,7 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
     size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, n;
     int m = 0, gathers = op->kind == DTRAIN__ALL_GATHER;
     if (gathers) {
-        n = dtrain_split(op->count, comm->size, comm->rank, &begin) * width;
+        n = dtrain__events_shard(group, &begin) * width;
         begin *= width;
     } else {
         n = dtrain__events_share(comm, op->count * width, 1, &begin);
@@ -19847,6 +19971,485 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
 
 #endif
 
+/* ---- >>device_async ----
+ * Calls on memory of devices that go on beside the caller's queue. A group that has them has a queue of its own, in
+ * whose order it works, and a thread that makes the calls there, blocking, in the order in which they were started. The
+ * caller records an event in its queue when it starts one, which the group's queue awaits; the thread records another
+ * behind the call, which the caller's queue awaits when it waits for the work. The caller's queue is touched by the
+ * caller alone, the group's and its comm by the thread alone. Where there is no second queue, or may be no thread, a
+ * call is made by whoever starts it. */
+#ifndef DTRAIN__DEVICE_ASYNC
+#define DTRAIN__DEVICE_ASYNC
+
+#define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
+
+typedef struct dtrain__device_async dtrain__device_async;
+
+struct dtrain_device_work {
+    dtrain__device_async *async;
+    dtrain_device_work *next;  /* posted after it, or spare */
+    dtrain_device_work *older; /* of all that were made */
+    dtrain__op op;             /* its counts are behind this struct */
+    uint64_t number;           /* among those posted, from 1 */
+    uint64_t told;             /* failures that the caller knew of when it started this */
+    uint64_t failure;          /* the number of the one that this ended with */
+    void *begun, *ended;       /* events, of the caller's queue and of the group's; made when first needed */
+    int ordered;               /* ended is recorded */
+    int64_t begin_ns, end_ns;
+    dtrain__error error; /* also before the call is made: of the caller's device */
+};
+
+struct dtrain__device_async {
+    dtrain_device_group *group;
+    dtrain_device *caller;
+    dtrain_comm shell; /* what checks read of the group's comm, whose error text is the thread's to write */
+    dtrain__bell bell;
+    pthread_mutex_t mutex;              /* of first, last */
+    dtrain_device_work *first, *last;   /* posted and not taken up */
+    dtrain_device_work *spare, *newest; /* the caller's */
+    uint64_t posted, handed;            /* works so far; handed over by whoever makes the calls alone */
+    uint64_t told;                      /* failures that the caller has been told of */
+    uint64_t failures;                  /* of whoever makes the calls, as what follows */
+    dtrain__error error;                /* the last that was not of an earlier one's making */
+    int broken;                         /* it has ended the group */
+    dtrain__os_thread thread;
+    int threaded;
+    pid_t process;
+    uint32_t stop;
+};
+
+/* Makes a checked call in the group's way. */
+static dtrain_status dtrain__device_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    if (group->no_devices) {
+        dtrain__op all = *op;
+        return dtrain__device_step(group, op, 0, &all);
+    }
+    if (op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER)
+        dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
+    return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
+}
+
+/* ---- whoever makes the calls ---- */
+
+static int dtrain__async_is_broken(const dtrain_comm *comm)
+{
+    if (comm->transport.board != NULL)
+        return dtrain__board_broken(comm->transport.board) != 0;
+    return comm->broken.status != DTRAIN_OK || __atomic_load_n(&comm->aborted, __ATOMIC_SEQ_CST) != 0 ||
+           (comm->socket != NULL && __atomic_load_n(&comm->socket->broken, __ATOMIC_SEQ_CST));
+}
+
+/* Ends a work as an earlier one has ended, that its caller had not heard of when it started this: made now, it could
+ * take the place of that one in a peer's eyes. */
+static dtrain_status dtrain__async_follow(dtrain__device_async *async, const dtrain_device_work *work)
+{
+    const dtrain_comm *comm = async->group->comm;
+    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %.400s",
+                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank, async->error.text);
+}
+
+/* Has the group's queue wait for what the caller's held when it started the work. */
+static dtrain_status dtrain__async_enter(dtrain__device_async *async, dtrain_device_work *work)
+{
+    dtrain_device *device = async->group->device;
+    dtrain_status status = dtrain__report(&work->error);
+    if (status == DTRAIN_OK && device != async->caller)
+        status = dtrain_device_event_await(device, work->begun);
+    if (status == DTRAIN_OK && work->ended == NULL)
+        status = dtrain_device_event_create(device, &work->ended);
+    return status;
+}
+
+/* Makes a call. Whatever became of it, what it has queued ends before its second event. */
+static dtrain_status dtrain__async_make(dtrain__device_async *async, dtrain_device_work *work)
+{
+    dtrain_device_group *group = async->group;
+    dtrain_status status = dtrain__async_enter(async, work);
+    if (status != DTRAIN_OK) {
+        status = dtrain__device_failed(group, &work->op, group->comm->number + 1, status);
+    } else {
+        status = dtrain__device_begin(group, &work->op);
+        if (status == DTRAIN_OK)
+            status = dtrain__device_run(group, &work->op);
+    }
+    dtrain__error kept = dtrain__thread_error;
+    dtrain_status recorded = work->ended != NULL ? dtrain_device_event_record(group->device, work->ended) : status;
+    work->ordered = recorded == DTRAIN_OK;
+    if (!work->ordered)
+        dtrain_device_wait(group->device);
+    if (status == DTRAIN_OK && recorded != DTRAIN_OK)
+        return dtrain__device_failed(group, &work->op, group->comm->number, recorded);
+    dtrain__thread_error = kept;
+    return status;
+}
+
+/* Makes a work's call and hands it over to the caller. */
+static void dtrain__async_perform(dtrain__device_async *async, dtrain_device_work *work)
+{
+    dtrain_status status;
+    int follows = async->broken || work->told < async->failures;
+    work->begin_ns = dtrain__os_now_ns();
+    if (follows)
+        status = dtrain__async_follow(async, work);
+    else
+        status = dtrain__async_make(async, work);
+    work->error.status = status;
+    if (status != DTRAIN_OK)
+        memcpy(work->error.text, dtrain__thread_error.text, sizeof work->error.text);
+    if (status != DTRAIN_OK && !follows) {
+        async->error = work->error;
+        async->failures++;
+        async->broken = dtrain__async_is_broken(async->group->comm);
+    }
+    work->failure = async->failures;
+    work->end_ns = dtrain__os_now_ns();
+    __atomic_store_n(&async->handed, work->number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&async->bell);
+}
+
+static int dtrain__async_busy(void *argument)
+{
+    dtrain__device_async *async = (dtrain__device_async *)argument;
+    return __atomic_load_n(&async->stop, __ATOMIC_SEQ_CST) != 0 ||
+           __atomic_load_n(&async->posted, __ATOMIC_SEQ_CST) != async->handed;
+}
+
+static void dtrain__async_body(void *argument)
+{
+    dtrain__device_async *async = (dtrain__device_async *)argument;
+    for (;;) {
+        for (unsigned turn = 0; !dtrain__async_busy(async); turn++)
+            dtrain__bell_wait(&async->bell, turn, INT64_MAX, dtrain__async_busy, async);
+        if (__atomic_load_n(&async->stop, __ATOMIC_SEQ_CST) != 0)
+            return;
+        pthread_mutex_lock(&async->mutex);
+        dtrain_device_work *work = async->first;
+        async->first = work->next;
+        pthread_mutex_unlock(&async->mutex);
+        dtrain__async_perform(async, work);
+    }
+}
+
+/* ---- the caller ---- */
+
+static dtrain_status dtrain__async_forked(const dtrain__device_async *async, const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "%s: process %ld made this group of devices, and this is its forked child %ld; make one after "
+                        "the fork",
+                        call, (long)async->process, (long)getpid());
+}
+
+static size_t dtrain__async_work_bytes(const dtrain__device_async *async)
+{
+    return sizeof(dtrain_device_work) + (size_t)async->group->comm->size * sizeof(size_t);
+}
+
+/* A work that is free, or a new one. */
+static dtrain_device_work *dtrain__async_take(dtrain__device_async *async)
+{
+    dtrain_device_work *work = async->spare;
+    if (work != NULL) {
+        async->spare = work->next;
+        return work;
+    }
+    work = (dtrain_device_work *)dtrain__alloc(async->group->comm->allocator, dtrain__async_work_bytes(async));
+    if (work == NULL) {
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device group on rank %d: no memory for another call beside the device",
+                     async->shell.rank);
+        return NULL;
+    }
+    work->async = async;
+    work->older = async->newest;
+    async->newest = work;
+    return work;
+}
+
+/* Marks in the caller's queue what the call comes after. An error is for the thread to tell the others. */
+static void dtrain__async_mark(dtrain__device_async *async, dtrain_device_work *work)
+{
+    dtrain_status status = DTRAIN_OK;
+    work->error.status = DTRAIN_OK;
+    if (async->group->device == async->caller)
+        return;
+    if (work->begun == NULL)
+        status = dtrain_device_event_create(async->caller, &work->begun);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_record(async->caller, work->begun);
+    if (status != DTRAIN_OK) {
+        work->error = dtrain__thread_error;
+        work->error.status = status;
+    }
+}
+
+static void dtrain__async_post(dtrain__device_async *async, dtrain_device_work *work)
+{
+    uint64_t number = async->posted + 1;
+    work->next = NULL;
+    work->number = number;
+    if (!async->threaded) {
+        async->posted = number;
+        dtrain__async_perform(async, work);
+        return;
+    }
+    pthread_mutex_lock(&async->mutex);
+    if (async->first == NULL)
+        async->first = work;
+    else
+        async->last->next = work;
+    async->last = work;
+    pthread_mutex_unlock(&async->mutex);
+    __atomic_store_n(&async->posted, number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&async->bell);
+}
+
+/* Starts a call. */
+static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrain__op *op, dtrain_device_work **made)
+{
+    dtrain__device_async *async = group->async;
+    *made = NULL;
+    if (async->process != getpid())
+        return dtrain__async_forked(async, dtrain__kind_name((uint64_t)op->kind));
+    dtrain_status status = dtrain__op_check(&async->shell, op);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_device_work *work = dtrain__async_take(async);
+    if (work == NULL)
+        return DTRAIN_ERR_MEMORY;
+    memcpy(&work->op, op, offsetof(dtrain__op, error));
+    if (op->counts != NULL) {
+        size_t *counts = (size_t *)(void *)(work + 1);
+        memcpy(counts, op->counts, (size_t)async->shell.size * sizeof *counts);
+        work->op.counts = counts;
+    }
+    work->ordered = 0;
+    work->told = async->told;
+    dtrain__async_mark(async, work);
+    dtrain__async_post(async, work);
+    *made = work;
+    return DTRAIN_OK;
+}
+
+typedef struct dtrain__async_goal {
+    const dtrain__device_async *async;
+    uint64_t number;
+} dtrain__async_goal;
+
+static int dtrain__async_reached(void *argument)
+{
+    const dtrain__async_goal *goal = (const dtrain__async_goal *)argument;
+    return __atomic_load_n(&goal->async->handed, __ATOMIC_SEQ_CST) >= goal->number;
+}
+
+/* Waits until so many works have been handed over, or until then; returns whether they have. */
+static int dtrain__async_wait(dtrain__device_async *async, uint64_t number, int64_t until_ns)
+{
+    dtrain__async_goal goal;
+    goal.async = async;
+    goal.number = number;
+    for (unsigned turn = 0; !dtrain__async_reached(&goal); turn++) {
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return 0;
+        dtrain__bell_wait(&async->bell, turn, until_ns, dtrain__async_reached, &goal);
+    }
+    return 1;
+}
+
+DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device)
+{
+    if (work == NULL)
+        return DTRAIN_OK;
+    dtrain__device_async *async = work->async;
+    dtrain_device *own = async->group->device;
+    if (async->process != getpid())
+        return dtrain__async_forked(async, "device_work_wait");
+    device = device != NULL ? device : async->caller;
+    if (own != NULL && device->ops != own->ops)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_work_wait on rank %d: device %s is of another kind than the group's, %s; wait on a "
+                            "queue of the group's, and copy from there",
+                            async->shell.rank, dtrain_device_name(device), dtrain_device_name(own));
+    dtrain__async_wait(async, work->number, INT64_MAX);
+    dtrain__error ended = work->error;
+    if (ended.status != DTRAIN_OK && work->failure > async->told)
+        async->told = work->failure;
+    if (own != device && own != NULL && work->ordered) {
+        dtrain_status status = dtrain_device_event_await(device, work->ended);
+        if (status != DTRAIN_OK && ended.status == DTRAIN_OK)
+            ended.status = dtrain__fail(&ended, status, "device_work_wait on rank %d: the device %s failed: %.400s",
+                                        async->shell.rank, dtrain_device_name(device), dtrain__thread_error.text);
+    }
+    work->next = async->spare;
+    async->spare = work;
+    return dtrain__report(&ended);
+}
+
+DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work)
+{
+    return work == NULL || work->async->process != getpid() ||
+           __atomic_load_n(&work->async->handed, __ATOMIC_SEQ_CST) >= work->number;
+}
+
+DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
+{
+    int done = work != NULL && dtrain_device_work_done(work);
+    if (begin_ns != NULL)
+        *begin_ns = done ? work->begin_ns : 0;
+    if (end_ns != NULL)
+        *end_ns = done ? work->end_ns : 0;
+}
+
+/* A blocking call takes its turn among those that were started. */
+static dtrain_status dtrain__async_call(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_device_work *work;
+    dtrain_status status = dtrain__async_start(group, op, &work);
+    return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
+}
+
+/* ---- create and destroy ---- */
+
+/* Gives the group its queue and its thread, where there can be both. */
+static dtrain_status dtrain__async_create(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain_device *own = NULL;
+    dtrain__device_async *async = (dtrain__device_async *)dtrain__alloc(comm->allocator, sizeof *async);
+    group->async = async;
+    if (async == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *async);
+    async->group = group;
+    async->caller = group->device;
+    async->shell.rank = comm->rank;
+    async->shell.size = comm->size;
+    async->process = getpid();
+    pthread_mutex_init(&async->mutex, NULL);
+    if (comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_device_queue_create(group->device, &own);
+    if (status == DTRAIN_ERR_UNSUPPORTED)
+        return DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
+    group->device = own;
+    int error = dtrain__os_thread_start(&async->thread, dtrain__async_body, async, 0);
+    async->threaded = error == 0;
+    if (error == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "the system refused a thread (%s): leave desc.async 0, or set progress to "
+                        "DTRAIN_PROGRESS_POLL to do without",
+                        strerror(error));
+}
+
+/* Ends the thread: what is under way is given a second to end, and is broken off after that. Returns 0 in a forked
+ * child, which has no thread, and whose devices are its parent's. */
+static int dtrain__async_stop(dtrain_device_group *group)
+{
+    dtrain__device_async *async = group->async;
+    if (async == NULL)
+        return 1;
+    if (async->process != getpid())
+        return 0;
+    if (!async->threaded)
+        return 1;
+    if (!dtrain__async_wait(async, async->posted, dtrain__os_now_ns() + DTRAIN__ASYNC_GRACE_NS))
+        dtrain_comm_abort(group->comm, "it has destroyed its group of devices while this was under way");
+    __atomic_store_n(&async->stop, 1u, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&async->bell);
+    dtrain__os_thread_join(&async->thread);
+    async->threaded = 0;
+    return 1;
+}
+
+/* Frees what a stopped end has left, works that nobody has waited for too. */
+static void dtrain__async_destroy(dtrain_device_group *group, int here)
+{
+    dtrain__device_async *async = group->async;
+    if (async == NULL)
+        return;
+    while (async->newest != NULL) {
+        dtrain_device_work *work = async->newest;
+        async->newest = work->older;
+        if (here) {
+            dtrain_device_event_destroy(async->caller, work->begun);
+            dtrain_device_event_destroy(group->device, work->ended);
+        }
+        dtrain__free(group->comm->allocator, work, dtrain__async_work_bytes(async));
+    }
+    if (here && group->device != async->caller)
+        dtrain_device_queue_destroy(group->device);
+    pthread_mutex_destroy(&async->mutex);
+    dtrain__free(group->comm->allocator, async, sizeof *async);
+}
+
+/* ---- the calls ---- */
+
+/* A call on shards of the caller's lengths. */
+static dtrain_status dtrain__device_op_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                         const size_t *counts, dtrain_dtype dtype, dtrain__op *op)
+{
+    *op = dtrain__op_of_parts(group != NULL ? group->comm : NULL, kind, in, out, counts, NULL, dtype);
+    if (counts != NULL || group == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(group->async != NULL ? NULL : &group->comm->error, DTRAIN_ERR_INVALID,
+                        "device_group_%s_v on rank %d: the array of counts, one for each rank, is NULL",
+                        dtrain__kind_name((uint64_t)kind), group->comm->rank);
+}
+
+static dtrain_status dtrain__device_start(dtrain_device_group *group, const dtrain__op *op, dtrain_device_work **work)
+{
+    const char *kind = dtrain__kind_name((uint64_t)op->kind);
+    if (work != NULL)
+        *work = NULL;
+    if (group == NULL)
+        return dtrain__device_begin(NULL, op);
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_group_%s_async on rank %d: nowhere to put the handle (work is NULL)", kind,
+                            group->comm->rank);
+    if (group->async == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_group_%s_async on rank %d: the group was made without desc.async", kind,
+                            group->comm->rank);
+    return dtrain__async_start(group, op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *group, const void *in, void *out,
+                                                              size_t count, dtrain_dtype dtype, dtrain_op op,
+                                                              dtrain_device_work **work)
+{
+    dtrain__op call = dtrain__op_of(DTRAIN__ALL_REDUCE, in, out, count, dtype);
+    call.op = op;
+    return dtrain__device_start(group, &call, work);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
+                                                                    void *out, const size_t *counts, dtrain_dtype dtype,
+                                                                    dtrain_op op, dtrain_device_work **work)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__device_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    call.op = op;
+    if (status != DTRAIN_OK && work != NULL)
+        *work = NULL;
+    return status == DTRAIN_OK ? dtrain__device_start(group, &call, work) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
+                                                                const size_t *counts, dtrain_dtype dtype,
+                                                                dtrain_device_work **work)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__device_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
+    if (status != DTRAIN_OK && work != NULL)
+        *work = NULL;
+    return status == DTRAIN_OK ? dtrain__device_start(group, &call, work) : status;
+}
+
+#endif
+
 /* ---- >>device_group ----
  * Making a group of devices, and its calls. Ranks tell each other what they have and how they fare after every step
  * that can fail on one of them, so that either all have the group or all have the error; how bytes go follows from what
@@ -19907,6 +20510,8 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
     if (desc->slots != 0 && (desc->slots < 2 || desc->slots > DTRAIN__DEVICE_SLOTS))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d", desc->slots,
                             DTRAIN__DEVICE_SLOTS);
+    if (desc->async != 0 && desc->async != 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.async is %d, expected 0 or 1", desc->async);
     return DTRAIN_OK;
 }
 
@@ -19923,6 +20528,7 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     group->mine.mode = (uint64_t)desc->mode;
     group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
     group->mine.slots = (uint64_t)group->slots;
+    group->mine.async = (uint64_t)(desc->async == 1);
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
@@ -19950,6 +20556,8 @@ static dtrain_status dtrain__device_compare(dtrain_device_group *group)
             return dtrain__device_differs(group, rank, "chunk_bytes", note->chunk_bytes, first->chunk_bytes);
         if (note->slots != first->slots)
             return dtrain__device_differs(group, rank, "slots", note->slots, first->slots);
+        if (note->async != first->async)
+            return dtrain__device_differs(group, rank, "async", note->async, first->async);
         group->no_devices &= note->has_device == 0;
     }
     return DTRAIN_OK;
@@ -20061,7 +20669,8 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
 static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
-    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(size_t) + 2 * sizeof(void *);
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
+                  sizeof(size_t) + 2 * sizeof(void *);
     size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
     dtrain_device_group *group = (dtrain_device_group *)(void *)block;
@@ -20074,7 +20683,8 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     group->bytes = bytes;
     group->notes = (dtrain__device_note *)(void *)(block + header);
     group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
-    group->counts = (size_t *)(void *)(group->buffers + size);
+    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
+    group->counts = (size_t *)(void *)(group->shards + size);
     group->ins = (const void **)(void *)(group->counts + size);
     group->outs = (void **)(void *)(group->ins + size);
     group->slot_events = group->outs + size;
@@ -20099,6 +20709,8 @@ DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group,
         return DTRAIN_ERR_MEMORY;
     made->device = device;
     dtrain__device_take_desc(made, desc);
+    if (made->mine.status == DTRAIN_OK && made->mine.async)
+        dtrain__device_note_status(made, dtrain__async_create(made));
     status = dtrain__device_settle(made);
     if (status == DTRAIN_OK) {
         *group = made;
@@ -20114,21 +20726,22 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
     return group != NULL ? group->mode : DTRAIN_DEVICE_MODE_AUTO;
 }
 
-/* Runs a call in the group's way. */
+/* Makes a call, or has it made in its turn. */
+static dtrain_status dtrain__device_make(dtrain_device_group *group, const dtrain__op *op)
+{
+    if (group != NULL && group->async != NULL)
+        return dtrain__async_call(group, op);
+    dtrain_status status = dtrain__device_begin(group, op);
+    return status == DTRAIN_OK ? dtrain__device_run(group, op) : status;
+}
+
 static dtrain_status dtrain__device_collective(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
                                                size_t count, dtrain_dtype dtype, dtrain_op reduction, int root)
 {
     dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
-    dtrain_status status = dtrain__device_begin(group, &op);
-    if (status != DTRAIN_OK)
-        return status;
-    if (group->no_devices) {
-        dtrain__op all = op;
-        return dtrain__device_step(group, &op, 0, &all);
-    }
-    return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, &op) : dtrain__staged_run(group, &op);
+    return dtrain__device_make(group, &op);
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
@@ -20155,12 +20768,34 @@ DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *grou
     return dtrain__device_collective(group, DTRAIN__BROADCAST, data, data, count, dtype, (dtrain_op)0, root);
 }
 
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                              const size_t *counts, dtrain_dtype dtype, dtrain_op op)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__device_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    call.op = op;
+    return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                          const size_t *counts, dtrain_dtype dtype)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__device_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
+    return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
+}
+
 /* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
 {
     if (group == NULL)
         return;
     dtrain__error kept = dtrain__thread_error;
+    if (!dtrain__async_stop(group)) {
+        dtrain__async_destroy(group, 0);
+        dtrain__free(group->comm->allocator, group, group->bytes);
+        return;
+    }
     if (group->mine.events[0] != NULL)
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     dtrain_device_wait(group->device);
@@ -20170,6 +20805,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
         dtrain_device_event_destroy(group->device, group->slot_events[slot]);
     dtrain__device_end_probe(group);
     dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
+    dtrain__async_destroy(group, 1);
     dtrain__thread_error = kept;
     dtrain__free(group->comm->allocator, group, group->bytes);
 }

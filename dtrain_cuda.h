@@ -4657,6 +4657,15 @@ DTRAIN__CUDA_ROW(unpack,
                   int add),
                  (device, code, block, in, out, count, add))
 
+/* A stream of its own on the same GPU. */
+static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_device **made)
+{
+    dtrain_cuda_desc desc;
+    desc.index = dtrain__cuda_queue_of(device)->index;
+    desc.stream = NULL;
+    return dtrain_cuda_create(made, &desc);
+}
+
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
     dtrain__cuda_row_release,
@@ -4683,6 +4692,8 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_sparse_add,
     dtrain__cuda_row_pack,
     dtrain__cuda_row_unpack,
+    dtrain__cuda_queue_create,
+    dtrain_cuda_destroy,
 };
 
 DTRAIN_API dtrain_status dtrain_cuda_count(int *count)

@@ -64,7 +64,9 @@ typedef struct async_device {
     char name[16];
     /* What a test asks for, counted from 1; 0: never. Set by the rank's own thread while the queue is empty. */
     long fail_call, fail_done, kill_done, fail_allocation;
-    long calls, allocations, events; /* of the rank's own thread */
+    long queue_fail_call, queue_fail_done; /* the same of the queue that is made of this one */
+    struct async_device *queue;            /* which is the last that was made */
+    long calls, allocations, events;       /* of the rank's own thread */
     int events_open;
 } async_device;
 
@@ -461,6 +463,31 @@ static dtrain_status async_axpy(dtrain_device *device, dtrain_dtype dtype, void 
     return async_vector(device, async_vector_op(ASYNC_AXPY, dtype, y, x, count, alpha));
 }
 
+static dtrain_device *async_begin(async_device *d, int number, uint64_t seed, unsigned delay_us);
+static void async_end(async_device *d);
+
+/* Another queue, with the same name and longest delay, which fails apart; it may be counted down to fail in a call. */
+static dtrain_status async_queue_create(dtrain_device *device, dtrain_device **made)
+{
+    async_device *d = async_of(device);
+    dtrain_status status = async_call(d);
+    if (status != DTRAIN_OK)
+        return status;
+    async_device *another = (async_device *)malloc(sizeof *another);
+    *made = async_begin(another, 0, d->random, d->delay_us);
+    memcpy(another->name, d->name, sizeof another->name);
+    another->fail_call = d->queue_fail_call;
+    another->fail_done = d->queue_fail_done;
+    d->queue = another;
+    return DTRAIN_OK;
+}
+
+static void async_queue_destroy(dtrain_device *made)
+{
+    async_end(async_of(made));
+    free(async_of(made));
+}
+
 static const dtrain_device_ops *async_ops(void)
 {
     static const dtrain_device_ops ops = {async_allocate,
@@ -487,7 +514,9 @@ static const dtrain_device_ops *async_ops(void)
                                           NULL,
                                           NULL,
                                           NULL,
-                                          NULL};
+                                          NULL,
+                                          async_queue_create,
+                                          async_queue_destroy};
     return &ops;
 }
 

@@ -6,6 +6,7 @@
 #include "processes.h"
 
 enum { DG_MANY = 8, DG_ALL_REDUCE = 0, DG_REDUCE_SCATTER, DG_ALL_GATHER, DG_BROADCAST, DG_KINDS };
+enum { DG_REDUCE_SCATTER_V = DG_KINDS, DG_ALL_GATHER_V };
 
 static long resizes;
 static size_t resized_bytes; /* in use */
@@ -190,6 +191,7 @@ typedef struct dg_call {
     dtrain_op op;
     size_t count;
     int root;
+    const size_t *counts; /* of the forms that end in _V, whose sum is count */
 } dg_call;
 
 /* The collective of the group; of the CPU without one. */
@@ -200,14 +202,34 @@ static dtrain_status dg_do(dtrain_comm *comm, dtrain_device_group *group, const 
         case DG_ALL_REDUCE: return dtrain_all_reduce(comm, in, out, c->count, c->dtype, c->op);
         case DG_REDUCE_SCATTER: return dtrain_reduce_scatter(comm, in, out, c->count, c->dtype, c->op);
         case DG_ALL_GATHER: return dtrain_all_gather(comm, in, out, c->count, c->dtype);
+        case DG_REDUCE_SCATTER_V: return dtrain_reduce_scatter_v(comm, in, out, c->counts, NULL, c->dtype, c->op);
+        case DG_ALL_GATHER_V: return dtrain_all_gather_v(comm, in, out, c->counts, NULL, c->dtype);
         default: return dtrain_broadcast(comm, out, c->count, c->dtype, c->root);
         }
     switch (c->kind) {
     case DG_ALL_REDUCE: return dtrain_device_group_all_reduce(group, in, out, c->count, c->dtype, c->op);
     case DG_REDUCE_SCATTER: return dtrain_device_group_reduce_scatter(group, in, out, c->count, c->dtype, c->op);
     case DG_ALL_GATHER: return dtrain_device_group_all_gather(group, in, out, c->count, c->dtype);
+    case DG_REDUCE_SCATTER_V:
+        return dtrain_device_group_reduce_scatter_v(group, in, out, c->counts, c->dtype, c->op);
+    case DG_ALL_GATHER_V: return dtrain_device_group_all_gather_v(group, in, out, c->counts, c->dtype);
     default: return dtrain_device_group_broadcast(group, out, c->count, c->dtype, c->root);
     }
+}
+
+/* Shards of any length, up to `most` elements: every third draw all of one rank's, else a third of them empty. Returns
+ * their sum. */
+__attribute__((unused)) static size_t dg_counts(size_t *counts, int ranks, size_t most, uint64_t draw)
+{
+    size_t sum = 0;
+    for (int rank = 0; rank < ranks; rank++) {
+        uint64_t own = dg_mix(draw * 64 + (uint64_t)rank);
+        counts[rank] = own % 3 == 0 ? 0 : (size_t)(own / 3 % (most + 1));
+        if (draw % 3 == 0)
+            counts[rank] = (uint64_t)rank == draw / 3 % (uint64_t)ranks ? most : 0;
+        sum += counts[rank];
+    }
+    return sum;
 }
 
 /* How a call lies in two buffers: in the first from one place on, in the second, or in place, from another. */
@@ -221,11 +243,16 @@ static void dg_pointers(const dg_rank *r, const dg_call *c, const dg_place *p, c
 {
     size_t begin, width = dtrain_dtype_bits(c->dtype) / 8;
     dtrain_shard(r->comm, c->count, r->rank, &begin);
+    if (c->kind == DG_REDUCE_SCATTER_V || c->kind == DG_ALL_GATHER_V) {
+        begin = 0;
+        for (int rank = 0; rank < r->rank; rank++)
+            begin += c->counts[rank];
+    }
     *in = a + p->in;
     *out = p->in_place ? a + p->in : b + p->out;
-    if (p->in_place && c->kind == DG_REDUCE_SCATTER)
+    if (p->in_place && (c->kind == DG_REDUCE_SCATTER || c->kind == DG_REDUCE_SCATTER_V))
         *out += begin * width;
-    if (p->in_place && c->kind == DG_ALL_GATHER)
+    if (p->in_place && (c->kind == DG_ALL_GATHER || c->kind == DG_ALL_GATHER_V))
         *in += begin * width;
 }
 

@@ -321,6 +321,26 @@ static dtrain_status fake_unpack(dtrain_device *device, dtrain_dtype code, size_
     FAKE_OP(FAKE_OWN(out, 4 * count, dtrain_device_unpack(NULL, code, block, in, out, count, add)));
 }
 
+static dtrain_device *fake_begin(fake *f, const char *name);
+static void fake_end(fake *f);
+
+/* Another device with the same name, which reaches its maker's memory: work of either is done when it is called. */
+static dtrain_status fake_queue_create(dtrain_device *device, dtrain_device **made)
+{
+    if (++fake_of(device)->allocations == fake_of(device)->fail_allocation)
+        return dtrain_error_set(DTRAIN_ERR_MEMORY, "the fake device has no memory for a queue");
+    fake *another = (fake *)malloc(sizeof *another);
+    *made = fake_begin(another, device->name);
+    another->peer = fake_of(device);
+    return DTRAIN_OK;
+}
+
+static void fake_queue_destroy(dtrain_device *made)
+{
+    fake_end(fake_of(made));
+    free(fake_of(made));
+}
+
 static const dtrain_device_ops fake_ops = {fake_allocate,
                                            fake_release,
                                            fake_copy_op,
@@ -345,7 +365,9 @@ static const dtrain_device_ops fake_ops = {fake_allocate,
                                            fake_select,
                                            fake_sparse_add,
                                            fake_pack,
-                                           fake_unpack};
+                                           fake_unpack,
+                                           fake_queue_create,
+                                           fake_queue_destroy};
 
 static dtrain_device *fake_begin(fake *f, const char *name)
 {

@@ -136,10 +136,44 @@ TEST(large_counts_give_the_cpus_bits_staged)
     at_all_sizes(DTRAIN_DEVICE_STAGED, large_counts, 20);
 }
 
+/* Shards that the caller cuts: equal, empty, all of one rank, of a few elements and of several chunks. */
+static void cut_shards(dg_rank *r)
+{
+    enum { MOST = 40009 };
+    static const size_t most[] = {0, 1, 3, 17, 300, MOST};
+    static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F64, DTRAIN_I64, DTRAIN_U8};
+    static const dtrain_op ops[] = {DTRAIN_SUM, DTRAIN_MEAN, DTRAIN_MAX, DTRAIN_MIN};
+    size_t counts[DG_MANY];
+    pair p;
+    pair_begin(r, &p, (size_t)r->size * 8 * MOST);
+    for (int i = 0; i < 60; i++) {
+        uint64_t draw = dg_mix(r->world->seed * 64 + (uint64_t)i);
+        size_t sum = dg_counts(counts, r->size, most[i % 6], draw % 999);
+        dg_call c = {i / 6 % 2 == 0 ? DG_REDUCE_SCATTER_V : DG_ALL_GATHER_V, dtypes[draw / 1024 % 5],
+                     ops[draw / 8192 % 4], sum, 0, counts};
+        dg_place place = {(size_t)(draw / 65536 % 8), (size_t)(draw / 524288 % 8), i / 12 % 2};
+        if ((c.dtype == DTRAIN_I64 || c.dtype == DTRAIN_U8) && c.op == DTRAIN_MEAN)
+            c.op = DTRAIN_SUM;
+        same_bits(r, &p, &c, &place, draw);
+    }
+    pair_end(r, &p);
+}
+
+TEST(shards_of_any_length_give_the_cpus_bits_by_events)
+{
+    at_all_sizes(DTRAIN_DEVICE_EVENTS, cut_shards, 20);
+}
+
+TEST(shards_of_any_length_give_the_cpus_bits_staged)
+{
+    at_all_sizes(DTRAIN_DEVICE_STAGED, cut_shards, 20);
+}
+
 static void small_and_large(dg_rank *r)
 {
     every_small_count(r);
     large_counts(r);
+    cut_shards(r);
 }
 
 TEST(ranks_without_a_device_take_part_staged)

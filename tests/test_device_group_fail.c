@@ -279,6 +279,54 @@ TEST(calls_that_differ_are_a_mismatch_that_quotes_both)
         }
 }
 
+typedef struct cut {
+    size_t counts[2][2]; /* rank 1 has the second */
+    int kind[2];
+} cut;
+
+static const cut cuts[] = {
+    {{{100, 0}, {50, 50}}, {DG_REDUCE_SCATTER_V, DG_REDUCE_SCATTER_V}},
+    {{{100, 0}, {0, 100}}, {DG_ALL_GATHER_V, DG_ALL_GATHER_V}},
+    {{{BIG, 1}, {1, BIG}}, {DG_ALL_GATHER_V, DG_ALL_GATHER_V}},
+    {{{BIG, 70000}, {BIG - 1, 70001}}, {DG_REDUCE_SCATTER_V, DG_REDUCE_SCATTER_V}},
+    {{{50, 50}, {50, 51}}, {DG_REDUCE_SCATTER_V, DG_REDUCE_SCATTER_V}},
+    {{{50, 50}, {50, 50}}, {DG_REDUCE_SCATTER_V, DG_REDUCE_SCATTER}},
+    {{{50, 50}, {50, 50}}, {DG_ALL_GATHER, DG_ALL_GATHER_V}},
+};
+
+static void shards_differ(dg_rank *r)
+{
+    const cut *t = &cuts[r->world->number];
+    const size_t *counts = t->counts[r->rank];
+    char *x = dg_alloc(r, (counts[0] + counts[1]) * 4), *y = dg_alloc(r, (counts[0] + counts[1]) * 4);
+    dg_call c = {t->kind[r->rank], DTRAIN_F32, DTRAIN_SUM, counts[0] + counts[1], 0, counts};
+    keep(r, dg_do(r->comm, r->group, &c, x, y));
+    dtrain_device_group_destroy(r->group);
+    r->group = NULL;
+    dg_free(r, x);
+    dg_free(r, y);
+}
+
+TEST(shards_that_differ_in_length_are_a_mismatch_and_never_a_sum)
+{
+    for (int i = 0; i < 3; i++)
+        for (size_t n = 0; n < sizeof cuts / sizeof *cuts; n++) {
+            int before = test_failures;
+            dg_world w = dg_new(2, modes[i % 2], shards_differ);
+            w.without = i == 2 ? 3 : 0;
+            w.desc.mode = i == 2 ? DTRAIN_DEVICE_STAGED : w.desc.mode;
+            w.number = (int64_t)n;
+            dg_on_threads(&w);
+            for (int rank = 0; rank < 2; rank++)
+                CHECK_EQ(w.status[rank], DTRAIN_ERR_MISMATCH);
+            CHECK(strstr(w.text[0], "_v #") != NULL && strstr(w.text[1], "_v #") != NULL);
+            if (n < 4)
+                CHECK(strstr(w.text[0], "per-rank counts") != NULL && strstr(w.text[1], "per-rank counts") != NULL);
+            if (test_failures != before)
+                TEST_FAIL("cut %zu, way %d: %s; %s", n, i, w.text[0], w.text[1]);
+        }
+}
+
 /* One rank calls the CPU's collective of the same kind and size. */
 static void one_calls_the_cpus(dg_rank *r)
 {
@@ -321,14 +369,16 @@ static void creates_other(dg_rank *r)
         desc.chunk_bytes = 1 << 19;
     if (r->rank == VICTIM && r->world->number == 2)
         desc.mode = DTRAIN_DEVICE_MODE_AUTO;
+    if (r->rank == VICTIM && r->world->number == 3)
+        desc.async = 1;
     keep(r, dtrain_device_group_create(&r->group, r->comm, r->device, &desc));
     CHECK(r->group == NULL);
 }
 
 TEST(descs_that_differ_are_named)
 {
-    static const char *const fields[] = {"slots", "chunk_bytes", "mode"};
-    for (int n = 0; n < 3; n++) {
+    static const char *const fields[] = {"slots", "chunk_bytes", "mode", "async"};
+    for (int n = 0; n < 4; n++) {
         dg_world w = dg_new(3, DTRAIN_DEVICE_STAGED, creates_other);
         w.alone = 1;
         w.number = n;
@@ -363,6 +413,9 @@ TEST(descs_out_of_bounds_are_invalid_and_events_need_a_device_on_every_rank)
     creation_is(&w, DTRAIN_ERR_INVALID, "chunk_bytes");
     w.desc.chunk_bytes = (4u << 20) + 1;
     creation_is(&w, DTRAIN_ERR_INVALID, "chunk_bytes");
+    w = dg_new(3, DTRAIN_DEVICE_STAGED, NULL);
+    w.desc.async = 2;
+    creation_is(&w, DTRAIN_ERR_INVALID, "async");
     w = dg_new(3, DTRAIN_DEVICE_EVENTS, NULL);
     w.without = 4;
     creation_is(&w, DTRAIN_ERR_UNSUPPORTED, "rank 2");
@@ -387,11 +440,18 @@ static void bad_arguments(dg_rank *r)
 {
     char *x = dg_alloc(r, 64);
     float number = 3, got = 0;
+    dtrain_device_work *work;
     CHECK_EQ(dtrain_device_group_all_reduce(NULL, x, x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_device_group_all_reduce(r->group, NULL, x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_device_group_broadcast(r->group, x, 1, DTRAIN_F32, r->size), DTRAIN_ERR_INVALID);
     CHECK(dtrain_device_group_all_reduce(r->group, x, x, 1, DTRAIN_I64, DTRAIN_MEAN) != DTRAIN_OK);
     CHECK(dtrain_device_group_all_gather(r->group, x, x + 32, 4, DTRAIN_F4) != DTRAIN_OK);
+    CHECK_EQ(dtrain_device_group_reduce_scatter_v(r->group, x, x, NULL, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "counts");
+    CHECK_EQ(dtrain_device_group_all_gather_v(NULL, x, x, NULL, DTRAIN_F32), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_device_group_all_reduce_async(r->group, x, x, 1, DTRAIN_F32, DTRAIN_SUM, &work),
+             DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "desc.async");
     CHECK_EQ(dtrain_device_group_all_reduce(r->group, NULL, NULL, 0, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
     CHECK_EQ(dtrain_device_fill(r->device, x, &number, 4, 1), DTRAIN_OK);
     CHECK_EQ(dtrain_device_group_all_reduce(r->group, x, x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);

@@ -16,7 +16,7 @@
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
     uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
-    uint64_t mode, chunk_bytes, slots;
+    uint64_t mode, chunk_bytes, slots, async;
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     void *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
@@ -35,7 +35,8 @@ typedef struct dtrain__device_buffers {
 
 struct dtrain_device_group {
     dtrain_comm *comm;
-    dtrain_device *device;
+    dtrain_device *device;              /* its queue is the caller's, or the group's own: see >>device_async */
+    struct dtrain__device_async *async; /* NULL: all calls are blocking ones */
     dtrain_device_mode mode;
     size_t chunk_bytes;
     int slots;
@@ -43,6 +44,7 @@ struct dtrain_device_group {
     size_t bytes;                     /* of the block that this is at the start of, with all arrays */
     dtrain__device_note mine, *notes; /* notes: of every rank */
     dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
+    dtrain__extent *shards;           /* of every rank, of the call under way */
     size_t *counts;                   /* of every rank's part of a chunk */
     const void **ins;
     void **outs;
@@ -53,8 +55,8 @@ struct dtrain_device_group {
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
 {
-    return (uint64_t)whole->kind | (uint64_t)whole->op << 8 | (uint64_t)whole->root << 24 |
-           (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+    return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
+           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
 }
 
 /* A call as error texts have it. */
@@ -76,6 +78,7 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
     op->form = DTRAIN__ON_DEVICE;
     op->first = whole->count;
     op->digest = dtrain__device_digest(whole, step);
+    op->whole_parts = whole->counts != NULL ? dtrain__op_parts_hash(group->comm, whole) : 0;
     return dtrain__comm_call(group->comm, op, NULL);
 }
 

@@ -88,14 +88,21 @@ static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t
     return end > *begin ? end - *begin : 0;
 }
 
+/* This rank's shard of a call that has shards, in elements. */
+static size_t dtrain__events_shard(const dtrain_device_group *group, size_t *begin)
+{
+    const dtrain__extent *shard = &group->shards[group->comm->rank];
+    *begin = shard->begin;
+    return shard->count;
+}
+
 /* Queues this rank's share of a reduction: shares are apart, so that outputs may be inputs. */
 static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
     size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, offset = 0;
     int whole = op->kind == DTRAIN__ALL_REDUCE;
-    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin)
-                     : dtrain_split(op->count, comm->size, comm->rank, &begin);
+    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin) : dtrain__events_shard(group, &begin);
     if (n == 0)
         return DTRAIN_OK;
     if (!whole) {
@@ -119,7 +126,7 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
     size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, n;
     int m = 0, gathers = op->kind == DTRAIN__ALL_GATHER;
     if (gathers) {
-        n = dtrain_split(op->count, comm->size, comm->rank, &begin) * width;
+        n = dtrain__events_shard(group, &begin) * width;
         begin *= width;
     } else {
         n = dtrain__events_share(comm, op->count * width, 1, &begin);

@@ -7,6 +7,7 @@
 #include "device_call.c"
 #include "device_staged.c"
 #include "device_events.c"
+#include "device_async.c"
 
 #define DTRAIN__DEVICE_CHUNK ((size_t)1 << 20)
 #define DTRAIN__DEVICE_CHUNK_LEAST ((size_t)256 << 10)
@@ -61,6 +62,8 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
     if (desc->slots != 0 && (desc->slots < 2 || desc->slots > DTRAIN__DEVICE_SLOTS))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d", desc->slots,
                             DTRAIN__DEVICE_SLOTS);
+    if (desc->async != 0 && desc->async != 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.async is %d, expected 0 or 1", desc->async);
     return DTRAIN_OK;
 }
 
@@ -77,6 +80,7 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     group->mine.mode = (uint64_t)desc->mode;
     group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
     group->mine.slots = (uint64_t)group->slots;
+    group->mine.async = (uint64_t)(desc->async == 1);
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
@@ -104,6 +108,8 @@ static dtrain_status dtrain__device_compare(dtrain_device_group *group)
             return dtrain__device_differs(group, rank, "chunk_bytes", note->chunk_bytes, first->chunk_bytes);
         if (note->slots != first->slots)
             return dtrain__device_differs(group, rank, "slots", note->slots, first->slots);
+        if (note->async != first->async)
+            return dtrain__device_differs(group, rank, "async", note->async, first->async);
         group->no_devices &= note->has_device == 0;
     }
     return DTRAIN_OK;
@@ -215,7 +221,8 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
 static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
-    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(size_t) + 2 * sizeof(void *);
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
+                  sizeof(size_t) + 2 * sizeof(void *);
     size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
     dtrain_device_group *group = (dtrain_device_group *)(void *)block;
@@ -228,7 +235,8 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     group->bytes = bytes;
     group->notes = (dtrain__device_note *)(void *)(block + header);
     group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
-    group->counts = (size_t *)(void *)(group->buffers + size);
+    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
+    group->counts = (size_t *)(void *)(group->shards + size);
     group->ins = (const void **)(void *)(group->counts + size);
     group->outs = (void **)(void *)(group->ins + size);
     group->slot_events = group->outs + size;
@@ -253,6 +261,8 @@ DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group,
         return DTRAIN_ERR_MEMORY;
     made->device = device;
     dtrain__device_take_desc(made, desc);
+    if (made->mine.status == DTRAIN_OK && made->mine.async)
+        dtrain__device_note_status(made, dtrain__async_create(made));
     status = dtrain__device_settle(made);
     if (status == DTRAIN_OK) {
         *group = made;
@@ -268,21 +278,22 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
     return group != NULL ? group->mode : DTRAIN_DEVICE_MODE_AUTO;
 }
 
-/* Runs a call in the group's way. */
+/* Makes a call, or has it made in its turn. */
+static dtrain_status dtrain__device_make(dtrain_device_group *group, const dtrain__op *op)
+{
+    if (group != NULL && group->async != NULL)
+        return dtrain__async_call(group, op);
+    dtrain_status status = dtrain__device_begin(group, op);
+    return status == DTRAIN_OK ? dtrain__device_run(group, op) : status;
+}
+
 static dtrain_status dtrain__device_collective(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
                                                size_t count, dtrain_dtype dtype, dtrain_op reduction, int root)
 {
     dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
-    dtrain_status status = dtrain__device_begin(group, &op);
-    if (status != DTRAIN_OK)
-        return status;
-    if (group->no_devices) {
-        dtrain__op all = op;
-        return dtrain__device_step(group, &op, 0, &all);
-    }
-    return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, &op) : dtrain__staged_run(group, &op);
+    return dtrain__device_make(group, &op);
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
@@ -309,12 +320,34 @@ DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *grou
     return dtrain__device_collective(group, DTRAIN__BROADCAST, data, data, count, dtype, (dtrain_op)0, root);
 }
 
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                              const size_t *counts, dtrain_dtype dtype, dtrain_op op)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__device_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    call.op = op;
+    return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                          const size_t *counts, dtrain_dtype dtype)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__device_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
+    return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
+}
+
 /* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
 {
     if (group == NULL)
         return;
     dtrain__error kept = dtrain__thread_error;
+    if (!dtrain__async_stop(group)) {
+        dtrain__async_destroy(group, 0);
+        dtrain__free(group->comm->allocator, group, group->bytes);
+        return;
+    }
     if (group->mine.events[0] != NULL)
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     dtrain_device_wait(group->device);
@@ -324,6 +357,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
         dtrain_device_event_destroy(group->device, group->slot_events[slot]);
     dtrain__device_end_probe(group);
     dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
+    dtrain__async_destroy(group, 1);
     dtrain__thread_error = kept;
     dtrain__free(group->comm->allocator, group, group->bytes);
 }

@@ -21,6 +21,7 @@ typedef struct dtrain_device_group_desc {
     dtrain_device_mode mode; /* 0: EVENTS where it can be, else STAGED */
     size_t chunk_bytes;      /* STAGED: of a pinned slot; 0: 1 MiB; from 256 KiB to 4 MiB */
     int slots;               /* STAGED: that are in use at once; 0: 4; 2 to 64 */
+    int async;               /* 1: has the calls that end in _async, and a queue and a thread for them */
 } dtrain_device_group_desc;
 
 typedef struct dtrain_device_group dtrain_device_group;
@@ -78,8 +79,68 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather(dtrain_device_group *gro
 DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
                                                        dtrain_dtype dtype, int root);
 
+/* The same for shards of any length, as dtrain_reduce_scatter_v and dtrain_all_gather_v.
+ *
+ *   counts   elements of every rank's shard, one after another in the whole vector; the same on every rank; 0 is legal
+ *   errors   DTRAIN_ERR_INVALID   counts is NULL
+ *            DTRAIN_ERR_MISMATCH  another rank gave other counts, of the same sum or not
+ *
+ * collective: every rank of comm, same order; blocks as the calls above */
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                              const size_t *counts, dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                          const size_t *counts, dtrain_dtype dtype);
+
+typedef struct dtrain_device_work dtrain_device_work;
+
+/* Starts a collective that comes after what the device's queue holds now, and goes on beside what is queued later.
+ *
+ * With desc.async a thread of the group makes the calls above on a queue of the group's own, one after another in the
+ * order in which they were started; the blocking calls take their turn among them. Other calls on comm may be made only
+ * while every work has been waited for. Where progress is DTRAIN_PROGRESS_POLL, or the device's table makes no queues,
+ * there is neither: the call is made on the device before this returns, and blocks as it does.
+ *
+ *   in, out   until the work has been waited for: not to be written, out not to be read, neither to be freed
+ *   counts    copied
+ *   work      out: to be handed to dtrain_device_work_wait; NULL on an error
+ *   errors    of the call itself, and of the device: dtrain_device_work_wait's. Here, on this rank alone:
+ *             DTRAIN_ERR_INVALID  a NULL, no desc.async, a forked child, or arguments that the call refuses
+ *             DTRAIN_ERR_MEMORY   no memory for another work: those that are over are used again
+ *
+ * collective: every rank of comm, same order; never blocks where there is the thread */
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *group, const void *in, void *out,
+                                                              size_t count, dtrain_dtype dtype, dtrain_op op,
+                                                              dtrain_device_work **work);
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
+                                                                    void *out, const size_t *counts,
+                                                                    dtrain_dtype dtype, dtrain_op op,
+                                                                    dtrain_device_work **work);
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
+                                                                const size_t *counts, dtrain_dtype dtype,
+                                                                dtrain_device_work **work);
+
+/* Orders a started collective before what is queued from now on, returns its result, once, and frees it.
+ *
+ * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
+ * until all ranks have come to it, in STAGED until all of it has come. The device's queue waits for the rest.
+ *
+ *   work     NULL is DTRAIN_OK, and done
+ *   device   the rank's queue that is to see the result, of the group's table; NULL: the one given to create
+ *   errors   those of the call. Works that were started before the first error was returned here end with that one,
+ *            too, and no part of them is done: after a TIMEOUT that leaves the group usable, start all of them again
+ *            DTRAIN_ERR_INVALID  device is of another table; the work is still to be waited for
+ *   done     returns 1 when wait will not keep the CPU; never blocks
+ *   times    out: CLOCK_MONOTONIC ns at which the call was taken up, and handed over; 0 until done; either may be NULL
+ *
+ * one thread per object; blocks until the calls before it are over, each up to its own time */
+DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device);
+DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work);
+DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns);
+
 /* Frees a rank's end, once its queue has ended; NULL is legal. Waits for no peer but those that are about to return
  * from a call that this rank has returned from. Before comm and the device are destroyed.
+ *
+ * Works that were not waited for are freed: what is under way has a second to end; then the group is aborted.
  *
  * one thread per object */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group);

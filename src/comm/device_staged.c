@@ -3,7 +3,7 @@
  * slots, and the result is copied back. The next chunks are on their way to their slots meanwhile. Every element goes
  * through the same additions as without chunks. Cut alike on every rank: all-reduce and broadcast into pieces of the
  * vector; reduce-scatter and all-gather into pieces of every shard, which lie side by side in a slot, so that the
- * shards are those of the whole vector.
+ * shards are those of the whole vector. Shorter shards end in earlier chunks; those without an element take no room.
  *
  * A slot's event is recorded after the copies into it, which the queue does after the last ones out of it: when it
  * has passed, the CPU may read and write the slot. */
@@ -30,8 +30,13 @@ static dtrain__staged dtrain__staged_of(dtrain_device_group *group, const dtrain
     run.width = dtrain_dtype_bits(op->dtype) / 8;
     run.shards = op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER;
     run.direct = group->device == NULL && !run.shards;
-    run.piece = group->chunk_bytes / run.width / (run.shards ? (size_t)size : 1);
-    size_t longest = run.shards ? dtrain_split(op->count, size, 0, NULL) : op->count;
+    size_t longest = run.shards ? 0 : op->count, cut = 0;
+    for (int rank = 0; rank < size && run.shards; rank++) {
+        size_t n = group->shards[rank].count;
+        longest = n > longest ? n : longest;
+        cut += n > 0;
+    }
+    run.piece = group->chunk_bytes / run.width / (cut > 0 ? cut : 1);
     run.chunks = longest > 0 ? (longest - 1) / run.piece + 1 : 1;
     return run;
 }
@@ -45,11 +50,12 @@ static unsigned char *dtrain__staged_slot(const dtrain__staged *run, size_t chun
 static size_t dtrain__staged_part(const dtrain__staged *run, size_t chunk, int rank, size_t *begin)
 {
     size_t at = chunk * run->piece, n = run->op->count;
-    *begin = 0;
-    if (run->shards)
-        n = dtrain_split(run->op->count, run->group->comm->size, rank, begin);
+    *begin = at;
+    if (run->shards) {
+        n = run->group->shards[rank].count;
+        *begin += run->group->shards[rank].begin;
+    }
     n = n > at ? n - at : 0;
-    *begin += at;
     return n < run->piece ? n : run->piece;
 }
 
@@ -115,15 +121,15 @@ static dtrain_status dtrain__staged_store(const dtrain__staged *run, size_t chun
     const dtrain__op *op = run->op;
     const dtrain_comm *comm = run->group->comm;
     unsigned char *slot;
-    size_t begin, bytes;
+    size_t bytes;
     if (run->direct || (op->kind == DTRAIN__BROADCAST && op->root == comm->rank))
         return DTRAIN_OK;
     if (op->kind == DTRAIN__REDUCE_SCATTER) {
         bytes = dtrain__staged_own(run, chunk, &slot);
         return dtrain_device_copy(run->group->device, dtrain__staged_in_shard(run, chunk, op->out, bytes), slot, bytes);
     }
-    dtrain_split(op->count, comm->size, comm->rank, &begin);
-    int in_place = op->kind == DTRAIN__ALL_GATHER && (uintptr_t)op->in == (uintptr_t)op->out + begin * run->width;
+    size_t own = run->group->shards[comm->rank].begin * run->width;
+    int in_place = op->kind == DTRAIN__ALL_GATHER && (uintptr_t)op->in == (uintptr_t)op->out + own;
     return dtrain__staged_spread(run, chunk, op->out, 0, in_place ? comm->rank : -1);
 }
 

@@ -98,6 +98,7 @@ typedef struct dtrain__op {
     uint64_t serial;              /* of its record; 0: none yet */
     int async, queued;            /* has a handle of the caller's; waited for its turn */
     uint64_t form, first, digest; /* as in the call */
+    uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it had none */
     unsigned char *letter;        /* header and small payload of a queued message; NULL: the group's are used */
     uint32_t cancelled;           /* set by any thread, seen by the one that drives */
     int phase;
@@ -262,6 +263,8 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     call.algorithm = message ? 0 : dtrain__op_way(comm, op);
     call.ranks = (uint64_t)comm->size;
     call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
+    if (op->whole_parts != 0) /* which may be the very counts of the step */
+        call.parts = call.parts * 0x100000001b3u ^ op->whole_parts;
     call.group = comm->group;
     call.form = op->form;
     call.first = op->first;
@@ -279,12 +282,13 @@ static dtrain__call dtrain__call_whole(const dtrain__call *call)
     dtrain__call whole = *call;
     if (call->form != DTRAIN__ON_DEVICE)
         return whole;
-    whole.kind = call->digest & 0xff;
+    whole.kind = call->digest & 0x7f;
     whole.op = call->digest >> 8 & 0xffff;
     whole.root = call->digest >> 24 & 0xffff;
     whole.dtype = call->digest >> 40 & 0xffff;
     whole.count = call->first;
-    whole.form = whole.parts = 0;
+    whole.form = 0;
+    whole.parts = (call->digest >> 7 & 1) << 63;
     return whole;
 }
 
@@ -349,8 +353,9 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__call_text(theirs);
     dtrain__call call = dtrain__op_call(comm, op, 0);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
-                theirs->op == call.op && theirs->count == call.count && theirs->root == call.root &&
-                theirs->form == call.form && theirs->first == call.first && theirs->digest == call.digest;
+                theirs->op == call.op && theirs->root == call.root &&
+                (theirs->count == call.count || call.form == DTRAIN__ON_DEVICE) && theirs->form == call.form &&
+                theirs->first == call.first && theirs->digest == call.digest;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,

@@ -79,6 +79,34 @@ static dtrain_status dtrain__device_floats(const dtrain_device *device, const ch
                         call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
 }
 
+/* ---- queues ---- */
+
+DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made)
+{
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_queue_create on %s: made is NULL, expected a place for it",
+                            dtrain_device_name(device));
+    *made = NULL;
+    if (device == NULL)
+        return DTRAIN_OK;
+    if (device->ops == NULL || device->ops->queue_create == NULL || device->ops->queue_destroy == NULL)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_UNSUPPORTED,
+            "device_queue_create on %s: the device's table makes no queues: go on with the one there is",
+            dtrain_device_name(device));
+    dtrain_status status = device->ops->queue_create(device, made);
+    if (status != DTRAIN_OK)
+        *made = NULL;
+    return status;
+}
+
+DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made)
+{
+    if (made != NULL && made->ops != NULL && made->ops->queue_destroy != NULL)
+        made->ops->queue_destroy(made);
+}
+
 /* ---- memory ---- */
 
 static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)

@@ -81,6 +81,8 @@ typedef struct dtrain_device_ops {
                           void *out);
     dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
                             size_t count, int add);
+    dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
+    void (*queue_destroy)(dtrain_device *made);
 } dtrain_device_ops;
 
 struct dtrain_device {
@@ -93,6 +95,18 @@ struct dtrain_device {
  *
  * any thread */
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device);
+
+/* Makes another queue on the device of a queue, for work that goes on beside it; events order the two.
+ *
+ *   made      out: of the same table and name, reaching the same memory; NULL on an error, and for a NULL device
+ *   destroy   waits for what it holds; NULL is legal. Before the device that it was made of is destroyed
+ *   errors    DTRAIN_ERR_INVALID      made is NULL
+ *             DTRAIN_ERR_UNSUPPORTED  the device's table makes no queues
+ *             DTRAIN_ERR_MEMORY, what the device says
+ *
+ * one thread per object; the two may be different threads' */
+DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made);
+DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made);
 
 /* Allocates memory of a device, or pinned memory of the CPU, aligned to 256 bytes (64 for a NULL device); not zeroed.
  *
