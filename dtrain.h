@@ -2132,8 +2132,8 @@ typedef struct dtrain_param {
     void *data;
     void *grad;                    /* as data; not touched when frozen; NULL: as frozen */
     const dtrain_param_part *part; /* of which tensor of the whole model this is a part; NULL: it is whole */
-    dtrain_device *device;         /* whose memory data and grad are; NULL: the CPU's. An optimizer, clipping and
-                                      checkpoints know such parameters, everything else refuses them */
+    dtrain_device *device;         /* whose memory data and grad are; NULL: the CPU's. An optimizer, clipping, DDP,
+                                      FSDP and checkpoints know such parameters, everything else refuses them */
 } dtrain_param;
 
 /* Checks a table as every function here that takes one does.
@@ -2472,10 +2472,12 @@ typedef struct dtrain_ddp_desc {
  *
  * Memory: the gradients once more, and log2(micro_batches) - 1 times more when gradients accumulate.
  *
+ * On a device the calls take their turn in its queue, and sums travel beside it, as under >>fsdp.
+ *
  *   comm     must outlive it
  *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
+ *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32; several devices
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
  *            those of dtrain_broadcast, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create
@@ -3033,6 +3035,15 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
  * left out on some ranks alone.) A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can then only be
  * asked for its slices and destroyed.
  *
+ * On a device (dtrain_param.device, the same queue for all of a table) the same calls give the same bits. What the
+ * caller queues on that queue comes in order with them: after a gather it sees the parameters, before a reduce it has
+ * left the gradients. Gathers and reductions go on beside it, on queues of their own, and so does the CPU, but where it
+ * is told a number (a norm, a loss scale's verdict) and where groups of devices stage (>>device-group). A unit of which
+ * the caller holds no memory is one piece: its ranges lie one after another in table order, at addresses that stay
+ * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
+ * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
+ * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised.
+ *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
 #define DTRAIN__FSDP_H
@@ -3124,8 +3135,9 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  *            parameter of another dtype must have data, and stays there in full on every rank
  *   desc     NULL: all defaults; the same on every rank
  *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
- *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
- *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data; parameters of several
+ *                                    devices; on a device something quantised, or a transport that has no groups
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks, or some are on devices and others not
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
  *            DTRAIN_ERR_MEMORY; those of dtrain_comm_split and dtrain_broadcast
  *
@@ -3145,8 +3157,9 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);
  * one thread per object */
 DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp);
 
-/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name. It may
- * be read while the parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
+/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name, and on
+ * a device for a stacked one without memory of the caller's: see dtrain_fsdp_unit_param. It may be read while the
+ * parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
  *
  * one thread per object */
 DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
@@ -3156,6 +3169,15 @@ DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
  *
  * one thread per object */
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name);
+
+/* Return where one unit's part of a parameter lies in full, the whole of it or the layer of a stacked one, and where
+ * its gradient does, as long as the object lives. Memory that the caller has not given is the CPU's pages; on a device
+ * units of even numbers share one place, those of odd numbers another, and tied ones have their own. NULL for none of
+ * that name in that unit, and for the gradient of a frozen one.
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_fsdp_unit_param(const dtrain_fsdp *fsdp, const char *name, int unit);
+DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *name, int unit);
 
 /* Makes a unit's parameters readable, and starts to gather the next one, in the direction in which calls go.
  *
@@ -3253,7 +3275,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
  * max_norm / norm is rounded to float32 once. Not finite: gradients are left as they are.
  *
  *   max_norm   0: measure only
- *   norm       out, the same on every rank; may be NULL
+ *   norm       out, the same on every rank; NULL: on a device the CPU does not wait for it
  *   errors     as dtrain_fsdp_finish
  *
  * collective: every rank, same order; blocks up to timeout_ms */
@@ -3304,6 +3326,7 @@ typedef struct dtrain_slice {
     float *weights;  /* count float32 each; NULL where there is none, or none yet */
     float *grads;    /* after dtrain_fsdp_finish, until the step */
     float *state[2]; /* AdamW: m and v; SGD with momentum: the velocity */
+    dtrain_device *device; /* whose memory these are; NULL: the CPU's */
 } dtrain_slice;
 
 /* Lists this rank's slices, those of no elements included: by unit, in table order. The array is the object's; it stays
@@ -3340,7 +3363,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit);
 
 /* Sets a parameter from one rank's full value.
  *
- *   value    all elements on root; on other ranks not read, may be NULL
+ *   value    all elements on root, in the CPU's memory; on other ranks not read, may be NULL
  *   errors   DTRAIN_ERR_INVALID  no such parameter, or a bad root
  *
  * collective: every rank, same order; blocks up to timeout_ms */
@@ -3348,7 +3371,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
 
 /* Copies a parameter's full value, in F32, to one rank, or with root -1 to all.
  *
- *   value    out: all elements; on ranks that get none not touched, may be NULL
+ *   value    out: all elements, in the CPU's memory; on ranks that get none not touched, may be NULL
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root);
@@ -3356,6 +3379,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
 /* Gathers every parameter and keeps all until the next step: for an evaluation by foreign code, or before destroy,
  * which leaves them in memory of the caller's. Rounded to gather_dtype, as all that is gathered; dtrain_fsdp_get has
  * the masters.
+ *
+ *   errors   DTRAIN_ERR_UNSUPPORTED  on a device, where units share places
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
@@ -25038,7 +25063,8 @@ typedef struct dtrain__cut {
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
     int packed;                     /* travels with the other small ranges of its unit */
-    size_t stage, grad_stage;       /* where it is among these, and among those that are trained */
+    size_t stage, grad_stage;       /* where it is among these, and among those that are trained; on a device among all
+                                     * of its unit */
     size_t element, count;          /* of the parameter */
     size_t begin;                   /* in the unit's concatenation */
     size_t own, own_count;          /* this rank's part of the range */
@@ -25070,6 +25096,7 @@ typedef struct dtrain__layout {
     size_t cut_count;
     dtrain__cut_unit *units;
     int unit_count, shards, copies, shard; /* ranks of one copy; copies; this rank's place in its copy */
+    dtrain_device *device;                 /* of all parameters; NULL: the CPU */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
     size_t stage;                          /* the most elements that one unit's small ranges have */
@@ -25137,7 +25164,7 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world)
+static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world, const dtrain_device *device)
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
     dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
@@ -25163,6 +25190,11 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         return status;
     if (desc->compress != NULL && (status = dtrain__layout_check_compress(desc)) != DTRAIN_OK)
         return status;
+    if (device != NULL && (desc->quantise_gather > 0 || desc->quantise_reduce > 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "fsdp: quantise_gather and quantise_reduce are for the CPU's memory, parameters are on %s: "
+                            "use gather_dtype and reduce_dtype DTRAIN_BF16 there",
+                            dtrain_device_name(device));
     if (desc->micro_batches < 0 || desc->loss_scale_steps < 0 || !dtrain__train_finite((double)desc->loss_scale) ||
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -25175,8 +25207,12 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "fsdp");
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        if (table[i].device != table[0].device)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "fsdp: parameter %s is on %s, %s on %s: expected all in one memory, and one queue",
+                                table[i].name, dtrain_device_name(table[i].device), table[0].name,
+                                dtrain_device_name(table[0].device));
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
         if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -25257,6 +25293,20 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
     }
     unit->end = at;
     return at;
+}
+
+/* On a device all ranges of a unit travel as one, each after the one before it. */
+static void dtrain__layout_line_up(dtrain__layout *layout, int number)
+{
+    const dtrain__cut_unit *unit = &layout->units[number];
+    size_t grads = 0;
+    for (size_t i = unit->first; i < unit->end; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->stage = cut->begin;
+        cut->grad_stage = grads;
+        grads += cut->trained ? cut->count : 0;
+    }
+    layout->stage = unit->count > layout->stage ? unit->count : layout->stage;
 }
 
 /* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
@@ -25365,7 +25415,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
     memset(layout, 0, sizeof *layout);
-    dtrain_status status = dtrain__layout_check_desc(desc, world);
+    dtrain_device *device = count > 0 && table != NULL ? table[0].device : NULL;
+    dtrain_status status = dtrain__layout_check_desc(desc, world, device);
     if (status == DTRAIN_OK)
         status = dtrain__layout_check_table(table, count);
     if (status == DTRAIN_OK)
@@ -25374,6 +25425,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         dtrain__layout_destroy(layout, allocator);
         return status;
     }
+    layout->device = device;
     layout->shards = strategy == DTRAIN_NO_SHARD ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
     layout->copies = world / layout->shards;
     layout->shard = rank % layout->shards;
@@ -25384,11 +25436,14 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         unit->grad = layout->grads;
         unit->full_grad = layout->trained;
         at = dtrain__layout_fill(layout, (int)number, at);
-        dtrain__layout_pack(layout, (int)number);
+        if (device != NULL)
+            dtrain__layout_line_up(layout, (int)number);
+        else
+            dtrain__layout_pack(layout, (int)number);
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
-            cut->home = !layout->resident && desc->quantise_gather == 0 &&
+            cut->home = device == NULL && !layout->resident && desc->quantise_gather == 0 &&
                         !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
                         cut->own_count >= DTRAIN__LAYOUT_HOME;
             cut->weight = layout->weights;
@@ -25401,7 +25456,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         unit->grad_count = layout->grads - unit->grad;
         dtrain__layout_code(layout, (int)number, desc);
     }
-    dtrain__layout_stay(layout);
+    if (device == NULL)
+        dtrain__layout_stay(layout);
     return DTRAIN_OK;
 }
 
@@ -25746,6 +25802,31 @@ typedef struct dtrain__fsdp_unit {
     uint64_t job; /* of a carrier: what the sender was given; 0: nothing that was not waited for */
 } dtrain__fsdp_unit;
 
+/* On a device: where a unit's ranges lie that have no memory of the caller's, one after another. */
+typedef struct dtrain__fsdp_place {
+    float *weights, *grads;   /* NULL: they all have */
+    int shares, shares_grads; /* with other units of even or of odd numbers */
+    int whole, whole_grads;   /* all ranges of the unit are there */
+} dtrain__fsdp_place;
+
+enum { DTRAIN__FSDP_GATHERS, DTRAIN__FSDP_REDUCES, DTRAIN__FSDP_COPIES, DTRAIN__FSDP_WAYS };
+
+/* What an object over memory of a device has besides; see >>fsdp-device. */
+typedef struct dtrain__fsdp_device {
+    dtrain_device *queue; /* NULL: memory of the CPU, and nothing here */
+    dtrain_comm *comms[DTRAIN__FSDP_WAYS];
+    dtrain_device_group *groups[DTRAIN__FSDP_WAYS];
+    dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* of a unit, of a bucket's carrier */
+    dtrain__fsdp_place *places;                    /* of a unit */
+    float *blocks[2];                              /* where places are: of weights, of gradients */
+    size_t block_floats[2];
+    unsigned char *stages; /* three: of units with even numbers, with odd ones, of gradients */
+    size_t stage_bytes;
+    uint16_t *halves;       /* this rank's part of sums that travel in 16 bits */
+    int64_t *limbs;         /* of the exact sum of squares; then the norm */
+    dtrain__error refused;  /* what the device refused first, since a call began */
+} dtrain__fsdp_device;
+
 typedef struct dtrain__fsdp_event {
     int lane, unit;
     int64_t begin_ns, end_ns;
@@ -25821,6 +25902,7 @@ struct dtrain_fsdp {
     dtrain__fsdp_event *events;
     size_t event_count;
     int64_t left_ns; /* when the caller was given control back */
+    dtrain__fsdp_device device;
     dtrain__error broken, error;
 };
 
@@ -25876,7 +25958,13 @@ static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_
  * of its own groups learn it from the system. What is this rank's own trouble is no status of theirs. */
 static void dtrain__fsdp_tell(dtrain_fsdp *fsdp)
 {
-    dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
+    dtrain_comm *groups[] = {fsdp->gathers,
+                             fsdp->reduces,
+                             fsdp->copies,
+                             fsdp->world,
+                             fsdp->device.comms[DTRAIN__FSDP_GATHERS],
+                             fsdp->device.comms[DTRAIN__FSDP_REDUCES],
+                             fsdp->device.comms[DTRAIN__FSDP_COPIES]};
     dtrain_status status = fsdp->broken.status;
     dtrain__error cause, kept = dtrain__thread_error;
     if (status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID)
@@ -25916,9 +26004,20 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
     return DTRAIN_OK;
 }
 
+/* Notes what a device's queue has not taken; the call that it is part of ends with that. */
+static void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
+{
+    if (status != DTRAIN_OK && fsdp->device.refused.status == DTRAIN_OK)
+        fsdp->device.refused = dtrain__thread_error;
+}
+
 /* Ends a public call. */
 static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
 {
+    if (fsdp->device.refused.status != DTRAIN_OK && fsdp->broken.status == DTRAIN_OK) {
+        dtrain__report(&fsdp->device.refused);
+        status = dtrain__fsdp_break(fsdp, fsdp->device.refused.status, "queueing on its device the work", fsdp->last);
+    }
     if (fsdp->desc.trace_events > 0)
         fsdp->left_ns = dtrain__os_now_ns();
     return status;
@@ -25968,11 +26067,15 @@ static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *wo
 /* The addresses of a range in full. */
 static float *dtrain__fsdp_full(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
 {
+    if (fsdp->device.queue != NULL && (fsdp->reserved[cut->param] & 1))
+        return fsdp->device.places[cut->unit].weights + cut->stage;
     return (float *)fsdp->layout.table[cut->param].data + cut->element;
 }
 
 static float *dtrain__fsdp_full_grad(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
 {
+    if (fsdp->device.queue != NULL && (fsdp->reserved[cut->param] & 2))
+        return fsdp->device.places[cut->unit].grads + cut->grad_stage;
     return (float *)fsdp->layout.table[cut->param].grad + cut->element;
 }
 
@@ -26030,7 +26133,7 @@ static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, in
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    if (fsdp->units[number].has_pages == take)
+    if (fsdp->units[number].has_pages == take || fsdp->device.queue != NULL)
         return;
     fsdp->units[number].has_pages = take;
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
@@ -26045,6 +26148,40 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
     }
 }
 
+static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
+
+/* Takes the place of a unit's gradients from another that has left it without handing any over. */
+static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
+{
+    for (int i = number & 1; fsdp->device.places[number].shares_grads && i < fsdp->layout.unit_count; i += 2) {
+        const dtrain__fsdp_unit *other = &fsdp->units[i];
+        if (i == number || !other->has_grads || !fsdp->device.places[i].shares_grads)
+            continue;
+        if (other->held || other->stage == DTRAIN__WAITS || other->stage == DTRAIN__SCATTERS)
+            dtrain__fsdp_queued(fsdp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                                   "gradients of unit %d lie where those of unit %d do, which are not "
+                                                   "reduced yet: reduce units from the last to the first",
+                                                   number, i));
+        else
+            dtrain__fsdp_page_grads(fsdp, i, 0);
+    }
+}
+
+/* A device's memory for a unit's gradients is zero while no unit has it. */
+static void dtrain__fsdp_place_grads(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    const float zero = 0.0f;
+    if (take)
+        dtrain__fsdp_clear_place(fsdp, number);
+    for (size_t i = layout->units[number].first; !take && i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if (cut->trained && cut->count > 0)
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, dtrain__fsdp_full_grad(fsdp, cut), &zero,
+                                                         sizeof zero, cut->count));
+    }
+}
+
 /* Takes the reserved pages of a unit's gradients; or sets its gradients to zero, and drops them. */
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
 {
@@ -26052,6 +26189,10 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
     if (fsdp->units[number].has_grads == take)
         return;
     fsdp->units[number].has_grads = take;
+    if (fsdp->device.queue != NULL) {
+        dtrain__fsdp_place_grads(fsdp, number, take);
+        return;
+    }
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
@@ -26066,6 +26207,417 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
             dtrain__pages_drop(&fsdp->grad_pages, begin, cut->count * sizeof(float));
         }
     }
+}
+
+#endif
+
+/* ---- >>fsdp-device ----
+ * An object over memory of a device. The caller's queue does all arithmetic, in the order of the calls; units are
+ * gathered, scattered and added over copies by groups of devices, each on a queue of its own, which events order with
+ * the caller's. Nothing here waits for a device, but where the CPU is told a number.
+ *
+ * A unit is one piece on a device: its ranges lie one after another, in table order, so that each rank's slice is one
+ * piece, too, and one operation gathers or scatters all of it. Ranges that lie in the caller's memory are copied to a
+ * stage that is so, and back. Units of even numbers share one place, those of odd numbers another. */
+#ifndef DTRAIN__FSDP_DEVICE
+#define DTRAIN__FSDP_DEVICE
+
+#define DTRAIN__FSDP_LINE 64 /* floats, at whose multiples units begin */
+
+/* ---- memory, which counts as the object's ---- */
+
+static void *dtrain__fsdp_alloc(dtrain_fsdp *fsdp, size_t bytes)
+{
+    dtrain_device *queue = fsdp->device.queue;
+    const unsigned char zero = 0;
+    void *made = NULL;
+    if (queue == NULL)
+        return dtrain__alloc(&fsdp->memory, bytes);
+    bytes = bytes > 0 ? bytes : 1;
+    if (dtrain_device_alloc(queue, DTRAIN_MEMORY_DEVICE, bytes, &made) != DTRAIN_OK)
+        return NULL;
+    dtrain__fsdp_queued(fsdp, dtrain_device_fill(queue, made, &zero, 1, bytes));
+    fsdp->memory.bytes += bytes;
+    if (fsdp->memory.peak_bytes < fsdp->memory.bytes)
+        fsdp->memory.peak_bytes = fsdp->memory.bytes;
+    return made;
+}
+
+static void dtrain__fsdp_dealloc(dtrain_fsdp *fsdp, void *memory, size_t bytes)
+{
+    if (fsdp->device.queue == NULL) {
+        dtrain__free(&fsdp->memory, memory, bytes);
+    } else if (memory != NULL) {
+        dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
+        fsdp->memory.bytes -= bytes > 0 ? bytes : 1;
+    }
+}
+
+static void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
+{
+    if (to != from && count > 0)
+        dtrain__fsdp_queued(fsdp, dtrain_device_copy(fsdp->device.queue, to, from, count * sizeof(float)));
+}
+
+/* Copies numbers from one dtype to another, or to the same. */
+static void dtrain__fsdp_convert(dtrain_fsdp *fsdp, const void *from, dtrain_dtype is, void *to, dtrain_dtype becomes,
+                                 size_t count)
+{
+    if (is == becomes)
+        dtrain__fsdp_copy(fsdp, (float *)to, (const float *)from, count);
+    else if (count > 0)
+        dtrain__fsdp_queued(fsdp, dtrain_device_convert(fsdp->device.queue, from, is, to, becomes, count));
+}
+
+/* out[i] = a[i] + b[i] */
+static void dtrain__fsdp_add(dtrain_fsdp *fsdp, float *out, const float *a, const float *b, size_t count)
+{
+    const void *in[2];
+    void *outs[1];
+    in[0] = a;
+    in[1] = b;
+    outs[0] = out;
+    if (fsdp->device.queue != NULL)
+        dtrain__fsdp_queued(fsdp,
+                            dtrain_device_reduce(fsdp->device.queue, DTRAIN_F32, DTRAIN_SUM, in, 2, outs, 1, 0, count));
+    else
+        dtrain__train_kernels_get()->add(out, a, b, count);
+}
+
+static void dtrain__fsdp_quotient(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
+{
+    const dtrain_device_ops *ops = fsdp->device.queue != NULL ? fsdp->device.queue->ops : NULL;
+    const void *in[1];
+    void *out[1];
+    in[0] = out[0] = x;
+    if (ops == NULL)
+        dtrain__train_kernels_get()->divide(x, x, (float)divisor, count);
+    else if (count > 0)
+        dtrain__fsdp_queued(fsdp,
+                            ops->reduce(fsdp->device.queue, DTRAIN_F32, DTRAIN_MEAN, divisor, in, 1, out, 1, 0, count));
+}
+
+/* ---- where units lie ---- */
+
+/* Floats of a place for one unit's weights, or gradients; 0 where it has all of them from the caller. */
+static size_t dtrain__place_floats(const dtrain__layout *layout, int number, int grads)
+{
+    const dtrain__cut_unit *unit = &layout->units[number];
+    int reserved = 0;
+    for (size_t i = unit->first; i < unit->end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        const dtrain_param *param = &layout->table[cut->param];
+        reserved |= cut->count > 0 && (grads ? cut->trained && param->grad == NULL : param->data == NULL);
+    }
+    size_t floats = reserved ? (grads ? unit->trained : unit->count) : 0;
+    return (floats + DTRAIN__FSDP_LINE - 1) / DTRAIN__FSDP_LINE * DTRAIN__FSDP_LINE;
+}
+
+/* Says whether a unit shares its place. */
+static int dtrain__place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
+{
+    return !layout->units[number].tied &&
+           !(grads ? desc->no_overlap : layout->resident || desc->no_reshard_after_forward);
+}
+
+/* Floats of all places: the shared two first, then those of units that have their own; *at: where `number`'s is. */
+static size_t dtrain__place_all(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int grads, int number,
+                                size_t *at)
+{
+    size_t shared[2] = {0, 0}, own = 0;
+    for (int i = 0; i < layout->unit_count; i++) {
+        size_t floats = dtrain__place_floats(layout, i, grads);
+        if (dtrain__place_shares(layout, desc, i, grads))
+            shared[i & 1] = floats > shared[i & 1] ? floats : shared[i & 1];
+    }
+    *at = number & 1 ? shared[0] : 0;
+    for (int i = 0; i < layout->unit_count; i++) {
+        if (dtrain__place_shares(layout, desc, i, grads))
+            continue;
+        if (i == number)
+            *at = shared[0] + shared[1] + own;
+        own += dtrain__place_floats(layout, i, grads);
+    }
+    return shared[0] + shared[1] + own;
+}
+
+/* Says whether all ranges of a unit lie in memory of the library's. */
+static int dtrain__place_is_whole(const dtrain__layout *layout, int number, int grads)
+{
+    int whole = 1;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        const dtrain_param *param = &layout->table[cut->param];
+        if (cut->count > 0 && (!grads || cut->trained))
+            whole &= (grads ? param->grad : param->data) == NULL;
+    }
+    return whole;
+}
+
+/* Bytes of one stage: none where nothing is copied to one. */
+static size_t dtrain__place_stage(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    int gathers = layout->apart || layout->shards > 1, needed = 0;
+    for (int i = 0; i < layout->unit_count; i++)
+        needed |= (gathers && !dtrain__place_is_whole(layout, i, 0)) ||
+                  (layout->shards > 1 && !dtrain__place_is_whole(layout, i, 1));
+    needed |= gathers && dtrain__layout_is_16_bit(desc->gather_dtype);
+    needed |= layout->shards > 1 && dtrain__layout_is_16_bit(desc->reduce_dtype);
+    return needed ? (layout->stage + DTRAIN__FSDP_LINE - 1) / DTRAIN__FSDP_LINE * DTRAIN__FSDP_LINE * sizeof(float) : 0;
+}
+
+static size_t dtrain__place_half_bytes(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    return dtrain__layout_is_16_bit(desc->reduce_dtype) ? layout->grads * sizeof(uint16_t) : 0;
+}
+
+#define DTRAIN__PLACE_SUM_BYTES (DTRAIN__EXACT_LIMBS * sizeof(int64_t) + sizeof(double))
+
+/* What an object has in memory of a device besides slices, sums and state. */
+static void dtrain__place_plan(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, size_t *weights,
+                               size_t *grads)
+{
+    size_t at, stage = dtrain__place_stage(layout, desc);
+    *weights = dtrain__place_all(layout, desc, 0, 0, &at) * sizeof(float) + 2 * stage;
+    *grads = dtrain__place_all(layout, desc, 1, 0, &at) * sizeof(float) + stage +
+             dtrain__place_half_bytes(layout, desc) + DTRAIN__PLACE_SUM_BYTES;
+}
+
+static dtrain_status dtrain__fsdp_make_places(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_device *d = &fsdp->device;
+    const dtrain__layout *layout = &fsdp->layout;
+    size_t units = (size_t)layout->unit_count, at;
+    d->places = (dtrain__fsdp_place *)dtrain__alloc(&fsdp->memory, units * sizeof *d->places);
+    d->works[0] =
+        (dtrain_device_work **)dtrain__alloc(&fsdp->memory, DTRAIN__FSDP_WAYS * units * sizeof(dtrain_device_work *));
+    for (int grads = 0; grads < 2; grads++) {
+        d->block_floats[grads] = dtrain__place_all(layout, &fsdp->desc, grads, 0, &at);
+        d->blocks[grads] = (float *)dtrain__fsdp_alloc(fsdp, d->block_floats[grads] * sizeof(float));
+    }
+    d->stage_bytes = dtrain__place_stage(layout, &fsdp->desc);
+    d->stages = (unsigned char *)dtrain__fsdp_alloc(fsdp, DTRAIN__FSDP_STAGES * d->stage_bytes);
+    d->halves = (uint16_t *)dtrain__fsdp_alloc(fsdp, dtrain__place_half_bytes(layout, &fsdp->desc));
+    d->limbs = (int64_t *)dtrain__fsdp_alloc(fsdp, DTRAIN__PLACE_SUM_BYTES);
+    if (d->places == NULL || d->works[0] == NULL || d->blocks[0] == NULL || d->blocks[1] == NULL || d->stages == NULL ||
+        d->halves == NULL || d->limbs == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "dtrain_fsdp_create: no memory on rank %d's %s for units in full: %zu bytes of weights and "
+                            "%zu of gradients",
+                            dtrain__fsdp_rank(fsdp), dtrain_device_name(d->queue), d->block_floats[0] * sizeof(float),
+                            d->block_floats[1] * sizeof(float));
+    d->works[1] = d->works[0] + units;
+    d->works[2] = d->works[1] + units;
+    for (int i = 0; i < layout->unit_count; i++) {
+        dtrain__fsdp_place *place = &d->places[i];
+        dtrain__place_all(layout, &fsdp->desc, 0, i, &at);
+        place->weights = d->blocks[0] + at;
+        dtrain__place_all(layout, &fsdp->desc, 1, i, &at);
+        place->grads = d->blocks[1] + at;
+        place->shares = dtrain__place_shares(layout, &fsdp->desc, i, 0);
+        place->shares_grads = dtrain__place_shares(layout, &fsdp->desc, i, 1);
+        place->whole = dtrain__place_is_whole(layout, i, 0);
+        place->whole_grads = dtrain__place_is_whole(layout, i, 1);
+    }
+    return DTRAIN_OK;
+}
+
+/* Groups of devices over the groups of the object, each with ranks, a queue and a thread of its own. */
+static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
+{
+    dtrain_comm *comms[DTRAIN__FSDP_WAYS];
+    dtrain_device_group_desc desc;
+    dtrain_status status = DTRAIN_OK;
+    comms[DTRAIN__FSDP_GATHERS] = fsdp->gathers;
+    comms[DTRAIN__FSDP_REDUCES] = fsdp->reduces;
+    comms[DTRAIN__FSDP_COPIES] = fsdp->copies;
+    memset(&desc, 0, sizeof desc);
+    desc.async = 1;
+    for (int i = 0; i < DTRAIN__FSDP_WAYS && status == DTRAIN_OK; i++) {
+        if (comms[i] == NULL)
+            continue;
+        status = dtrain_comm_duplicate(comms[i], &fsdp->device.comms[i]);
+        if (status == DTRAIN_OK)
+            status =
+                dtrain_device_group_create(&fsdp->device.groups[i], fsdp->device.comms[i], fsdp->device.queue, &desc);
+    }
+    return status;
+}
+
+static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_device *d = &fsdp->device;
+    size_t units = (size_t)fsdp->layout.unit_count;
+    if (d->queue == NULL)
+        return;
+    dtrain__free(&fsdp->memory, d->places, units * sizeof *d->places);
+    dtrain__free(&fsdp->memory, d->works[0], DTRAIN__FSDP_WAYS * units * sizeof(dtrain_device_work *));
+    dtrain__fsdp_dealloc(fsdp, d->blocks[0], d->block_floats[0] * sizeof(float));
+    dtrain__fsdp_dealloc(fsdp, d->blocks[1], d->block_floats[1] * sizeof(float));
+    dtrain__fsdp_dealloc(fsdp, d->stages, DTRAIN__FSDP_STAGES * d->stage_bytes);
+    dtrain__fsdp_dealloc(fsdp, d->halves, dtrain__place_half_bytes(&fsdp->layout, &fsdp->desc));
+    dtrain__fsdp_dealloc(fsdp, d->limbs, DTRAIN__PLACE_SUM_BYTES);
+}
+
+/* Ends the groups of devices and with them what is under way. */
+static void dtrain__fsdp_end_device_groups(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
+        dtrain_device_group_destroy(fsdp->device.groups[i]);
+        dtrain_comm_destroy(fsdp->device.comms[i]);
+    }
+}
+
+/* ---- operations ---- */
+
+/* Has the caller's queue wait for an operation, and counts as dtrain__fsdp_wait does. */
+static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int unit)
+{
+    dtrain_device_work **work = &fsdp->device.works[way][unit], *waited = *work;
+    int lane = way == DTRAIN__FSDP_GATHERS ? DTRAIN__LANE_GATHER : DTRAIN__LANE_REDUCE;
+    int64_t begin = dtrain__os_now_ns(), end, began = begin, ended = begin;
+    if (waited == NULL)
+        return DTRAIN_OK;
+    int done = dtrain_device_work_done(waited);
+    *work = NULL;
+    if (done)
+        dtrain_device_work_times(waited, &began, &ended);
+    dtrain_status status = dtrain_device_work_wait(waited, fsdp->device.queue);
+    end = dtrain__os_now_ns();
+    ended = done ? ended : end;
+    fsdp->stats.waited_ns += end - begin;
+    fsdp->stats.communicated_ns += ended - began;
+    dtrain__fsdp_record(fsdp, DTRAIN__LANE_WAIT, unit, begin, end);
+    dtrain__fsdp_record(fsdp, lane, unit, began, ended);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    return dtrain__fsdp_break(fsdp, status, way == DTRAIN__FSDP_GATHERS ? "gathering" : "reducing", unit);
+}
+
+static unsigned char *dtrain__fsdp_device_stage(const dtrain_fsdp *fsdp, int number)
+{
+    return fsdp->device.stages + (size_t)number * fsdp->device.stage_bytes;
+}
+
+/* Starts to gather a unit, into its place where that is all of it and as wide as what travels. */
+static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    const dtrain__fsdp_place *place = &fsdp->device.places[number];
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
+    int straight = place->whole && dtype == DTRAIN_F32;
+    unsigned char *all = straight ? (unsigned char *)place->weights : dtrain__fsdp_device_stage(fsdp, number & 1);
+    const void *mine = all + begin * width;
+    if (unit->count == 0)
+        return DTRAIN_OK;
+    if (straight && fsdp->layout.apart)
+        mine = fsdp->masters + fsdp->layout.cuts[unit->first].weight;
+    for (size_t i = unit->first; !straight && i < unit->end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        dtrain__fsdp_convert(fsdp, dtrain__fsdp_own(fsdp, cut), DTRAIN_F32, all + (cut->stage + cut->own) * width,
+                             dtype, cut->own_count);
+    }
+    if (fsdp->gathers == NULL)
+        return DTRAIN_OK;
+    return dtrain_device_group_all_gather_v_async(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
+                                                  &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
+}
+
+/* Ends it. */
+static dtrain_status dtrain__fsdp_device_gathered(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2;
+    const unsigned char *stage = dtrain__fsdp_device_stage(fsdp, number & 1);
+    dtrain_status status = dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number);
+    if (status != DTRAIN_OK || (fsdp->device.places[number].whole && dtype == DTRAIN_F32))
+        return status;
+    for (size_t i = unit->first; i < unit->end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        dtrain__fsdp_convert(fsdp, stage + cut->stage * width, dtype, dtrain__fsdp_full(fsdp, cut), DTRAIN_F32,
+                             cut->count);
+    }
+    return DTRAIN_OK;
+}
+
+/* Where this rank's part of a unit's sum is received. */
+static void *dtrain__fsdp_device_receives(const dtrain_fsdp *fsdp, int number, float *sum)
+{
+    return fsdp->desc.reduce_dtype == DTRAIN_F32 ? (void *)sum
+                                                 : (void *)(fsdp->device.halves + fsdp->layout.units[number].grad);
+}
+
+/* Starts to reduce a unit; `sum` is where this rank's part goes. */
+static dtrain_status dtrain__fsdp_device_reduce(dtrain_fsdp *fsdp, int number, float *sum)
+{
+    const dtrain__cut_unit *unit = &fsdp->layout.units[number];
+    const dtrain__fsdp_place *place = &fsdp->device.places[number];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 1, &begin);
+    unsigned char *out = (unsigned char *)dtrain__fsdp_device_receives(fsdp, number, sum), *in = out;
+    int straight = fsdp->reduces != NULL && place->whole_grads && dtype == DTRAIN_F32;
+    if (fsdp->reduces != NULL)
+        in = straight ? (unsigned char *)place->grads : dtrain__fsdp_device_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    for (size_t i = unit->first; !straight && i < unit->end; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained)
+            dtrain__fsdp_convert(fsdp, dtrain__fsdp_full_grad(fsdp, cut), DTRAIN_F32, in + cut->grad_stage * width,
+                                 dtype, cut->count);
+    }
+    if (fsdp->reduces == NULL)
+        return DTRAIN_OK;
+    return dtrain_device_group_reduce_scatter_v_async(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype,
+                                                      DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
+}
+
+/* Starts to add count numbers of a bucket over the copies. */
+static dtrain_status dtrain__fsdp_device_add(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count)
+{
+    void *data = dtrain__fsdp_device_receives(fsdp, lowest, sum);
+    return dtrain_device_group_all_reduce_async(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, data, count,
+                                                fsdp->desc.reduce_dtype, DTRAIN_SUM,
+                                                &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest]);
+}
+
+/* Gives every rank rank 0's values: first those that have its part of other copies, then each copy's. */
+static dtrain_status dtrain__fsdp_device_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->copies != NULL)
+        status = dtrain_device_group_broadcast(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, count, dtype, 0);
+    if (status == DTRAIN_OK && fsdp->gathers != NULL)
+        status = dtrain_device_group_broadcast(fsdp->device.groups[DTRAIN__FSDP_GATHERS], data, count, dtype, 0);
+    return status;
+}
+
+/* ---- the norm ---- */
+
+static double *dtrain__fsdp_device_norm(const dtrain_fsdp *fsdp)
+{
+    return (double *)(void *)(fsdp->device.limbs + DTRAIN__EXACT_LIMBS);
+}
+
+/* Queues the sum of squares of all gradients of a copy, each element once, which stays on the device. */
+static dtrain_status dtrain__fsdp_device_squares(dtrain_fsdp *fsdp)
+{
+    dtrain_device *queue = fsdp->device.queue;
+    int64_t *limbs = fsdp->device.limbs;
+    const int64_t zero = 0;
+    dtrain_status status = dtrain_device_fill(queue, limbs, &zero, sizeof zero, DTRAIN__EXACT_LIMBS);
+    for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
+        if (cut->trained && cut->own_count > 0 && (part == NULL || part->copy == 0))
+            status = dtrain_device_squares(queue, fsdp->slices[i].grads, cut->own_count, limbs);
+    }
+    if (status == DTRAIN_OK && fsdp->reduces != NULL)
+        status = dtrain_device_group_all_reduce(fsdp->device.groups[DTRAIN__FSDP_REDUCES], limbs, limbs,
+                                                DTRAIN__EXACT_LIMBS, DTRAIN_I64, DTRAIN_SUM);
+    return status;
 }
 
 #endif
@@ -26494,7 +27046,7 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
     int other = fsdp->staged[number % 2];
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0)
+    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0 && fsdp->device.stage_bytes == 0)
         return DTRAIN_OK;
     if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
         status = dtrain__fsdp_gather_finish(fsdp, other);
@@ -26533,9 +27085,11 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_page_weights(fsdp, number, 1);
     unit->state = DTRAIN__COMING;
     dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_device_gather(fsdp, number);
+    else if (status == DTRAIN_OK)
         status = dtrain__fsdp_gather_packed(fsdp, number);
-    for (size_t i = first; status == DTRAIN_OK && i < end; i++)
+    for (size_t i = first; status == DTRAIN_OK && i < end && fsdp->device.queue == NULL; i++)
         if (!fsdp->layout.cuts[i].packed)
             status = dtrain__fsdp_gather_cut(fsdp, i);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "starting to gather", number);
@@ -26544,10 +27098,13 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
 {
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_gathered(fsdp, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, number);
+    size_t end = fsdp->device.queue != NULL ? 0 : fsdp->layout.units[number].end;
     if (status != DTRAIN_OK)
         return status;
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+    for (size_t i = fsdp->layout.units[number].first; i < end; i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
         if (cut->packed)
@@ -26577,9 +27134,28 @@ static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
+/* Drops the unit that is where `number` is to be. *room: it was not held. */
+static dtrain_status dtrain__fsdp_make_place(dtrain_fsdp *fsdp, int number, int *room)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    dtrain_status status = DTRAIN_OK;
+    *room = 1;
+    for (int i = number & 1; places[number].shares && i < fsdp->layout.unit_count && status == DTRAIN_OK; i += 2) {
+        if (i == number || !places[i].shares || fsdp->units[i].state == DTRAIN__ABSENT)
+            continue;
+        if (!fsdp->units[i].held)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+        else
+            *room = 0;
+    }
+    return status;
+}
+
 /* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
 static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
+    if (fsdp->device.queue != NULL)
+        return dtrain__fsdp_make_place(fsdp, number, room);
     *room = 1;
     if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
         return DTRAIN_OK;
@@ -26646,11 +27222,30 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
     return direction;
 }
 
+/* Says whether a unit can be gathered while others are held. */
+static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    if (fsdp->device.queue == NULL || fsdp->layout.resident || !places[number].shares)
+        return DTRAIN_OK;
+    for (int i = number & 1; i < fsdp->layout.unit_count; i += 2)
+        if (i != number && places[i].shares && fsdp->units[i].held && fsdp->units[i].state != DTRAIN__ABSENT)
+            return dtrain__fail(
+                &fsdp->error, DTRAIN_ERR_INVALID,
+                "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
+                "first, or set no_reshard_after_forward",
+                number, i, dtrain__fsdp_rank(fsdp));
+    return DTRAIN_OK;
+}
+
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
     int room;
-    dtrain_status status = dtrain__fsdp_advance(fsdp, number);
+    dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_advance(fsdp, number);
     /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
     if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended))
         status = dtrain__fsdp_left_out(fsdp, number);
@@ -26754,7 +27349,7 @@ static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
 {
     if (*level == NULL)
-        *level = (float *)dtrain__alloc(&fsdp->memory, count * sizeof(float));
+        *level = (float *)dtrain__fsdp_alloc(fsdp, count * sizeof(float));
     if (*level != NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of gradient sums: use fewer micro-batches",
@@ -26767,10 +27362,13 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
     float *sum = dtrain__fsdp_target(fsdp, number);
     uint64_t mode = dtrain__fpmode_enter();
-    if (dtrain__fsdp_narrows_grads(fsdp))
+    if (fsdp->device.queue != NULL)
+        dtrain__fsdp_convert(fsdp, dtrain__fsdp_device_receives(fsdp, number, sum), fsdp->desc.reduce_dtype, sum,
+                             DTRAIN_F32, cuts->grad_count);
+    else if (dtrain__fsdp_narrows_grads(fsdp))
         dtrain__fsdp_widen(sum, cuts->grad_count, fsdp->desc.reduce_dtype);
     for (int level = 0; level < fsdp->units[number].level; level++)
-        dtrain__train_kernels_get()->add(sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
+        dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
     dtrain__fpmode_restore(mode);
     fsdp->units[number].stage = DTRAIN__IDLE;
 }
@@ -26838,8 +27436,10 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
         fsdp->units[lowest].job = dtrain__sender_post(fsdp->sender, lowest, highest, sum - units[lowest].grad);
         return DTRAIN_OK;
     }
-    dtrain_status status = dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
-                                                   &fsdp->copying[lowest]);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_add(fsdp, lowest, sum, count)
+                               : dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype,
+                                                         DTRAIN_SUM, &fsdp->copying[lowest]);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     fsdp->copying[lowest] = NULL;
@@ -26897,6 +27497,11 @@ static dtrain_status dtrain__fsdp_wait_job(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
+static dtrain_device_work **dtrain__fsdp_adding(const dtrain_fsdp *fsdp, int lowest)
+{
+    return &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest];
+}
+
 /* Waits until the bucket of a unit has been added over the copies. */
 static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 {
@@ -26905,9 +27510,11 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     int64_t before_ns = fsdp->stats.communicated_ns;
     if (fsdp->sender != NULL)
         return dtrain__fsdp_wait_job(fsdp, number);
-    if (fsdp->copying[lowest] == NULL)
+    if (fsdp->copying[lowest] == NULL && (fsdp->device.queue == NULL || *dtrain__fsdp_adding(fsdp, lowest) == NULL))
         return DTRAIN_OK;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__LANE_REDUCE, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest)
+                               : dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__LANE_REDUCE, number);
     if (status != DTRAIN_OK)
         return status;
     uint64_t dense = dtrain__feedback_dense_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
@@ -26921,13 +27528,16 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
     int64_t before_ns = fsdp->stats.communicated_ns;
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_REDUCES, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->reduces != NULL)
         dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
-    dtrain__fsdp_unpack_grads(fsdp, number);
+    if (fsdp->device.queue == NULL)
+        dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
     if (fsdp->copies == NULL && fsdp->sender == NULL) {
@@ -26955,11 +27565,22 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Goes on with reductions whose operations have ended, and ends scattering `unit`, which is needed again. */
+/* Says whether the gradients that are being scattered are in the way: a unit's own, or on a device those in its place. */
+static int dtrain__fsdp_in_the_way(const dtrain_fsdp *fsdp, int unit)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    int now = fsdp->scattering;
+    return now == unit || (fsdp->device.queue != NULL && now % 2 == unit % 2 && places[now].shares_grads &&
+                           places[unit].shares_grads);
+}
+
+/* Goes on with reductions whose operations have ended, and ends scattering what is in the way of `unit`. On a device
+ * that has ended for the CPU before it has for the caller's queue, which is not to wait for it early. */
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
-    if (now >= 0 && (now == unit || dtrain__fsdp_all_done(fsdp, fsdp->reducing, now)))
+    if (now >= 0 && (dtrain__fsdp_in_the_way(fsdp, unit) ||
+                     (fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))))
         return dtrain__fsdp_scattered(fsdp, now);
     return DTRAIN_OK;
 }
@@ -26996,9 +27617,12 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     fsdp->scattering = number;
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     float *sum = status == DTRAIN_OK ? dtrain__fsdp_target(fsdp, number) : NULL;
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_device_reduce(fsdp, number, sum);
+    else if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_packed(fsdp, number);
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end && fsdp->device.queue == NULL;
+         i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         if (status == DTRAIN_OK && cut->trained && cut->count > 0 && !cut->packed)
             status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
@@ -27024,11 +27648,25 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
     return status;
 }
 
-static void dtrain__fsdp_fill_nothing(float *to, size_t count)
+static void dtrain__fsdp_fill_nothing(dtrain_fsdp *fsdp, float *to, size_t count)
 {
     const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
-    for (size_t i = 0; i < count; i++)
-        memcpy(to + i, &negative_zero, sizeof negative_zero);
+    if (count > 0)
+        dtrain__fsdp_queued(fsdp,
+                            dtrain_device_fill(fsdp->device.queue, to, &negative_zero, sizeof negative_zero, count));
+}
+
+/* As dtrain__fsdp_keep_cut, whole ranges at a time. */
+static void dtrain__fsdp_device_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, unsigned taken, float *out)
+{
+    const float *sum = dtrain__fsdp_full_grad(fsdp, cut);
+    for (int level = 0; taken >> level != 0; level++) {
+        if (taken >> level & 1) {
+            dtrain__fsdp_add(fsdp, out, fsdp->full_levels[level] + cut->full_grad, sum, cut->count);
+            sum = out;
+        }
+    }
+    dtrain__fsdp_copy(fsdp, out, sum, cut->count);
 }
 
 /* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. */
@@ -27038,7 +27676,9 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, int
     int ones = dtrain__trailing_ones((unsigned)fsdp->ended);
     unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
     float *grad = dtrain__fsdp_full_grad(fsdp, cut), *out = last ? grad : fsdp->full_levels[ones] + cut->full_grad;
-    for (size_t i = 0; i < cut->count; i += DTRAIN__FSDP_CHUNK) {
+    if (fsdp->device.queue != NULL)
+        dtrain__fsdp_device_keep_cut(fsdp, cut, taken, out);
+    for (size_t i = 0; fsdp->device.queue == NULL && i < cut->count; i += DTRAIN__FSDP_CHUNK) {
         size_t n = cut->count - i < DTRAIN__FSDP_CHUNK ? cut->count - i : DTRAIN__FSDP_CHUNK;
         float sums[DTRAIN__FSDP_CHUNK];
         const float *sum = grad + i;
@@ -27094,6 +27734,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     int keeps = folded > 1, last = fsdp->ended >= folded - 1;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_settle(fsdp, number);
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_advance(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
         status =
             dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__trailing_ones((unsigned)fsdp->ended)], layout->trained);
@@ -27104,7 +27746,7 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         if (cut->trained && unused)
-            dtrain__fsdp_fill_nothing(dtrain__fsdp_full_grad(fsdp, cut), cut->count);
+            dtrain__fsdp_fill_nothing(fsdp, dtrain__fsdp_full_grad(fsdp, cut), cut->count);
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
@@ -27439,7 +28081,6 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 /* Collapses the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
     float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* of nothing */
@@ -27447,10 +28088,10 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
         if (!(fsdp->round >> level & 1))
             continue;
         if (sum != NULL)
-            kernels->add(fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
+            dtrain__fsdp_add(fsdp, fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
         sum = fsdp->levels[level];
     }
-    kernels->divide(sum, sum, (float)divisor, fsdp->layout.grads);
+    dtrain__fsdp_quotient(fsdp, sum, divisor, fsdp->layout.grads);
     dtrain__fpmode_restore(mode);
     fsdp->grads = sum;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
@@ -27498,15 +28139,23 @@ static void dtrain__fsdp_add_squares(dtrain_fsdp *fsdp)
     }
 }
 
-/* Sums the squares of all gradients, over the ranks of one copy: each element once. */
+/* Sums the squares of all gradients, over the ranks of one copy: each element once. The CPU waits for a device's. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
     if (fsdp->summed)
         return DTRAIN_OK;
     memset(&fsdp->sum, 0, sizeof fsdp->sum);
-    dtrain__fsdp_add_squares(fsdp);
-    if (fsdp->reduces != NULL)
+    if (fsdp->device.queue == NULL) {
+        dtrain__fsdp_add_squares(fsdp);
+    } else {
+        status = dtrain__fsdp_device_squares(fsdp);
+        if (status == DTRAIN_OK)
+            status =
+                dtrain_device_copy(fsdp->device.queue, fsdp->sum.limbs, fsdp->device.limbs, sizeof fsdp->sum.limbs);
+        dtrain__exact_carry(&fsdp->sum);
+    }
+    if (fsdp->reduces != NULL && fsdp->device.queue == NULL)
         status = dtrain_all_reduce(fsdp->reduces, fsdp->sum.limbs, fsdp->sum.limbs, DTRAIN__EXACT_LIMBS, DTRAIN_I64,
                                    DTRAIN_SUM);
     if (status != DTRAIN_OK)
@@ -27527,11 +28176,12 @@ static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
         if (!cut->trained || cut->own_count == 0)
             continue;
         desc.weight_decay = fsdp->decays[cut->param];
-        if (desc.kind == DTRAIN_ADAMW)
-            dtrain_adamw(slice->weights, slice->grads, slice->state[0], slice->state[1], cut->own_count, &desc, rate,
-                         fsdp->step);
-        else
-            dtrain_sgd(slice->weights, slice->grads, slice->state[0], cut->own_count, &desc, rate);
+        dtrain__fsdp_queued(fsdp,
+                            desc.kind == DTRAIN_ADAMW
+                                ? dtrain_device_adamw(fsdp->device.queue, slice->weights, slice->grads, slice->state[0],
+                                                      slice->state[1], cut->own_count, &desc, rate, fsdp->step, NULL)
+                                : dtrain_device_sgd(fsdp->device.queue, slice->weights, slice->grads, slice->state[0],
+                                                    cut->own_count, &desc, rate, NULL));
     }
 }
 
@@ -27761,11 +28411,29 @@ static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
     double length = dtrain__device_length(&fsdp->sum);
     if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
-                                              fsdp->layout.grads);
+        float factor = dtrain__train_ratio((double)max_norm, length);
+        if (fsdp->device.queue != NULL)
+            dtrain__fsdp_queued(fsdp, dtrain_device_scale(fsdp->device.queue, DTRAIN_F32, fsdp->grads, (double)factor,
+                                                          fsdp->layout.grads));
+        else
+            dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, factor, fsdp->layout.grads);
         dtrain__fpmode_restore(mode);
     }
     return length;
+}
+
+/* Shortens gradients on a device without the CPU's hearing how long they are. */
+static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_norm)
+{
+    dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->summed = 0;
+    status = dtrain__fsdp_device_squares(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm, dtrain__fsdp_device_norm(fsdp),
+                                    fsdp->grads, fsdp->layout.grads);
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients, instead", 0);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
@@ -27775,6 +28443,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
         status = dtrain__fsdp_check_norm(fsdp, "dtrain_fsdp_clip_grad_norm", max_norm);
     if (status != DTRAIN_OK)
         return status;
+    if (norm == NULL && fsdp->device.queue != NULL)
+        return dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm));
     status = dtrain__fsdp_measure(fsdp);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_leave(fsdp, status);
@@ -27886,16 +28556,51 @@ static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
     return i;
 }
 
-DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
+/* The cut of a parameter in a unit; NULL: there is none. */
+static const dtrain__cut *dtrain__fsdp_find_cut(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    if (fsdp == NULL || name == NULL || unit < 0 || unit >= fsdp->layout.unit_count)
+        return NULL;
+    size_t param = dtrain__fsdp_find(fsdp, name);
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
+        if (fsdp->layout.cuts[i].param == param)
+            return &fsdp->layout.cuts[i];
+    return NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_unit_param(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    const dtrain__cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
+    return cut != NULL ? dtrain__fsdp_full(fsdp, cut) : NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    const dtrain__cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
+    return cut != NULL && cut->trained ? dtrain__fsdp_full_grad(fsdp, cut) : NULL;
+}
+
+/* The address of a parameter or of its gradient: on a device of one whose layers do not lie side by side there is none.
+ */
+static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int grad)
 {
     size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
-    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].data : NULL;
+    if (fsdp == NULL || name == NULL || i == fsdp->layout.table_count)
+        return NULL;
+    const dtrain_param *param = &fsdp->layout.table[i];
+    if (fsdp->device.queue != NULL && (fsdp->reserved[i] & (1 << grad)) && !param->stacked)
+        return grad ? dtrain_fsdp_unit_grad(fsdp, name, param->unit) : dtrain_fsdp_unit_param(fsdp, name, param->unit);
+    return (float *)(grad ? param->grad : param->data);
+}
+
+DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
+{
+    return dtrain__fsdp_address(fsdp, name, 0);
 }
 
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
 {
-    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
-    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].grad : NULL;
+    return dtrain__fsdp_address(fsdp, name, 1);
 }
 
 /* What is in memory of a unit is what the caller wrote: keeps this rank's part of it. */
@@ -27904,9 +28609,9 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
-        if (cut->own_count > 0 && !cut->home)
-            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
-                   cut->own_count * sizeof(float));
+        if (!cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                              cut->own_count);
     }
 }
 
@@ -27914,7 +28619,15 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
 static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    for (size_t i = 0; fsdp->desc.gather_dtype != DTRAIN_F32 && i < count; i += DTRAIN__FSDP_CHUNK) {
+    void *stage = fsdp->device.stages;
+    if (fsdp->desc.gather_dtype == DTRAIN_F32)
+        return;
+    if (fsdp->device.queue != NULL) {
+        dtrain__fsdp_convert(fsdp, full, DTRAIN_F32, stage, fsdp->desc.gather_dtype, count);
+        dtrain__fsdp_convert(fsdp, stage, fsdp->desc.gather_dtype, full, DTRAIN_F32, count);
+        return;
+    }
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
         size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
         dtrain_convert(full + i, DTRAIN_F32, chunk, fsdp->desc.gather_dtype, n);
         dtrain_convert(chunk, fsdp->desc.gather_dtype, full + i, DTRAIN_F32, n);
@@ -27954,13 +28667,18 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
         low = low > at ? low : at;
         high = high < at + count ? high : at + count;
         if (low < high)
-            memcpy(dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
-                   (high - low) * sizeof(float));
+            dtrain__fsdp_copy(fsdp, dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
+                              high - low);
     }
-    if (fsdp->layout.resident && count > 0) {
-        float *full = (float *)fsdp->layout.table[param].data + at;
-        memcpy(full, values, count * sizeof(float));
-        dtrain__fsdp_round(fsdp, full, count);
+    for (size_t i = 0; i < fsdp->layout.cut_count && fsdp->layout.resident; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        size_t low = cut->element > at ? cut->element : at, high = cut->element + cut->count;
+        high = high < at + count ? high : at + count;
+        if (cut->param != param || low >= high)
+            continue;
+        float *full = dtrain__fsdp_full(fsdp, cut) + (low - cut->element);
+        dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
+        dtrain__fsdp_round(fsdp, full, high - low);
     }
 }
 
@@ -28033,22 +28751,39 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
 }
 
-static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
+/* A range's full value, of which `own` is this rank's part in the CPU's memory. */
+static dtrain_status dtrain__fsdp_get_own(dtrain_fsdp *fsdp, size_t index, const float *own, float *out, int root)
 {
-    const dtrain__cut *cut = &fsdp->layout.cuts[index];
     const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
-    const float *own = dtrain__fsdp_own(fsdp, cut);
-    float *out = value != NULL ? value + cut->element : NULL;
-    if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
-        return DTRAIN_OK;
     if (fsdp->gathers == NULL) {
         if (root < 0 || root == rank)
-            memcpy(out, own, cut->count * sizeof(float));
+            memcpy(out, own, fsdp->layout.cuts[index].count * sizeof(float));
         return DTRAIN_OK;
     }
     return root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
                     : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
+}
+
+static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    const float *own = dtrain__fsdp_own(fsdp, cut);
+    float *out = value != NULL ? value + cut->element : NULL;
+    size_t bytes = cut->own_count * sizeof(float);
+    if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
+        return DTRAIN_OK;
+    if (fsdp->device.queue == NULL)
+        return dtrain__fsdp_get_own(fsdp, index, own, out, root);
+    float *copy = (float *)dtrain__alloc(&fsdp->memory, bytes);
+    if (copy == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    dtrain_status status = dtrain_device_copy(fsdp->device.queue, copy, own, bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_get_own(fsdp, index, copy, out, root);
+    dtrain__free(&fsdp->memory, copy, bytes);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root)
@@ -28073,6 +28808,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_unshard", 0);
     if (status != DTRAIN_OK)
         return status;
+    for (int i = 0; i < fsdp->layout.unit_count && fsdp->device.queue != NULL && !fsdp->layout.resident; i++)
+        if (fsdp->device.places[i].shares && dtrain__place_floats(&fsdp->layout, i, 0) > 0)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED,
+                                "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
+                                "with dtrain_fsdp_get, or set no_reshard_after_forward",
+                                i, dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue));
     fsdp->keeps = !fsdp->layout.resident;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && fsdp->keeps; i++) {
         if (fsdp->units[i].stale)
@@ -28385,6 +29126,12 @@ static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)
     return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
 }
 
+/* Bytes of the CPU's stages for small ranges. */
+static size_t dtrain__plan_stages(const dtrain__layout *layout)
+{
+    return layout->device == NULL ? DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) : 0;
+}
+
 /* Of tables and page counts. */
 static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world)
 {
@@ -28393,11 +29140,13 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
                    (size_t)layout->shards * sizeof(size_t);
     size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
                     2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
+    if (layout->device != NULL)
+        a_unit += sizeof(dtrain__fsdp_place) + DTRAIN__FSDP_WAYS * sizeof(dtrain_device_work *);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
            layout->part_count * sizeof(dtrain_param_part) + layout->cut_count * a_cut +
            (size_t)layout->unit_count * a_unit + (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) +
+           desc->trace_events * sizeof(dtrain__fsdp_event) + dtrain__plan_stages(layout) +
            (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);
 }
 
@@ -28429,8 +29178,12 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
     else
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
     plan->optimizer = layout->grads * sizeof(float) * dtrain__plan_state_floats(&optimizer);
-    plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
-    plan->full_grads = dtrain__plan_pages(layout, 1, desc->no_overlap, spans);
+    if (layout->device == NULL) {
+        plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
+        plan->full_grads = dtrain__plan_pages(layout, 1, desc->no_overlap, spans);
+    } else {
+        dtrain__place_plan(layout, desc, &plan->full_weights, &plan->full_grads);
+    }
     plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
     plan->compression = dtrain__plan_compression(layout, desc->compress);
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
@@ -28550,6 +29303,7 @@ static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const d
         memset(&group, 0, sizeof group);
         memcpy(group.before, digest, 32);
         group.numbers[0] = (float)(table[i].data != NULL);
+        group.numbers[1] = (float)(table[i].device != NULL);
         dtrain_sha256(&group, sizeof group, digest);
     }
 }
@@ -28695,13 +29449,14 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     slice->count = cut->own_count;
     slice->no_decay = fsdp->decays[cut->param] == 0.0f;
     slice->weights = dtrain__fsdp_own(fsdp, cut);
+    slice->device = fsdp->device.queue;
     for (size_t k = 0; cut->trained && k < floats; k++)
         slice->state[k] = fsdp->state + k * fsdp->layout.grads + cut->grad;
     for (int shard = 0; shard < fsdp->layout.shards; shard++) {
         size_t own;
         fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
             dtrain__layout_part(&fsdp->layout, cut, shard, &own);
-        for (int grads = 0; grads <= cut->trained && cut->packed; grads++)
+        for (int grads = 0; grads <= cut->trained && (cut->packed || fsdp->device.queue != NULL); grads++)
             fsdp->packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards +
                                 (size_t)shard] += dtrain__layout_part(&fsdp->layout, cut, shard, &own);
     }
@@ -28729,7 +29484,11 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         if (!layout->table[i].frozen && layout->table[i].grad == NULL)
             fsdp->reserved[i] |= 2;
         any |= fsdp->reserved[i];
+        if (layout->table[i].frozen)
+            layout->table[i].grad = NULL;
     }
+    if (layout->device != NULL)
+        return DTRAIN_OK;
     memset(&plan, 0, sizeof plan);
     dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp),
                                              &fsdp->memory, &plan);
@@ -28744,8 +29503,6 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
             layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
         if (fsdp->reserved[i] & 2)
             layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
-        if (layout->table[i].frozen)
-            layout->table[i].grad = NULL;
     }
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++)
         dtrain__fsdp_settle_in(fsdp, &layout->cuts[i]);
@@ -28764,7 +29521,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
     fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
     fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    fsdp->stages = (float *)dtrain__alloc(memory, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    fsdp->stages = (float *)dtrain__alloc(memory, dtrain__plan_stages(layout));
     fsdp->staged[0] = fsdp->staged[1] = -1;
     fsdp->code_parts = (const void **)dtrain__alloc(memory, (size_t)layout->shards * sizeof(void *));
     fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
@@ -28774,9 +29531,9 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
     fsdp->buckets = (dtrain_bucket *)dtrain__alloc(memory, 2 * units * sizeof *fsdp->buckets);
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
-    fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__alloc(memory, dtrain__plan_apart(layout));
-    fsdp->levels[0] = (float *)dtrain__alloc(memory, layout->grads * sizeof(float));
+    fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
+    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__plan_apart(layout));
+    fsdp->levels[0] = (float *)dtrain__fsdp_alloc(fsdp, layout->grads * sizeof(float));
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
@@ -28786,7 +29543,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
                             "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
                             dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
     fsdp->decays = fsdp->lr_factors + params;
-    dtrain_status status = dtrain__code_open(fsdp);
+    dtrain_status status = fsdp->device.queue != NULL ? dtrain__fsdp_make_places(fsdp) : dtrain__code_open(fsdp);
     return status == DTRAIN_OK ? dtrain__fsdp_reserve(fsdp) : status;
 }
 
@@ -28797,15 +29554,19 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
         if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
-            status = dtrain_broadcast(fsdp->world, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
-                                      layout->table[i].dtype, 0);
+            status =
+                fsdp->device.queue != NULL
+                    ? dtrain__fsdp_device_broadcast(fsdp, layout->table[i].data,
+                                                    dtrain_param_elements(&layout->table[i]), layout->table[i].dtype)
+                    : dtrain_broadcast(fsdp->world, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
+                                       layout->table[i].dtype, 0);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
             continue;
-        if (layout->apart && cut->own_count > 0 && !cut->home)
-            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
-                   cut->own_count * sizeof(float));
+        if (layout->apart && !cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                              cut->own_count);
         dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
     }
     for (int i = 0; i < layout->unit_count; i++) {
@@ -28821,8 +29582,10 @@ static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
         const dtrain_param *param = &fsdp->layout.table[i];
+        const float zero = 0.0f;
         if (param->grad != NULL && !(fsdp->reserved[i] & 2))
-            memset(param->grad, 0, dtrain_param_elements(param) * sizeof(float));
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
+                                                         dtrain_param_elements(param)));
     }
 }
 
@@ -28838,8 +29601,11 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
     if (dtrain_comm_size(fsdp->comm) > 1)
         status = dtrain__fsdp_compare(fsdp, table, count, status);
+    fsdp->device.queue = fsdp->layout.device;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_groups(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_make_device_groups(fsdp);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_allocate(fsdp);
@@ -28856,7 +29622,10 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     fsdp->scattering = fsdp->bucket = -1;
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp);
-    return dtrain__fsdp_first_values(fsdp);
+    status = dtrain__fsdp_first_values(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
+        status = dtrain__report(&fsdp->device.refused);
+    return status;
 }
 
 /* checked: what the caller found wrong, which the other ranks are to learn. */
@@ -28943,7 +29712,7 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
     dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
     dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    dtrain__free(memory, fsdp->stages, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    dtrain__free(memory, fsdp->stages, dtrain__plan_stages(layout));
     dtrain__free(memory, fsdp->code_parts, (size_t)layout->shards * sizeof(void *));
     dtrain__free(memory, fsdp->code_counts, fsdp->code_bytes);
     dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
@@ -28953,12 +29722,13 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
     dtrain__free(memory, fsdp->buckets, 2 * units * sizeof *fsdp->buckets);
     dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
-    dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
-    dtrain__free(memory, fsdp->masters, dtrain__plan_apart(layout));
+    dtrain__fsdp_dealloc(fsdp, fsdp->state, floats * layout->grads * sizeof(float));
+    dtrain__fsdp_dealloc(fsdp, fsdp->masters, dtrain__plan_apart(layout));
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        dtrain__free(memory, fsdp->levels[i], layout->grads * sizeof(float));
-        dtrain__free(memory, fsdp->full_levels[i], layout->trained * sizeof(float));
+        dtrain__fsdp_dealloc(fsdp, fsdp->levels[i], layout->grads * sizeof(float));
+        dtrain__fsdp_dealloc(fsdp, fsdp->full_levels[i], layout->trained * sizeof(float));
     }
+    dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->weight_pages);
     dtrain__pages_destroy(&fsdp->grad_pages);
     dtrain__layout_destroy(&fsdp->layout, memory);
@@ -28974,6 +29744,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__fsdp_quiesce(fsdp);
     dtrain__thread_error = kept;
     dtrain__sender_destroy(fsdp->sender);
+    dtrain__fsdp_end_device_groups(fsdp);
     if (!fsdp->shares_comm) {
         dtrain_comm_destroy(fsdp->gathers);
         dtrain_comm_destroy(fsdp->reduces);
@@ -34110,7 +34881,8 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     if (status != DTRAIN_OK)
         return dtrain__ddp_note(ddp, status);
     ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
-    return dtrain__ddp_note(ddp, dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce"));
+    status = dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce");
+    return dtrain__ddp_note(ddp, dtrain__fsdp_leave(ddp->fsdp, status));
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
@@ -34132,7 +34904,7 @@ static void dtrain__ddp_unpack(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && cut->count > 0)
-            memcpy(dtrain__fsdp_full_grad(fsdp, cut), fsdp->grads + cut->grad, cut->count * sizeof(float));
+            dtrain__fsdp_copy(fsdp, dtrain__fsdp_full_grad(fsdp, cut), fsdp->grads + cut->grad, cut->count);
     }
 }
 
@@ -34158,6 +34930,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         dtrain__ddp_unpack(fsdp);
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
+    status = dtrain__fsdp_leave(fsdp, status);
     ddp->steps += status == DTRAIN_OK;
     return dtrain__ddp_note(ddp, status);
 }
@@ -34175,8 +34948,6 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     dtrain_status status = dtrain_params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_f32(table, count);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "dtrain_ddp_create");
     dtrain_param *copy = NULL;
     if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
         copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);

@@ -27,6 +27,10 @@ typedef enum async_kind {
     ASYNC_CONVERT,
     ASYNC_SCALE,
     ASYNC_AXPY,
+    ASYNC_ADAMW,
+    ASYNC_SGD,
+    ASYNC_SQUARES,
+    ASYNC_CLIP,
     ASYNC_RECORD,
     ASYNC_AWAIT,
     ASYNC_FREE,
@@ -46,6 +50,9 @@ typedef struct async_op {
     dtrain_dtype dtype, other;
     dtrain_op op;
     double factor;
+    dtrain_device_adamw_step adamw;
+    dtrain_device_sgd_step sgd;
+    double *norm;
     const void *in[ASYNC_POINTERS];
     void *out[ASYNC_POINTERS];
     int n, m;
@@ -130,6 +137,55 @@ static void async_event_block(async_op *o)
     pthread_mutex_unlock(&o->event->mutex);
 }
 
+static dtrain_status async_divide(const async_op *o)
+{
+    const float *in = (const float *)o->in[0] + o->begin;
+    CHECK_EQ(o->dtype, DTRAIN_F32);
+    float *out = (float *)o->out[0] + o->begin, by = (float)o->factor;
+    for (size_t i = 0; i < o->count; i++)
+        out[i] = in[i] / by;
+    return DTRAIN_OK;
+}
+
+/* As the manual of dtrain_adamw and dtrain_sgd has it, each operation rounded. */
+static void async_adamw_now(const dtrain_device_adamw_step *s)
+{
+    for (size_t i = 0; i < s->count; i++) {
+        volatile float m = s->beta1 * s->m[i], g = s->rest1 * s->grads[i], v, square, root;
+        m = m + g;
+        v = s->beta2 * s->v[i];
+        square = s->grads[i] * s->grads[i];
+        square = s->rest2 * square;
+        v = v + square;
+        root = __builtin_sqrtf(v);
+        root = root * s->root;
+        root = root + s->eps;
+        root = m / root;
+        root = s->rate * root;
+        s->m[i] = m;
+        s->v[i] = v;
+        volatile float kept = s->keep * s->params[i];
+        s->params[i] = kept - root;
+    }
+}
+
+static void async_sgd_now(const dtrain_device_sgd_step *s)
+{
+    for (size_t i = 0; i < s->count; i++) {
+        volatile float g = s->coupled * s->params[i], d, step;
+        g = s->coupled > 0.0f ? s->grads[i] + g : s->grads[i];
+        d = g;
+        if (s->velocity != NULL) {
+            d = s->momentum * s->velocity[i];
+            d = d + g;
+            s->velocity[i] = d;
+        }
+        step = s->lr * d;
+        volatile float kept = s->keep * s->params[i];
+        s->params[i] = kept - step;
+    }
+}
+
 /* An operation's turn. */
 static dtrain_status async_perform(async_op *o)
 {
@@ -140,10 +196,17 @@ static dtrain_status async_perform(async_op *o)
         for (int i = 0; i < o->n + o->m; i++) /* whoever frees memory must have waited for this */
             if (async_memory(i < o->n ? o->in[i] : o->out[i - o->n], 1) != DTRAIN_MEMORY_DEVICE)
                 TEST_FAIL("fake: a queue came to memory that was freed before");
+        if (o->op == DTRAIN_MEAN && o->n == 1 && o->factor != 1) /* by a divisor of its own */
+            return async_divide(o);
         return dtrain_device_reduce(NULL, o->dtype, o->op, o->in, o->n, o->out, o->m, o->begin, o->count);
     case ASYNC_CONVERT: return dtrain_convert(o->from, o->dtype, o->to, o->other, o->count);
     case ASYNC_SCALE: return dtrain_device_scale(NULL, o->dtype, o->to, o->factor, o->count);
     case ASYNC_AXPY: return dtrain_device_axpy(NULL, o->dtype, o->to, o->factor, o->from, o->count);
+    case ASYNC_ADAMW: async_adamw_now(&o->adamw); return DTRAIN_OK;
+    case ASYNC_SGD: async_sgd_now(&o->sgd); return DTRAIN_OK;
+    case ASYNC_SQUARES: return dtrain_device_squares(NULL, (const float *)o->from, o->count, (int64_t *)o->to);
+    case ASYNC_CLIP:
+        return dtrain_device_clip(NULL, (const int64_t *)o->from, (float)o->factor, o->norm, (float *)o->to, o->count);
     case ASYNC_AWAIT: async_event_block(o); return DTRAIN_OK;
     case ASYNC_SLEEP: usleep((useconds_t)o->count); return DTRAIN_OK;
     default: return DTRAIN_OK;
@@ -398,7 +461,7 @@ static dtrain_status async_reduce(dtrain_device *device, dtrain_dtype dtype, dtr
 {
     size_t width = dtrain_dtype_bits(dtype) / 8;
     dtrain_status status = async_call(async_of(device));
-    CHECK(divisor == n);
+    CHECK(op != DTRAIN_MEAN || n == 1 || divisor == n);
     for (int i = 0; i < n + m && status == DTRAIN_OK; i++)
         status = async_own((const char *)(i < n ? in[i] : out[i - n]) + begin * width, count * width);
     if (status != DTRAIN_OK)
@@ -410,6 +473,7 @@ static dtrain_status async_reduce(dtrain_device *device, dtrain_dtype dtype, dtr
     memcpy(o->out, out, (size_t)m * sizeof *out);
     o->n = n;
     o->m = m;
+    o->factor = divisor;
     o->begin = begin;
     o->count = count;
     async_push(async_of(device), o);
@@ -488,6 +552,50 @@ static void async_queue_destroy(dtrain_device *made)
     free(async_of(made));
 }
 
+static dtrain_status async_adamw(dtrain_device *device, const dtrain_device_adamw_step *step)
+{
+    async_op *o = async_vector_op(ASYNC_ADAMW, DTRAIN_F32, step->params, step->grads, step->count, 0);
+    CHECK(step->copy == NULL);
+    o->adamw = *step;
+    return async_vector(device, o);
+}
+
+static dtrain_status async_sgd(dtrain_device *device, const dtrain_device_sgd_step *step)
+{
+    async_op *o = async_vector_op(ASYNC_SGD, DTRAIN_F32, step->params, step->grads, step->count, 0);
+    CHECK(step->copy == NULL && !step->nesterov);
+    o->sgd = *step;
+    return async_vector(device, o);
+}
+
+static dtrain_status async_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs)
+{
+    async_op *o = async_vector_op(ASYNC_SQUARES, DTRAIN_F32, limbs, x, count, 0);
+    dtrain_status status = async_call(async_of(device));
+    if (status == DTRAIN_OK)
+        status = async_own(x, count * sizeof *x);
+    if (status == DTRAIN_OK)
+        async_push(async_of(device), o);
+    else
+        free(o);
+    return status;
+}
+
+static dtrain_status async_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm, float *x,
+                                size_t count)
+{
+    async_op *o = async_vector_op(ASYNC_CLIP, DTRAIN_F32, x, limbs, count, (double)max_norm);
+    dtrain_status status = async_call(async_of(device));
+    o->norm = norm;
+    if (status == DTRAIN_OK)
+        status = async_own(x, count * sizeof *x);
+    if (status == DTRAIN_OK)
+        async_push(async_of(device), o);
+    else
+        free(o);
+    return status;
+}
+
 static const dtrain_device_ops *async_ops(void)
 {
     static const dtrain_device_ops ops = {async_allocate,
@@ -504,11 +612,11 @@ static const dtrain_device_ops *async_ops(void)
                                           async_reduce,
                                           async_scale,
                                           async_axpy,
+                                          async_adamw,
+                                          async_sgd,
                                           NULL,
-                                          NULL,
-                                          NULL,
-                                          NULL,
-                                          NULL,
+                                          async_squares,
+                                          async_clip,
                                           NULL,
                                           NULL,
                                           NULL,
@@ -545,7 +653,7 @@ static dtrain_device *async_begin(async_device *d, int number, uint64_t seed, un
 }
 
 /* Blocks until the queue is empty. */
-static void async_idle(async_device *d)
+__attribute__((unused)) static void async_idle(async_device *d)
 {
     pthread_mutex_lock(&d->mutex);
     while (d->done < d->queued)

@@ -65,7 +65,8 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     if (status != DTRAIN_OK)
         return dtrain__ddp_note(ddp, status);
     ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
-    return dtrain__ddp_note(ddp, dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce"));
+    status = dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce");
+    return dtrain__ddp_note(ddp, dtrain__fsdp_leave(ddp->fsdp, status));
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
@@ -87,7 +88,7 @@ static void dtrain__ddp_unpack(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && cut->count > 0)
-            memcpy(dtrain__fsdp_full_grad(fsdp, cut), fsdp->grads + cut->grad, cut->count * sizeof(float));
+            dtrain__fsdp_copy(fsdp, dtrain__fsdp_full_grad(fsdp, cut), fsdp->grads + cut->grad, cut->count);
     }
 }
 
@@ -113,6 +114,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         dtrain__ddp_unpack(fsdp);
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
+    status = dtrain__fsdp_leave(fsdp, status);
     ddp->steps += status == DTRAIN_OK;
     return dtrain__ddp_note(ddp, status);
 }
@@ -130,8 +132,6 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     dtrain_status status = dtrain_params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_f32(table, count);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "dtrain_ddp_create");
     dtrain_param *copy = NULL;
     if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
         copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);

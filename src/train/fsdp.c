@@ -13,6 +13,7 @@
 #include "kernels.c"
 #include "optimizer.c"
 #include "../comm/op.c"
+#include "../comm/device_group.c"
 
 #define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
@@ -40,6 +41,31 @@ typedef struct dtrain__fsdp_unit {
     int highest;  /* of a carrier: the other end of its bucket */
     uint64_t job; /* of a carrier: what the sender was given; 0: nothing that was not waited for */
 } dtrain__fsdp_unit;
+
+/* On a device: where a unit's ranges lie that have no memory of the caller's, one after another. */
+typedef struct dtrain__fsdp_place {
+    float *weights, *grads;   /* NULL: they all have */
+    int shares, shares_grads; /* with other units of even or of odd numbers */
+    int whole, whole_grads;   /* all ranges of the unit are there */
+} dtrain__fsdp_place;
+
+enum { DTRAIN__FSDP_GATHERS, DTRAIN__FSDP_REDUCES, DTRAIN__FSDP_COPIES, DTRAIN__FSDP_WAYS };
+
+/* What an object over memory of a device has besides; see >>fsdp-device. */
+typedef struct dtrain__fsdp_device {
+    dtrain_device *queue; /* NULL: memory of the CPU, and nothing here */
+    dtrain_comm *comms[DTRAIN__FSDP_WAYS];
+    dtrain_device_group *groups[DTRAIN__FSDP_WAYS];
+    dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* of a unit, of a bucket's carrier */
+    dtrain__fsdp_place *places;                    /* of a unit */
+    float *blocks[2];                              /* where places are: of weights, of gradients */
+    size_t block_floats[2];
+    unsigned char *stages; /* three: of units with even numbers, with odd ones, of gradients */
+    size_t stage_bytes;
+    uint16_t *halves;       /* this rank's part of sums that travel in 16 bits */
+    int64_t *limbs;         /* of the exact sum of squares; then the norm */
+    dtrain__error refused;  /* what the device refused first, since a call began */
+} dtrain__fsdp_device;
 
 typedef struct dtrain__fsdp_event {
     int lane, unit;
@@ -116,6 +142,7 @@ struct dtrain_fsdp {
     dtrain__fsdp_event *events;
     size_t event_count;
     int64_t left_ns; /* when the caller was given control back */
+    dtrain__fsdp_device device;
     dtrain__error broken, error;
 };
 
@@ -171,7 +198,13 @@ static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_
  * of its own groups learn it from the system. What is this rank's own trouble is no status of theirs. */
 static void dtrain__fsdp_tell(dtrain_fsdp *fsdp)
 {
-    dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
+    dtrain_comm *groups[] = {fsdp->gathers,
+                             fsdp->reduces,
+                             fsdp->copies,
+                             fsdp->world,
+                             fsdp->device.comms[DTRAIN__FSDP_GATHERS],
+                             fsdp->device.comms[DTRAIN__FSDP_REDUCES],
+                             fsdp->device.comms[DTRAIN__FSDP_COPIES]};
     dtrain_status status = fsdp->broken.status;
     dtrain__error cause, kept = dtrain__thread_error;
     if (status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID)
@@ -211,9 +244,20 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
     return DTRAIN_OK;
 }
 
+/* Notes what a device's queue has not taken; the call that it is part of ends with that. */
+static void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
+{
+    if (status != DTRAIN_OK && fsdp->device.refused.status == DTRAIN_OK)
+        fsdp->device.refused = dtrain__thread_error;
+}
+
 /* Ends a public call. */
 static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
 {
+    if (fsdp->device.refused.status != DTRAIN_OK && fsdp->broken.status == DTRAIN_OK) {
+        dtrain__report(&fsdp->device.refused);
+        status = dtrain__fsdp_break(fsdp, fsdp->device.refused.status, "queueing on its device the work", fsdp->last);
+    }
     if (fsdp->desc.trace_events > 0)
         fsdp->left_ns = dtrain__os_now_ns();
     return status;
@@ -263,11 +307,15 @@ static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *wo
 /* The addresses of a range in full. */
 static float *dtrain__fsdp_full(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
 {
+    if (fsdp->device.queue != NULL && (fsdp->reserved[cut->param] & 1))
+        return fsdp->device.places[cut->unit].weights + cut->stage;
     return (float *)fsdp->layout.table[cut->param].data + cut->element;
 }
 
 static float *dtrain__fsdp_full_grad(const dtrain_fsdp *fsdp, const dtrain__cut *cut)
 {
+    if (fsdp->device.queue != NULL && (fsdp->reserved[cut->param] & 2))
+        return fsdp->device.places[cut->unit].grads + cut->grad_stage;
     return (float *)fsdp->layout.table[cut->param].grad + cut->element;
 }
 
@@ -325,7 +373,7 @@ static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, in
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    if (fsdp->units[number].has_pages == take)
+    if (fsdp->units[number].has_pages == take || fsdp->device.queue != NULL)
         return;
     fsdp->units[number].has_pages = take;
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
@@ -340,6 +388,40 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
     }
 }
 
+static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
+
+/* Takes the place of a unit's gradients from another that has left it without handing any over. */
+static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
+{
+    for (int i = number & 1; fsdp->device.places[number].shares_grads && i < fsdp->layout.unit_count; i += 2) {
+        const dtrain__fsdp_unit *other = &fsdp->units[i];
+        if (i == number || !other->has_grads || !fsdp->device.places[i].shares_grads)
+            continue;
+        if (other->held || other->stage == DTRAIN__WAITS || other->stage == DTRAIN__SCATTERS)
+            dtrain__fsdp_queued(fsdp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                                   "gradients of unit %d lie where those of unit %d do, which are not "
+                                                   "reduced yet: reduce units from the last to the first",
+                                                   number, i));
+        else
+            dtrain__fsdp_page_grads(fsdp, i, 0);
+    }
+}
+
+/* A device's memory for a unit's gradients is zero while no unit has it. */
+static void dtrain__fsdp_place_grads(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    const float zero = 0.0f;
+    if (take)
+        dtrain__fsdp_clear_place(fsdp, number);
+    for (size_t i = layout->units[number].first; !take && i < layout->units[number].end; i++) {
+        const dtrain__cut *cut = &layout->cuts[i];
+        if (cut->trained && cut->count > 0)
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, dtrain__fsdp_full_grad(fsdp, cut), &zero,
+                                                         sizeof zero, cut->count));
+    }
+}
+
 /* Takes the reserved pages of a unit's gradients; or sets its gradients to zero, and drops them. */
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
 {
@@ -347,6 +429,10 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
     if (fsdp->units[number].has_grads == take)
         return;
     fsdp->units[number].has_grads = take;
+    if (fsdp->device.queue != NULL) {
+        dtrain__fsdp_place_grads(fsdp, number, take);
+        return;
+    }
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);

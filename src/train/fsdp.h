@@ -35,6 +35,15 @@
  * left out on some ranks alone.) A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can then only be
  * asked for its slices and destroyed.
  *
+ * On a device (dtrain_param.device, the same queue for all of a table) the same calls give the same bits. What the
+ * caller queues on that queue comes in order with them: after a gather it sees the parameters, before a reduce it has
+ * left the gradients. Gathers and reductions go on beside it, on queues of their own, and so does the CPU, but where it
+ * is told a number (a norm, a loss scale's verdict) and where groups of devices stage (>>device-group). A unit of which
+ * the caller holds no memory is one piece: its ranges lie one after another in table order, at addresses that stay
+ * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
+ * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
+ * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised.
+ *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
 #define DTRAIN__FSDP_H
@@ -127,8 +136,9 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  *            parameter of another dtype must have data, and stays there in full on every rank
  *   desc     NULL: all defaults; the same on every rank
  *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; a world that is no multiple of shard_size
- *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data
- *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter that is neither F32 nor frozen with data; parameters of several
+ *                                    devices; on a device something quantised, or a transport that has no groups
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks, or some are on devices and others not
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
  *            DTRAIN_ERR_MEMORY; those of dtrain_comm_split and dtrain_broadcast
  *
@@ -148,8 +158,9 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);
  * one thread per object */
 DTRAIN_API const char *dtrain_fsdp_error(const dtrain_fsdp *fsdp);
 
-/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name. It may
- * be read while the parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
+/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name, and on
+ * a device for a stacked one without memory of the caller's: see dtrain_fsdp_unit_param. It may be read while the
+ * parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
  *
  * one thread per object */
 DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
@@ -159,6 +170,15 @@ DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
  *
  * one thread per object */
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name);
+
+/* Return where one unit's part of a parameter lies in full, the whole of it or the layer of a stacked one, and where
+ * its gradient does, as long as the object lives. Memory that the caller has not given is the CPU's pages; on a device
+ * units of even numbers share one place, those of odd numbers another, and tied ones have their own. NULL for none of
+ * that name in that unit, and for the gradient of a frozen one.
+ *
+ * one thread per object */
+DTRAIN_API float *dtrain_fsdp_unit_param(const dtrain_fsdp *fsdp, const char *name, int unit);
+DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *name, int unit);
 
 /* Makes a unit's parameters readable, and starts to gather the next one, in the direction in which calls go.
  *
@@ -256,7 +276,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
  * max_norm / norm is rounded to float32 once. Not finite: gradients are left as they are.
  *
  *   max_norm   0: measure only
- *   norm       out, the same on every rank; may be NULL
+ *   norm       out, the same on every rank; NULL: on a device the CPU does not wait for it
  *   errors     as dtrain_fsdp_finish
  *
  * collective: every rank, same order; blocks up to timeout_ms */
@@ -307,6 +327,7 @@ typedef struct dtrain_slice {
     float *weights;  /* count float32 each; NULL where there is none, or none yet */
     float *grads;    /* after dtrain_fsdp_finish, until the step */
     float *state[2]; /* AdamW: m and v; SGD with momentum: the velocity */
+    dtrain_device *device; /* whose memory these are; NULL: the CPU's */
 } dtrain_slice;
 
 /* Lists this rank's slices, those of no elements included: by unit, in table order. The array is the object's; it stays
@@ -343,7 +364,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit);
 
 /* Sets a parameter from one rank's full value.
  *
- *   value    all elements on root; on other ranks not read, may be NULL
+ *   value    all elements on root, in the CPU's memory; on other ranks not read, may be NULL
  *   errors   DTRAIN_ERR_INVALID  no such parameter, or a bad root
  *
  * collective: every rank, same order; blocks up to timeout_ms */
@@ -351,7 +372,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
 
 /* Copies a parameter's full value, in F32, to one rank, or with root -1 to all.
  *
- *   value    out: all elements; on ranks that get none not touched, may be NULL
+ *   value    out: all elements, in the CPU's memory; on ranks that get none not touched, may be NULL
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root);
@@ -359,6 +380,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
 /* Gathers every parameter and keeps all until the next step: for an evaluation by foreign code, or before destroy,
  * which leaves them in memory of the caller's. Rounded to gather_dtype, as all that is gathered; dtrain_fsdp_get has
  * the masters.
+ *
+ *   errors   DTRAIN_ERR_UNSUPPORTED  on a device, where units share places
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);

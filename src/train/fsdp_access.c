@@ -14,16 +14,51 @@ static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
     return i;
 }
 
-DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
+/* The cut of a parameter in a unit; NULL: there is none. */
+static const dtrain__cut *dtrain__fsdp_find_cut(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    if (fsdp == NULL || name == NULL || unit < 0 || unit >= fsdp->layout.unit_count)
+        return NULL;
+    size_t param = dtrain__fsdp_find(fsdp, name);
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
+        if (fsdp->layout.cuts[i].param == param)
+            return &fsdp->layout.cuts[i];
+    return NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_unit_param(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    const dtrain__cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
+    return cut != NULL ? dtrain__fsdp_full(fsdp, cut) : NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    const dtrain__cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
+    return cut != NULL && cut->trained ? dtrain__fsdp_full_grad(fsdp, cut) : NULL;
+}
+
+/* The address of a parameter or of its gradient: on a device of one whose layers do not lie side by side there is none.
+ */
+static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int grad)
 {
     size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
-    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].data : NULL;
+    if (fsdp == NULL || name == NULL || i == fsdp->layout.table_count)
+        return NULL;
+    const dtrain_param *param = &fsdp->layout.table[i];
+    if (fsdp->device.queue != NULL && (fsdp->reserved[i] & (1 << grad)) && !param->stacked)
+        return grad ? dtrain_fsdp_unit_grad(fsdp, name, param->unit) : dtrain_fsdp_unit_param(fsdp, name, param->unit);
+    return (float *)(grad ? param->grad : param->data);
+}
+
+DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
+{
+    return dtrain__fsdp_address(fsdp, name, 0);
 }
 
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
 {
-    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
-    return fsdp != NULL && name != NULL && i < fsdp->layout.table_count ? (float *)fsdp->layout.table[i].grad : NULL;
+    return dtrain__fsdp_address(fsdp, name, 1);
 }
 
 /* What is in memory of a unit is what the caller wrote: keeps this rank's part of it. */
@@ -32,9 +67,9 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
-        if (cut->own_count > 0 && !cut->home)
-            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
-                   cut->own_count * sizeof(float));
+        if (!cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                              cut->own_count);
     }
 }
 
@@ -42,7 +77,15 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
 static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    for (size_t i = 0; fsdp->desc.gather_dtype != DTRAIN_F32 && i < count; i += DTRAIN__FSDP_CHUNK) {
+    void *stage = fsdp->device.stages;
+    if (fsdp->desc.gather_dtype == DTRAIN_F32)
+        return;
+    if (fsdp->device.queue != NULL) {
+        dtrain__fsdp_convert(fsdp, full, DTRAIN_F32, stage, fsdp->desc.gather_dtype, count);
+        dtrain__fsdp_convert(fsdp, stage, fsdp->desc.gather_dtype, full, DTRAIN_F32, count);
+        return;
+    }
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
         size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
         dtrain_convert(full + i, DTRAIN_F32, chunk, fsdp->desc.gather_dtype, n);
         dtrain_convert(chunk, fsdp->desc.gather_dtype, full + i, DTRAIN_F32, n);
@@ -82,13 +125,18 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
         low = low > at ? low : at;
         high = high < at + count ? high : at + count;
         if (low < high)
-            memcpy(dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
-                   (high - low) * sizeof(float));
+            dtrain__fsdp_copy(fsdp, dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
+                              high - low);
     }
-    if (fsdp->layout.resident && count > 0) {
-        float *full = (float *)fsdp->layout.table[param].data + at;
-        memcpy(full, values, count * sizeof(float));
-        dtrain__fsdp_round(fsdp, full, count);
+    for (size_t i = 0; i < fsdp->layout.cut_count && fsdp->layout.resident; i++) {
+        const dtrain__cut *cut = &fsdp->layout.cuts[i];
+        size_t low = cut->element > at ? cut->element : at, high = cut->element + cut->count;
+        high = high < at + count ? high : at + count;
+        if (cut->param != param || low >= high)
+            continue;
+        float *full = dtrain__fsdp_full(fsdp, cut) + (low - cut->element);
+        dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
+        dtrain__fsdp_round(fsdp, full, high - low);
     }
 }
 
@@ -161,22 +209,39 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
 }
 
-static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
+/* A range's full value, of which `own` is this rank's part in the CPU's memory. */
+static dtrain_status dtrain__fsdp_get_own(dtrain_fsdp *fsdp, size_t index, const float *own, float *out, int root)
 {
-    const dtrain__cut *cut = &fsdp->layout.cuts[index];
     const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
-    const float *own = dtrain__fsdp_own(fsdp, cut);
-    float *out = value != NULL ? value + cut->element : NULL;
-    if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
-        return DTRAIN_OK;
     if (fsdp->gathers == NULL) {
         if (root < 0 || root == rank)
-            memcpy(out, own, cut->count * sizeof(float));
+            memcpy(out, own, fsdp->layout.cuts[index].count * sizeof(float));
         return DTRAIN_OK;
     }
     return root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
                     : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
+}
+
+static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
+{
+    const dtrain__cut *cut = &fsdp->layout.cuts[index];
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    const float *own = dtrain__fsdp_own(fsdp, cut);
+    float *out = value != NULL ? value + cut->element : NULL;
+    size_t bytes = cut->own_count * sizeof(float);
+    if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
+        return DTRAIN_OK;
+    if (fsdp->device.queue == NULL)
+        return dtrain__fsdp_get_own(fsdp, index, own, out, root);
+    float *copy = (float *)dtrain__alloc(&fsdp->memory, bytes);
+    if (copy == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    dtrain_status status = dtrain_device_copy(fsdp->device.queue, copy, own, bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_get_own(fsdp, index, copy, out, root);
+    dtrain__free(&fsdp->memory, copy, bytes);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root)
@@ -201,6 +266,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_unshard", 0);
     if (status != DTRAIN_OK)
         return status;
+    for (int i = 0; i < fsdp->layout.unit_count && fsdp->device.queue != NULL && !fsdp->layout.resident; i++)
+        if (fsdp->device.places[i].shares && dtrain__place_floats(&fsdp->layout, i, 0) > 0)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED,
+                                "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
+                                "with dtrain_fsdp_get, or set no_reshard_after_forward",
+                                i, dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue));
     fsdp->keeps = !fsdp->layout.resident;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && fsdp->keeps; i++) {
         if (fsdp->units[i].stale)

@@ -86,6 +86,7 @@ static void dtrain__fsdp_digest(const dtrain_param *table, size_t count, const d
         memset(&group, 0, sizeof group);
         memcpy(group.before, digest, 32);
         group.numbers[0] = (float)(table[i].data != NULL);
+        group.numbers[1] = (float)(table[i].device != NULL);
         dtrain_sha256(&group, sizeof group, digest);
     }
 }
@@ -231,13 +232,14 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     slice->count = cut->own_count;
     slice->no_decay = fsdp->decays[cut->param] == 0.0f;
     slice->weights = dtrain__fsdp_own(fsdp, cut);
+    slice->device = fsdp->device.queue;
     for (size_t k = 0; cut->trained && k < floats; k++)
         slice->state[k] = fsdp->state + k * fsdp->layout.grads + cut->grad;
     for (int shard = 0; shard < fsdp->layout.shards; shard++) {
         size_t own;
         fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
             dtrain__layout_part(&fsdp->layout, cut, shard, &own);
-        for (int grads = 0; grads <= cut->trained && cut->packed; grads++)
+        for (int grads = 0; grads <= cut->trained && (cut->packed || fsdp->device.queue != NULL); grads++)
             fsdp->packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards +
                                 (size_t)shard] += dtrain__layout_part(&fsdp->layout, cut, shard, &own);
     }
@@ -265,7 +267,11 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         if (!layout->table[i].frozen && layout->table[i].grad == NULL)
             fsdp->reserved[i] |= 2;
         any |= fsdp->reserved[i];
+        if (layout->table[i].frozen)
+            layout->table[i].grad = NULL;
     }
+    if (layout->device != NULL)
+        return DTRAIN_OK;
     memset(&plan, 0, sizeof plan);
     dtrain_status status = dtrain__plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp),
                                              &fsdp->memory, &plan);
@@ -280,8 +286,6 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
             layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
         if (fsdp->reserved[i] & 2)
             layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
-        if (layout->table[i].frozen)
-            layout->table[i].grad = NULL;
     }
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++)
         dtrain__fsdp_settle_in(fsdp, &layout->cuts[i]);
@@ -300,7 +304,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
     fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
     fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    fsdp->stages = (float *)dtrain__alloc(memory, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    fsdp->stages = (float *)dtrain__alloc(memory, dtrain__plan_stages(layout));
     fsdp->staged[0] = fsdp->staged[1] = -1;
     fsdp->code_parts = (const void **)dtrain__alloc(memory, (size_t)layout->shards * sizeof(void *));
     fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
@@ -310,9 +314,9 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
     fsdp->buckets = (dtrain_bucket *)dtrain__alloc(memory, 2 * units * sizeof *fsdp->buckets);
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
-    fsdp->state = (float *)dtrain__alloc(memory, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__alloc(memory, dtrain__plan_apart(layout));
-    fsdp->levels[0] = (float *)dtrain__alloc(memory, layout->grads * sizeof(float));
+    fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
+    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__plan_apart(layout));
+    fsdp->levels[0] = (float *)dtrain__fsdp_alloc(fsdp, layout->grads * sizeof(float));
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
@@ -322,7 +326,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
                             "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
                             dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
     fsdp->decays = fsdp->lr_factors + params;
-    dtrain_status status = dtrain__code_open(fsdp);
+    dtrain_status status = fsdp->device.queue != NULL ? dtrain__fsdp_make_places(fsdp) : dtrain__code_open(fsdp);
     return status == DTRAIN_OK ? dtrain__fsdp_reserve(fsdp) : status;
 }
 
@@ -333,15 +337,19 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
         if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
-            status = dtrain_broadcast(fsdp->world, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
-                                      layout->table[i].dtype, 0);
+            status =
+                fsdp->device.queue != NULL
+                    ? dtrain__fsdp_device_broadcast(fsdp, layout->table[i].data,
+                                                    dtrain_param_elements(&layout->table[i]), layout->table[i].dtype)
+                    : dtrain_broadcast(fsdp->world, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
+                                       layout->table[i].dtype, 0);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
             continue;
-        if (layout->apart && cut->own_count > 0 && !cut->home)
-            memcpy(fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
-                   cut->own_count * sizeof(float));
+        if (layout->apart && !cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
+                              cut->own_count);
         dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
     }
     for (int i = 0; i < layout->unit_count; i++) {
@@ -357,8 +365,10 @@ static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
         const dtrain_param *param = &fsdp->layout.table[i];
+        const float zero = 0.0f;
         if (param->grad != NULL && !(fsdp->reserved[i] & 2))
-            memset(param->grad, 0, dtrain_param_elements(param) * sizeof(float));
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
+                                                         dtrain_param_elements(param)));
     }
 }
 
@@ -374,8 +384,11 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
     if (dtrain_comm_size(fsdp->comm) > 1)
         status = dtrain__fsdp_compare(fsdp, table, count, status);
+    fsdp->device.queue = fsdp->layout.device;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_groups(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_make_device_groups(fsdp);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_allocate(fsdp);
@@ -392,7 +405,10 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     fsdp->scattering = fsdp->bucket = -1;
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp);
-    return dtrain__fsdp_first_values(fsdp);
+    status = dtrain__fsdp_first_values(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
+        status = dtrain__report(&fsdp->device.refused);
+    return status;
 }
 
 /* checked: what the caller found wrong, which the other ranks are to learn. */
@@ -479,7 +495,7 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
     dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
     dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    dtrain__free(memory, fsdp->stages, DTRAIN__FSDP_STAGES * layout->stage * sizeof(float));
+    dtrain__free(memory, fsdp->stages, dtrain__plan_stages(layout));
     dtrain__free(memory, fsdp->code_parts, (size_t)layout->shards * sizeof(void *));
     dtrain__free(memory, fsdp->code_counts, fsdp->code_bytes);
     dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
@@ -489,12 +505,13 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
     dtrain__free(memory, fsdp->buckets, 2 * units * sizeof *fsdp->buckets);
     dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
-    dtrain__free(memory, fsdp->state, floats * layout->grads * sizeof(float));
-    dtrain__free(memory, fsdp->masters, dtrain__plan_apart(layout));
+    dtrain__fsdp_dealloc(fsdp, fsdp->state, floats * layout->grads * sizeof(float));
+    dtrain__fsdp_dealloc(fsdp, fsdp->masters, dtrain__plan_apart(layout));
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        dtrain__free(memory, fsdp->levels[i], layout->grads * sizeof(float));
-        dtrain__free(memory, fsdp->full_levels[i], layout->trained * sizeof(float));
+        dtrain__fsdp_dealloc(fsdp, fsdp->levels[i], layout->grads * sizeof(float));
+        dtrain__fsdp_dealloc(fsdp, fsdp->full_levels[i], layout->trained * sizeof(float));
     }
+    dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->weight_pages);
     dtrain__pages_destroy(&fsdp->grad_pages);
     dtrain__layout_destroy(&fsdp->layout, memory);
@@ -510,6 +527,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__fsdp_quiesce(fsdp);
     dtrain__thread_error = kept;
     dtrain__sender_destroy(fsdp->sender);
+    dtrain__fsdp_end_device_groups(fsdp);
     if (!fsdp->shares_comm) {
         dtrain_comm_destroy(fsdp->gathers);
         dtrain_comm_destroy(fsdp->reduces);

@@ -4,6 +4,7 @@
 #ifndef DTRAIN__FSDP_GATHER
 #define DTRAIN__FSDP_GATHER
 #include "fsdp.c"
+#include "fsdp_device.c"
 #include "fsdp_quantise.c"
 
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
@@ -38,7 +39,7 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
     int other = fsdp->staged[number % 2];
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0)
+    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0 && fsdp->device.stage_bytes == 0)
         return DTRAIN_OK;
     if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__COMING)
         status = dtrain__fsdp_gather_finish(fsdp, other);
@@ -77,9 +78,11 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_page_weights(fsdp, number, 1);
     unit->state = DTRAIN__COMING;
     dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_device_gather(fsdp, number);
+    else if (status == DTRAIN_OK)
         status = dtrain__fsdp_gather_packed(fsdp, number);
-    for (size_t i = first; status == DTRAIN_OK && i < end; i++)
+    for (size_t i = first; status == DTRAIN_OK && i < end && fsdp->device.queue == NULL; i++)
         if (!fsdp->layout.cuts[i].packed)
             status = dtrain__fsdp_gather_cut(fsdp, i);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "starting to gather", number);
@@ -88,10 +91,13 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
 {
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_gathered(fsdp, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__LANE_GATHER, number);
+    size_t end = fsdp->device.queue != NULL ? 0 : fsdp->layout.units[number].end;
     if (status != DTRAIN_OK)
         return status;
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+    for (size_t i = fsdp->layout.units[number].first; i < end; i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
         if (cut->packed)
@@ -121,9 +127,28 @@ static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
+/* Drops the unit that is where `number` is to be. *room: it was not held. */
+static dtrain_status dtrain__fsdp_make_place(dtrain_fsdp *fsdp, int number, int *room)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    dtrain_status status = DTRAIN_OK;
+    *room = 1;
+    for (int i = number & 1; places[number].shares && i < fsdp->layout.unit_count && status == DTRAIN_OK; i += 2) {
+        if (i == number || !places[i].shares || fsdp->units[i].state == DTRAIN__ABSENT)
+            continue;
+        if (!fsdp->units[i].held)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+        else
+            *room = 0;
+    }
+    return status;
+}
+
 /* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
 static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
+    if (fsdp->device.queue != NULL)
+        return dtrain__fsdp_make_place(fsdp, number, room);
     *room = 1;
     if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
         return DTRAIN_OK;
@@ -190,11 +215,30 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
     return direction;
 }
 
+/* Says whether a unit can be gathered while others are held. */
+static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    if (fsdp->device.queue == NULL || fsdp->layout.resident || !places[number].shares)
+        return DTRAIN_OK;
+    for (int i = number & 1; i < fsdp->layout.unit_count; i += 2)
+        if (i != number && places[i].shares && fsdp->units[i].held && fsdp->units[i].state != DTRAIN__ABSENT)
+            return dtrain__fail(
+                &fsdp->error, DTRAIN_ERR_INVALID,
+                "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
+                "first, or set no_reshard_after_forward",
+                number, i, dtrain__fsdp_rank(fsdp));
+    return DTRAIN_OK;
+}
+
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
     int room;
-    dtrain_status status = dtrain__fsdp_advance(fsdp, number);
+    dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_advance(fsdp, number);
     /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
     if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended))
         status = dtrain__fsdp_left_out(fsdp, number);

@@ -27,11 +27,29 @@ static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
     double length = dtrain__device_length(&fsdp->sum);
     if (max_norm > 0.0f && dtrain__exact_finite(&fsdp->sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, dtrain__train_ratio((double)max_norm, length),
-                                              fsdp->layout.grads);
+        float factor = dtrain__train_ratio((double)max_norm, length);
+        if (fsdp->device.queue != NULL)
+            dtrain__fsdp_queued(fsdp, dtrain_device_scale(fsdp->device.queue, DTRAIN_F32, fsdp->grads, (double)factor,
+                                                          fsdp->layout.grads));
+        else
+            dtrain__train_kernels_get()->multiply(fsdp->grads, fsdp->grads, factor, fsdp->layout.grads);
         dtrain__fpmode_restore(mode);
     }
     return length;
+}
+
+/* Shortens gradients on a device without the CPU's hearing how long they are. */
+static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_norm)
+{
+    dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->summed = 0;
+    status = dtrain__fsdp_device_squares(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm, dtrain__fsdp_device_norm(fsdp),
+                                    fsdp->grads, fsdp->layout.grads);
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients, instead", 0);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
@@ -41,6 +59,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
         status = dtrain__fsdp_check_norm(fsdp, "dtrain_fsdp_clip_grad_norm", max_norm);
     if (status != DTRAIN_OK)
         return status;
+    if (norm == NULL && fsdp->device.queue != NULL)
+        return dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm));
     status = dtrain__fsdp_measure(fsdp);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_leave(fsdp, status);

@@ -2,7 +2,7 @@
  * What an object will need, from its layout alone, before anything of it is allocated. */
 #ifndef DTRAIN__FSDP_PLAN
 #define DTRAIN__FSDP_PLAN
-#include "fsdp.c"
+#include "fsdp_device.c"
 #include "fsdp_traffic.c"
 
 typedef struct dtrain__page_span {
@@ -93,6 +93,12 @@ static size_t dtrain__plan_state_floats(const dtrain_optimizer_desc *optimizer)
     return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
 }
 
+/* Bytes of the CPU's stages for small ranges. */
+static size_t dtrain__plan_stages(const dtrain__layout *layout)
+{
+    return layout->device == NULL ? DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) : 0;
+}
+
 /* Of tables and page counts. */
 static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world)
 {
@@ -101,11 +107,13 @@ static size_t dtrain__plan_bookkeeping(const dtrain__layout *layout, const dtrai
                    (size_t)layout->shards * sizeof(size_t);
     size_t a_unit = sizeof(dtrain__cut_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
                     2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
+    if (layout->device != NULL)
+        a_unit += sizeof(dtrain__fsdp_place) + DTRAIN__FSDP_WAYS * sizeof(dtrain_device_work *);
     return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
            layout->part_count * sizeof(dtrain_param_part) + layout->cut_count * a_cut +
            (size_t)layout->unit_count * a_unit + (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event) + DTRAIN__FSDP_STAGES * layout->stage * sizeof(float) +
+           desc->trace_events * sizeof(dtrain__fsdp_event) + dtrain__plan_stages(layout) +
            (size_t)layout->shards * sizeof(void *) + dtrain__code_bytes_of_stages(layout, desc);
 }
 
@@ -137,8 +145,12 @@ static dtrain_status dtrain__plan_fill(const dtrain__layout *layout, const dtrai
     else
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
     plan->optimizer = layout->grads * sizeof(float) * dtrain__plan_state_floats(&optimizer);
-    plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
-    plan->full_grads = dtrain__plan_pages(layout, 1, desc->no_overlap, spans);
+    if (layout->device == NULL) {
+        plan->full_weights = dtrain__plan_pages(layout, 0, all, spans);
+        plan->full_grads = dtrain__plan_pages(layout, 1, desc->no_overlap, spans);
+    } else {
+        dtrain__place_plan(layout, desc, &plan->full_weights, &plan->full_grads);
+    }
     plan->bookkeeping = dtrain__plan_bookkeeping(layout, desc, world);
     plan->compression = dtrain__plan_compression(layout, desc->compress);
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +

@@ -33,7 +33,7 @@ static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
 {
     if (*level == NULL)
-        *level = (float *)dtrain__alloc(&fsdp->memory, count * sizeof(float));
+        *level = (float *)dtrain__fsdp_alloc(fsdp, count * sizeof(float));
     if (*level != NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of gradient sums: use fewer micro-batches",
@@ -46,10 +46,13 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     const dtrain__cut_unit *cuts = &fsdp->layout.units[number];
     float *sum = dtrain__fsdp_target(fsdp, number);
     uint64_t mode = dtrain__fpmode_enter();
-    if (dtrain__fsdp_narrows_grads(fsdp))
+    if (fsdp->device.queue != NULL)
+        dtrain__fsdp_convert(fsdp, dtrain__fsdp_device_receives(fsdp, number, sum), fsdp->desc.reduce_dtype, sum,
+                             DTRAIN_F32, cuts->grad_count);
+    else if (dtrain__fsdp_narrows_grads(fsdp))
         dtrain__fsdp_widen(sum, cuts->grad_count, fsdp->desc.reduce_dtype);
     for (int level = 0; level < fsdp->units[number].level; level++)
-        dtrain__train_kernels_get()->add(sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
+        dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
     dtrain__fpmode_restore(mode);
     fsdp->units[number].stage = DTRAIN__IDLE;
 }
@@ -117,8 +120,10 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
         fsdp->units[lowest].job = dtrain__sender_post(fsdp->sender, lowest, highest, sum - units[lowest].grad);
         return DTRAIN_OK;
     }
-    dtrain_status status = dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
-                                                   &fsdp->copying[lowest]);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_add(fsdp, lowest, sum, count)
+                               : dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype,
+                                                         DTRAIN_SUM, &fsdp->copying[lowest]);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     fsdp->copying[lowest] = NULL;
@@ -176,6 +181,11 @@ static dtrain_status dtrain__fsdp_wait_job(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
+static dtrain_device_work **dtrain__fsdp_adding(const dtrain_fsdp *fsdp, int lowest)
+{
+    return &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest];
+}
+
 /* Waits until the bucket of a unit has been added over the copies. */
 static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 {
@@ -184,9 +194,11 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     int64_t before_ns = fsdp->stats.communicated_ns;
     if (fsdp->sender != NULL)
         return dtrain__fsdp_wait_job(fsdp, number);
-    if (fsdp->copying[lowest] == NULL)
+    if (fsdp->copying[lowest] == NULL && (fsdp->device.queue == NULL || *dtrain__fsdp_adding(fsdp, lowest) == NULL))
         return DTRAIN_OK;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__LANE_REDUCE, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest)
+                               : dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__LANE_REDUCE, number);
     if (status != DTRAIN_OK)
         return status;
     uint64_t dense = dtrain__feedback_dense_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
@@ -200,13 +212,16 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
     int64_t before_ns = fsdp->stats.communicated_ns;
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_REDUCES, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->reduces != NULL)
         dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
-    dtrain__fsdp_unpack_grads(fsdp, number);
+    if (fsdp->device.queue == NULL)
+        dtrain__fsdp_unpack_grads(fsdp, number);
     dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
     if (fsdp->copies == NULL && fsdp->sender == NULL) {
@@ -234,11 +249,22 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Goes on with reductions whose operations have ended, and ends scattering `unit`, which is needed again. */
+/* Says whether the gradients that are being scattered are in the way: a unit's own, or on a device those in its place. */
+static int dtrain__fsdp_in_the_way(const dtrain_fsdp *fsdp, int unit)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    int now = fsdp->scattering;
+    return now == unit || (fsdp->device.queue != NULL && now % 2 == unit % 2 && places[now].shares_grads &&
+                           places[unit].shares_grads);
+}
+
+/* Goes on with reductions whose operations have ended, and ends scattering what is in the way of `unit`. On a device
+ * that has ended for the CPU before it has for the caller's queue, which is not to wait for it early. */
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
-    if (now >= 0 && (now == unit || dtrain__fsdp_all_done(fsdp, fsdp->reducing, now)))
+    if (now >= 0 && (dtrain__fsdp_in_the_way(fsdp, unit) ||
+                     (fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))))
         return dtrain__fsdp_scattered(fsdp, now);
     return DTRAIN_OK;
 }
@@ -275,9 +301,12 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     fsdp->scattering = number;
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     float *sum = status == DTRAIN_OK ? dtrain__fsdp_target(fsdp, number) : NULL;
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_device_reduce(fsdp, number, sum);
+    else if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_packed(fsdp, number);
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
+    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end && fsdp->device.queue == NULL;
+         i++) {
         const dtrain__cut *cut = &fsdp->layout.cuts[i];
         if (status == DTRAIN_OK && cut->trained && cut->count > 0 && !cut->packed)
             status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
@@ -303,11 +332,25 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
     return status;
 }
 
-static void dtrain__fsdp_fill_nothing(float *to, size_t count)
+static void dtrain__fsdp_fill_nothing(dtrain_fsdp *fsdp, float *to, size_t count)
 {
     const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
-    for (size_t i = 0; i < count; i++)
-        memcpy(to + i, &negative_zero, sizeof negative_zero);
+    if (count > 0)
+        dtrain__fsdp_queued(fsdp,
+                            dtrain_device_fill(fsdp->device.queue, to, &negative_zero, sizeof negative_zero, count));
+}
+
+/* As dtrain__fsdp_keep_cut, whole ranges at a time. */
+static void dtrain__fsdp_device_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, unsigned taken, float *out)
+{
+    const float *sum = dtrain__fsdp_full_grad(fsdp, cut);
+    for (int level = 0; taken >> level != 0; level++) {
+        if (taken >> level & 1) {
+            dtrain__fsdp_add(fsdp, out, fsdp->full_levels[level] + cut->full_grad, sum, cut->count);
+            sum = out;
+        }
+    }
+    dtrain__fsdp_copy(fsdp, out, sum, cut->count);
 }
 
 /* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. */
@@ -317,7 +360,9 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__cut *cut, int
     int ones = dtrain__trailing_ones((unsigned)fsdp->ended);
     unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
     float *grad = dtrain__fsdp_full_grad(fsdp, cut), *out = last ? grad : fsdp->full_levels[ones] + cut->full_grad;
-    for (size_t i = 0; i < cut->count; i += DTRAIN__FSDP_CHUNK) {
+    if (fsdp->device.queue != NULL)
+        dtrain__fsdp_device_keep_cut(fsdp, cut, taken, out);
+    for (size_t i = 0; fsdp->device.queue == NULL && i < cut->count; i += DTRAIN__FSDP_CHUNK) {
         size_t n = cut->count - i < DTRAIN__FSDP_CHUNK ? cut->count - i : DTRAIN__FSDP_CHUNK;
         float sums[DTRAIN__FSDP_CHUNK];
         const float *sum = grad + i;
@@ -373,6 +418,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     int keeps = folded > 1, last = fsdp->ended >= folded - 1;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_settle(fsdp, number);
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_advance(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
         status =
             dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__trailing_ones((unsigned)fsdp->ended)], layout->trained);
@@ -383,7 +430,7 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__cut *cut = &layout->cuts[i];
         if (cut->trained && unused)
-            dtrain__fsdp_fill_nothing(dtrain__fsdp_full_grad(fsdp, cut), cut->count);
+            dtrain__fsdp_fill_nothing(fsdp, dtrain__fsdp_full_grad(fsdp, cut), cut->count);
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }

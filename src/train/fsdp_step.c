@@ -139,7 +139,6 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 /* Collapses the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
     float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* of nothing */
@@ -147,10 +146,10 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
         if (!(fsdp->round >> level & 1))
             continue;
         if (sum != NULL)
-            kernels->add(fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
+            dtrain__fsdp_add(fsdp, fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
         sum = fsdp->levels[level];
     }
-    kernels->divide(sum, sum, (float)divisor, fsdp->layout.grads);
+    dtrain__fsdp_quotient(fsdp, sum, divisor, fsdp->layout.grads);
     dtrain__fpmode_restore(mode);
     fsdp->grads = sum;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
@@ -198,15 +197,23 @@ static void dtrain__fsdp_add_squares(dtrain_fsdp *fsdp)
     }
 }
 
-/* Sums the squares of all gradients, over the ranks of one copy: each element once. */
+/* Sums the squares of all gradients, over the ranks of one copy: each element once. The CPU waits for a device's. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
     if (fsdp->summed)
         return DTRAIN_OK;
     memset(&fsdp->sum, 0, sizeof fsdp->sum);
-    dtrain__fsdp_add_squares(fsdp);
-    if (fsdp->reduces != NULL)
+    if (fsdp->device.queue == NULL) {
+        dtrain__fsdp_add_squares(fsdp);
+    } else {
+        status = dtrain__fsdp_device_squares(fsdp);
+        if (status == DTRAIN_OK)
+            status =
+                dtrain_device_copy(fsdp->device.queue, fsdp->sum.limbs, fsdp->device.limbs, sizeof fsdp->sum.limbs);
+        dtrain__exact_carry(&fsdp->sum);
+    }
+    if (fsdp->reduces != NULL && fsdp->device.queue == NULL)
         status = dtrain_all_reduce(fsdp->reduces, fsdp->sum.limbs, fsdp->sum.limbs, DTRAIN__EXACT_LIMBS, DTRAIN_I64,
                                    DTRAIN_SUM);
     if (status != DTRAIN_OK)
@@ -227,11 +234,12 @@ static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
         if (!cut->trained || cut->own_count == 0)
             continue;
         desc.weight_decay = fsdp->decays[cut->param];
-        if (desc.kind == DTRAIN_ADAMW)
-            dtrain_adamw(slice->weights, slice->grads, slice->state[0], slice->state[1], cut->own_count, &desc, rate,
-                         fsdp->step);
-        else
-            dtrain_sgd(slice->weights, slice->grads, slice->state[0], cut->own_count, &desc, rate);
+        dtrain__fsdp_queued(fsdp,
+                            desc.kind == DTRAIN_ADAMW
+                                ? dtrain_device_adamw(fsdp->device.queue, slice->weights, slice->grads, slice->state[0],
+                                                      slice->state[1], cut->own_count, &desc, rate, fsdp->step, NULL)
+                                : dtrain_device_sgd(fsdp->device.queue, slice->weights, slice->grads, slice->state[0],
+                                                    cut->own_count, &desc, rate, NULL));
     }
 }
 

@@ -23,7 +23,8 @@ typedef struct dtrain__cut {
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
     int packed;                     /* travels with the other small ranges of its unit */
-    size_t stage, grad_stage;       /* where it is among these, and among those that are trained */
+    size_t stage, grad_stage;       /* where it is among these, and among those that are trained; on a device among all
+                                     * of its unit */
     size_t element, count;          /* of the parameter */
     size_t begin;                   /* in the unit's concatenation */
     size_t own, own_count;          /* this rank's part of the range */
@@ -55,6 +56,7 @@ typedef struct dtrain__layout {
     size_t cut_count;
     dtrain__cut_unit *units;
     int unit_count, shards, copies, shard; /* ranks of one copy; copies; this rank's place in its copy */
+    dtrain_device *device;                 /* of all parameters; NULL: the CPU */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
     size_t stage;                          /* the most elements that one unit's small ranges have */
@@ -122,7 +124,7 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world)
+static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world, const dtrain_device *device)
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
     dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
@@ -148,6 +150,11 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         return status;
     if (desc->compress != NULL && (status = dtrain__layout_check_compress(desc)) != DTRAIN_OK)
         return status;
+    if (device != NULL && (desc->quantise_gather > 0 || desc->quantise_reduce > 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "fsdp: quantise_gather and quantise_reduce are for the CPU's memory, parameters are on %s: "
+                            "use gather_dtype and reduce_dtype DTRAIN_BF16 there",
+                            dtrain_device_name(device));
     if (desc->micro_batches < 0 || desc->loss_scale_steps < 0 || !dtrain__train_finite((double)desc->loss_scale) ||
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -160,8 +167,12 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "fsdp");
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        if (table[i].device != table[0].device)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "fsdp: parameter %s is on %s, %s on %s: expected all in one memory, and one queue",
+                                table[i].name, dtrain_device_name(table[i].device), table[0].name,
+                                dtrain_device_name(table[0].device));
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
         if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -242,6 +253,20 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
     }
     unit->end = at;
     return at;
+}
+
+/* On a device all ranges of a unit travel as one, each after the one before it. */
+static void dtrain__layout_line_up(dtrain__layout *layout, int number)
+{
+    const dtrain__cut_unit *unit = &layout->units[number];
+    size_t grads = 0;
+    for (size_t i = unit->first; i < unit->end; i++) {
+        dtrain__cut *cut = &layout->cuts[i];
+        cut->stage = cut->begin;
+        cut->grad_stage = grads;
+        grads += cut->trained ? cut->count : 0;
+    }
+    layout->stage = unit->count > layout->stage ? unit->count : layout->stage;
 }
 
 /* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
@@ -350,7 +375,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
     memset(layout, 0, sizeof *layout);
-    dtrain_status status = dtrain__layout_check_desc(desc, world);
+    dtrain_device *device = count > 0 && table != NULL ? table[0].device : NULL;
+    dtrain_status status = dtrain__layout_check_desc(desc, world, device);
     if (status == DTRAIN_OK)
         status = dtrain__layout_check_table(table, count);
     if (status == DTRAIN_OK)
@@ -359,6 +385,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         dtrain__layout_destroy(layout, allocator);
         return status;
     }
+    layout->device = device;
     layout->shards = strategy == DTRAIN_NO_SHARD ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
     layout->copies = world / layout->shards;
     layout->shard = rank % layout->shards;
@@ -369,11 +396,14 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         unit->grad = layout->grads;
         unit->full_grad = layout->trained;
         at = dtrain__layout_fill(layout, (int)number, at);
-        dtrain__layout_pack(layout, (int)number);
+        if (device != NULL)
+            dtrain__layout_line_up(layout, (int)number);
+        else
+            dtrain__layout_pack(layout, (int)number);
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
-            cut->home = !layout->resident && desc->quantise_gather == 0 &&
+            cut->home = device == NULL && !layout->resident && desc->quantise_gather == 0 &&
                         !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
                         cut->own_count >= DTRAIN__LAYOUT_HOME;
             cut->weight = layout->weights;
@@ -386,7 +416,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         unit->grad_count = layout->grads - unit->grad;
         dtrain__layout_code(layout, (int)number, desc);
     }
-    dtrain__layout_stay(layout);
+    if (device == NULL)
+        dtrain__layout_stay(layout);
     return DTRAIN_OK;
 }
 

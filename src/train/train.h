@@ -47,8 +47,8 @@ typedef struct dtrain_param {
     void *data;
     void *grad;                    /* as data; not touched when frozen; NULL: as frozen */
     const dtrain_param_part *part; /* of which tensor of the whole model this is a part; NULL: it is whole */
-    dtrain_device *device;         /* whose memory data and grad are; NULL: the CPU's. An optimizer, clipping and
-                                      checkpoints know such parameters, everything else refuses them */
+    dtrain_device *device;         /* whose memory data and grad are; NULL: the CPU's. An optimizer, clipping, DDP,
+                                      FSDP and checkpoints know such parameters, everything else refuses them */
 } dtrain_param;
 
 /* Checks a table as every function here that takes one does.
@@ -387,10 +387,12 @@ typedef struct dtrain_ddp_desc {
  *
  * Memory: the gradients once more, and log2(micro_batches) - 1 times more when gradients accumulate.
  *
+ * On a device the calls take their turn in its queue, and sums travel beside it, as under >>fsdp.
+ *
  *   comm     must outlive it
  *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
+ *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32; several devices
  *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
  *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
  *            those of dtrain_broadcast, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create
