@@ -2021,6 +2021,7 @@ typedef struct dtrain_compressed_desc {
     int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
     float
         max_norm; /* of this rank's vector, times the root of the number of ranks: longer ones are shortened. 0: none */
+    dtrain_device *device; /* where in, out and the state are; in a dtrain_compress_desc it is NULL. NULL: the CPU */
 } dtrain_compressed_desc;
 
 typedef struct dtrain_compressed_stats {
@@ -2031,11 +2032,16 @@ typedef struct dtrain_compressed_stats {
 
 /* Makes the state of a vector's all-reduce. Memory: the residual and velocity, and once warm what a step packs.
  *
- *   comm         must outlive it
+ * On a device the residual and velocity are its memory, it selects, packs, unpacks and adds, and the CPU copies and
+ * sends what is selected or packed; the bits are the CPU's. Ranks may be on different devices, and on none. There are
+ * top-k by a ratio, int8, fp8 and casts, without max_norm; top-k's pieces are merged by the CPU.
+ *
+ *   comm         must outlive it, as must the device
  *   compressor   is taken over, and destroyed with it or on an error
  *   desc         NULL: all defaults
  *   errors       DTRAIN_ERR_INVALID  a table that cannot be used; constants out of range; momentum without top-k, or
  *                                    without feedback
+ *                DTRAIN_ERR_UNSUPPORTED  a device that cannot do this; the text says what can be done instead
  *                DTRAIN_ERR_MEMORY
  *   source       Seide and others, Interspeech 2014; momentum correction, masking and clipping: Lin, Han, Mao, Wang,
  *                Dally, ICLR 2018
@@ -2051,9 +2057,13 @@ DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed
  * tree order as float32, packs the sum and sends it to all. What either packing lost is in the residuals afterwards, so
  * that the sum of out and of all ranks' residuals is that of all inputs, and residuals before, to rounding.
  *
- *   in, out   count float32 each; the same buffer, or apart
- *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size
+ * On a device, in is read and out is written in the order of its queue, and is whole for what is queued after the call.
+ * The CPU waits for the device where it reads what it sends: once for a selection, twice for what is packed.
+ *
+ *   in, out   count float32 each, memory of the device where there is one; the same buffer, or apart
+ *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size, which on a device is at most 64 or a power of two
  *   errors    DTRAIN_ERR_CORRUPT  a rank sent bytes that are none; the text names it, and the group is broken
+ *             of the device       the text names rank and device, and the group is broken
  *             others as dtrain_all_reduce; the residual is undefined after an error
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms a message */
@@ -2065,7 +2075,9 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
  *
  *   index     0, 1, ...
  *   name      out: "residual", "velocity", "start", "step"; data: out: count float32, to be read and written
- *             between steps ("step" is two, the halves of a 64-bit number below 2^48)
+ *             between steps ("step" is two, the halves of a 64-bit number below 2^48). On a device, "residual" and
+ *             "velocity" are its memory: dtrain_device_copy reads and writes them, and a dtrain_param with that device
+ *             saves them; "step" is the CPU's
  *   returns   1; 0 where index is beyond the last
  *
  * one thread per object */
@@ -22244,11 +22256,369 @@ static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status st
 
 #endif
 
+/* ---- >>device_vector ----
+ * What an all-reduce through a compressor does to a vector that is a device's, and pinned memory between the two. All
+ * of it is queued on the device; the CPU waits where it reads what it will send, once a step for a selection. As each
+ * step waits before it writes pinned memory, what the step before has queued from there is over by then.
+ * A device has no kernels that write single elements, or look for what is no number and drop it: bits are multiplied
+ * by ones and zeros as integers instead, which leaves them as they are or makes them zero, whatever they mean. */
+#ifndef DTRAIN__DEVICE_VECTOR
+#define DTRAIN__DEVICE_VECTOR
+
+/* Memory that grows, by half more than is needed. Its contents are lost then. */
+typedef struct dtrain__device_room {
+    unsigned char *data;
+    size_t bytes;
+} dtrain__device_room;
+
+/* Some elements of a vector: indices, then values, in pinned memory and as they are on the device. */
+typedef struct dtrain__device_elements {
+    dtrain__device_room here, there;
+    uint32_t *indices, *indices_there;
+    float *values, *values_there;
+    size_t room, count;
+} dtrain__device_elements;
+
+typedef struct dtrain__device_vector {
+    dtrain_device *device;
+    dtrain_comm *comm;
+    size_t count;
+    float *residual, *velocity; /* NULL: none */
+    float *out;                 /* of this call: written at its end, and room until then */
+    int masks;                  /* the velocity of what was sent starts anew */
+    dtrain_device_selection *selection;
+    size_t k; /* of the selection */
+    dtrain__device_elements chosen, left, kept, sums;
+    dtrain__device_room whole;                             /* pinned: all elements */
+    dtrain__device_room out_here, in_here;                 /* pinned: packed parts, to all ranks and from them */
+    dtrain__device_room out_there, in_there, wide, spread; /* the device's: those, what they unpack to, a constant */
+} dtrain__device_vector;
+
+/* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
+static dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device, dtrain_status status)
+{
+    dtrain__error kept = dtrain__thread_error;
+    char text[300];
+    if (status == DTRAIN_OK)
+        return status;
+    snprintf(text, sizeof text, "compressed all_reduce on rank %d, %s: %.200s", dtrain_comm_rank(comm),
+             dtrain_device_name(device), kept.text);
+    dtrain_comm_abort(comm, text);
+    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm),
+                        dtrain_device_name(device), kept.text);
+}
+
+/* ---- memory ---- */
+
+static dtrain_status dtrain__device_room_reserve(dtrain_device *device, dtrain_memory memory, dtrain__device_room *room,
+                                                 size_t bytes)
+{
+    void *made = NULL;
+    size_t whole;
+    if (room->data != NULL && room->bytes >= bytes)
+        return DTRAIN_OK;
+    if (!dtrain__add_size(bytes, bytes / 2 + 4096, &whole))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    dtrain_device_free(device, memory, room->data);
+    room->data = NULL;
+    dtrain_status status = dtrain_device_alloc(device, memory, whole, &made);
+    if (status != DTRAIN_OK)
+        return status;
+    room->data = (unsigned char *)made;
+    room->bytes = whole;
+    return DTRAIN_OK;
+}
+
+static void dtrain__device_room_free(dtrain_device *device, dtrain_memory memory, dtrain__device_room *room)
+{
+    dtrain_device_free(device, memory, room->data);
+    memset(room, 0, sizeof *room);
+}
+
+/* Makes room for count elements of a list; what was in it is lost. */
+static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
+{
+    size_t room, bytes;
+    list->count = 0;
+    if (list->room >= count && list->room > 0)
+        return DTRAIN_OK;
+    list->room = 0;
+    if (!dtrain__add_size(count, count / 2 + 64, &room) || !dtrain__mul_size(room, 8, &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %zu elements", count);
+    room -= room % 16; /* values are as well aligned as indices */
+    dtrain_status status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &list->here, bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
+    if (status != DTRAIN_OK)
+        return status;
+    list->room = room;
+    list->indices = (uint32_t *)(void *)list->here.data;
+    list->values = (float *)(void *)(list->here.data + 4 * room);
+    list->indices_there = (uint32_t *)(void *)list->there.data;
+    list->values_there = (float *)(void *)(list->there.data + 4 * room);
+    return DTRAIN_OK;
+}
+
+static void dtrain__device_elements_free(dtrain_device *device, dtrain__device_elements *list)
+{
+    dtrain__device_room_free(device, DTRAIN_MEMORY_PINNED, &list->here);
+    dtrain__device_room_free(device, DTRAIN_MEMORY_DEVICE, &list->there);
+}
+
+/* Fresh memory of zeros. */
+static dtrain_status dtrain__device_vector_zeros(dtrain_device *device, size_t count, float **made)
+{
+    const uint32_t zero = 0;
+    size_t bytes;
+    void *memory = NULL;
+    if (!dtrain__mul_size(count, sizeof(float), &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", count);
+    /* also for none: a state that is listed has an address */
+    dtrain_status status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
+    *made = (float *)memory;
+    return status == DTRAIN_OK ? dtrain_device_fill(device, memory, &zero, 4, count) : status;
+}
+
+static void dtrain__device_vector_destroy(dtrain__device_vector *v, dtrain_allocator *allocator)
+{
+    if (v == NULL)
+        return;
+    dtrain_device_selection_destroy(v->device, v->selection);
+    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->residual);
+    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->velocity);
+    dtrain__device_elements_free(v->device, &v->chosen);
+    dtrain__device_elements_free(v->device, &v->left);
+    dtrain__device_elements_free(v->device, &v->kept);
+    dtrain__device_elements_free(v->device, &v->sums);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->whole);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->out_here);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->in_here);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
+    dtrain__free(allocator, v, sizeof *v);
+}
+
+/* ---- arithmetic ---- */
+
+/* a = a op b, element by element; both are bits where dtype is an integer's. */
+static dtrain_status dtrain__device_vector_pair(dtrain__device_vector *v, dtrain_dtype dtype, dtrain_op op, void *a,
+                                                const void *b, size_t count)
+{
+    const void *in[2];
+    void *out[1];
+    in[0] = out[0] = a;
+    in[1] = b;
+    return dtrain_device_reduce(v->device, dtype, op, in, 2, out, 1, 0, count);
+}
+
+/* Makes zero of the elements of data that are infinite or NaN, with room for as many numbers in a and b. */
+static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, float *data, float *a, float *b,
+                                                  size_t count)
+{
+    static const struct {
+        uint32_t constant;
+        dtrain_dtype dtype;
+        dtrain_op op;
+    } steps[] = {{0x7f800000u, DTRAIN_U32, DTRAIN_AND}, /* the exponent: all ones for what is no number, to which one */
+                 {0x00800000u, DTRAIN_U32, DTRAIN_SUM}, /* more is the sign, so that of integers it is the least */
+                 {1, DTRAIN_I32, DTRAIN_MIN},
+                 {1, DTRAIN_U32, DTRAIN_AND}};
+    dtrain_status status = dtrain_device_copy(v->device, a, data, count * sizeof(float));
+    for (size_t i = 0; status == DTRAIN_OK && i < sizeof steps / sizeof steps[0]; i++) {
+        status = dtrain_device_fill(v->device, b, &steps[i].constant, 4, count);
+        if (status == DTRAIN_OK)
+            status = dtrain__device_vector_pair(v, steps[i].dtype, steps[i].op, a, b, count);
+    }
+    return status == DTRAIN_OK ? dtrain__device_vector_pair(v, DTRAIN_U32, DTRAIN_PROD, data, a, count) : status;
+}
+
+/* Makes zero of `count` elements of data. Their values' room on the device is written, and v->out: ones all over, which
+ * are the least positive float, and minus that is added where zeros shall be. */
+static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float *data, const uint32_t *indices,
+                                                float *values, size_t count)
+{
+    const uint32_t one = 1, minus = 0x80000001u;
+    dtrain_status status = dtrain_device_fill(v->device, v->out, &one, 4, v->count);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_fill(v->device, values, &minus, 4, count);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_sparse_add(v->device, indices, values, count, v->out, v->count);
+    return status == DTRAIN_OK ? dtrain__device_vector_pair(v, DTRAIN_U32, DTRAIN_PROD, data, v->out, v->count)
+                               : status;
+}
+
+/* velocity = velocity * momentum + in */
+static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum)
+{
+    dtrain_status status = dtrain_device_scale(v->device, DTRAIN_F32, v->velocity, (double)momentum, v->count);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_axpy(v->device, DTRAIN_F32, v->velocity, 1.0, in, v->count);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vector *v, int ranks)
+{
+    if ((ranks & (ranks - 1)) == 0 || ranks <= DTRAIN__DEVICE_MOST)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "compressed all_reduce on rank %d, %s: DTRAIN_MEAN over %d ranks; a device divides by powers "
+                        "of two and by up to %d: use DTRAIN_SUM, and scale the optimizer's rate",
+                        dtrain_comm_rank(v->comm), dtrain_device_name(v->device), ranks, DTRAIN__DEVICE_MOST);
+}
+
+/* out = out / ranks. By a power of two that is a product; else it is the mean with as many -0 as are missing, which
+ * leave any sum as it is. */
+static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int ranks)
+{
+    const uint32_t minus = 0x80000000u;
+    const void *in[DTRAIN__DEVICE_MOST];
+    void *out[1];
+    dtrain_status status;
+    if ((ranks & (ranks - 1)) == 0)
+        return dtrain__device_vector_broken(
+            v->comm, v->device, dtrain_device_scale(v->device, DTRAIN_F32, v->out, 1.0 / (double)ranks, v->count));
+    status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
+    if (status == DTRAIN_OK)
+        status = dtrain_device_fill(v->device, v->spread.data, &minus, 4, v->count);
+    for (int r = 0; r < ranks; r++)
+        in[r] = v->spread.data;
+    in[0] = out[0] = v->out;
+    if (status == DTRAIN_OK)
+        status = dtrain_device_reduce(v->device, DTRAIN_F32, DTRAIN_MEAN, in, ranks, out, 1, 0, v->count);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* ---- selections ---- */
+
+/* Makes the selection of k elements, unless that is the last step's. */
+static dtrain_status dtrain__device_vector_aim(dtrain__device_vector *v, size_t k)
+{
+    if (v->count == 0 || (v->selection != NULL && v->k == k))
+        return DTRAIN_OK;
+    dtrain_device_selection_destroy(v->device, v->selection);
+    v->selection = NULL;
+    v->k = k;
+    dtrain_status status = dtrain_device_selection_create(v->device, v->count, k, &v->selection);
+    return status == DTRAIN_OK ? dtrain__device_elements_reserve(v, &v->chosen, k) : status;
+}
+
+/* Adds `in` to the residual where there is one, and selects k elements, of which the CPU gets a copy. */
+static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, const float *in, size_t k)
+{
+    dtrain__device_elements *list = &v->chosen;
+    dtrain_status status = dtrain__device_vector_aim(v, k);
+    list->count = k;
+    if (status != DTRAIN_OK || k == 0)
+        return dtrain__device_vector_broken(v->comm, v->device, status);
+    float *from = v->residual != NULL ? v->residual : (float *)(uintptr_t)in; /* alone, it is only read */
+    status = dtrain_device_select(v->device, v->selection, from, v->residual != NULL ? in : NULL, list->indices_there,
+                                  list->values_there);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, list->indices, list->indices_there, 4 * k);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, list->values, list->values_there, 4 * k);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_wait(v->device);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Lists in v->left what leaves the residual: the values that are sent, negative, and the indices of those that leave
+ * there what is no number. Returns how many these are. */
+static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const float *sent)
+{
+    size_t bad = 0;
+    for (size_t i = 0; i < v->chosen.count; i++) {
+        float left = v->chosen.values[i] - sent[i];
+        uint32_t bits;
+        memcpy(&bits, &left, sizeof bits);
+        v->left.values[i] = -sent[i];
+        if ((bits & 0x7f800000u) == 0x7f800000u)
+            v->left.indices[bad++] = v->chosen.indices[i];
+    }
+    return bad;
+}
+
+/* Takes from the residual what is sent of each chosen element, and from the velocity all of it. */
+static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const float *sent)
+{
+    dtrain__device_elements *left = &v->left;
+    size_t k = v->chosen.count, bad = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (v->residual == NULL || k == 0)
+        return DTRAIN_OK;
+    status = dtrain__device_elements_reserve(v, left, k);
+    if (status == DTRAIN_OK) {
+        bad = dtrain__device_vector_count_bad(v, sent);
+        status = dtrain_device_copy(v->device, left->values_there, left->values, 4 * k);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual,
+                                          v->count);
+    if (status == DTRAIN_OK && bad > 0)
+        status = dtrain_device_copy(v->device, left->indices_there, left->indices, 4 * bad);
+    if (status == DTRAIN_OK && bad > 0)
+        status = dtrain__device_vector_drop(v, v->residual, left->indices_there, left->values_there, bad);
+    if (status == DTRAIN_OK && v->velocity != NULL && v->masks)
+        status = dtrain__device_vector_drop(v, v->velocity, v->chosen.indices_there, left->values_there, k);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Makes room for at most count elements of a list that the CPU fills. */
+static dtrain_status dtrain__device_vector_begin(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
+{
+    return dtrain__device_vector_broken(v->comm, v->device, dtrain__device_elements_reserve(v, list, count));
+}
+
+/* Adds a list that the CPU has filled to data. */
+static dtrain_status dtrain__device_vector_add(dtrain__device_vector *v, dtrain__device_elements *list, float *data)
+{
+    size_t n = list->count;
+    if (n == 0)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_device_copy(v->device, list->indices_there, list->indices, 4 * n);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, list->values_there, list->values, 4 * n);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_sparse_add(v->device, list->indices_there, list->values_there, n, data, v->count);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Makes the result of v->sums: a sum with zero, so that none is -0. */
+static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
+{
+    const uint32_t zero = 0;
+    dtrain_status status = dtrain_device_fill(v->device, v->out, &zero, 4, v->count);
+    if (status != DTRAIN_OK)
+        return dtrain__device_vector_broken(v->comm, v->device, status);
+    return dtrain__device_vector_add(v, &v->sums, v->out);
+}
+
+/* Says where the CPU may write a whole vector; NULL: there is no memory. */
+static float *dtrain__device_vector_whole(dtrain__device_vector *v)
+{
+    dtrain_status status =
+        dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->whole, v->count * sizeof(float));
+    dtrain__device_vector_broken(v->comm, v->device, status);
+    return (float *)(void *)v->whole.data;
+}
+
+/* Makes the result of it. */
+static dtrain_status dtrain__device_vector_put_whole(dtrain__device_vector *v)
+{
+    return dtrain__device_vector_broken(
+        v->comm, v->device, dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
+}
+
+#endif
+
 /* ---- >>selections ----
  * The all-reduce of selections. Gathered: every rank gets every selection and merges them by the tree. Split: each
  * rank merges its part of the vector, and all get the merged parts. A merge adds what both have and copies what one
  * has, so that a sum's bits are those of the dense tree in which absent elements are zeros; that none is -0 is settled
- * at the end. Lengths are exchanged before data. */
+ * at the end. Lengths are exchanged before data. Of a vector on a device, that selects, and gets the sums as a list;
+ * pieces are the CPU's here as there. */
 #ifndef DTRAIN__SELECTIONS
 #define DTRAIN__SELECTIONS
 
@@ -22268,6 +22638,7 @@ typedef struct dtrain__topk_state {
 typedef struct dtrain__selections {
     dtrain__topk_state *state;
     dtrain_comm *comm;
+    dtrain__device_vector *there; /* the vector is a device's, and these two are NULL; NULL: it is the CPU's */
     float *residual, *out;
     size_t count;
     uint64_t *sent;
@@ -22367,14 +22738,50 @@ static void dtrain__selections_round(const dtrain__topk_state *state, dtrain_spa
     dtrain__fpmode_restore(mode);
 }
 
-/* residual[first + index] = whole - part, or adds that; what is no number is dropped. */
-static void dtrain__selections_keep(float *residual, size_t first, uint32_t index, float whole, float part, int adds)
+/* whole - part, or 0 where that is no number. */
+static float dtrain__selections_rest(float whole, float part)
 {
-    float *kept = residual + first + index, left = whole - part;
+    float left = whole - part;
     uint32_t bits;
     memcpy(&bits, &left, sizeof bits);
-    left = (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
-    *kept = adds ? *kept + left : left;
+    return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
+}
+
+/* Counts a step, of which it notes the ratio; returns how many elements that is. */
+static size_t dtrain__selections_next(dtrain__selections *x)
+{
+    dtrain__topk_state *state = x->state;
+    uint64_t step = (uint64_t)state->step[0] + ((uint64_t)state->step[1] << 24);
+    x->ratio = dtrain_topk_ratio(&state->desc.schedule, step++);
+    state->step[0] = (float)(step & 0xffffff);
+    state->step[1] = (float)(step >> 24 & 0xffffff);
+    return dtrain_topk_count(x->count, x->ratio);
+}
+
+/* How many elements the first step selects. */
+static size_t dtrain__selections_first(const dtrain_compressor *compressor, size_t count)
+{
+    return dtrain_topk_count(count, dtrain_topk_ratio(&((dtrain__topk_state *)compressor->self)->desc.schedule, 0));
+}
+
+/* Has the device select, round and keep. */
+static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
+{
+    dtrain_sparse *chosen = &x->state->chosen;
+    size_t k = dtrain__selections_next(x);
+    dtrain_status status = dtrain__sparse_reserve(chosen, k);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_vector_select(x->there, in, k);
+    if (status != DTRAIN_OK)
+        return status;
+    if (k > 0) {
+        memcpy(chosen->indices, x->there->chosen.indices, k * sizeof(uint32_t));
+        memcpy(chosen->values, x->there->chosen.values, k * sizeof(float));
+    }
+    chosen->count = k;
+    chosen->original_count = x->count;
+    dtrain__selections_round(x->state, chosen);
+    return dtrain__device_vector_leave(x->there, chosen->values);
 }
 
 /* Selects of what is to be sent, rounds that, and leaves the rest in the residual. */
@@ -22382,13 +22789,9 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
 {
     dtrain__topk_state *state = x->state;
     dtrain_sparse *chosen = &state->chosen;
-    uint64_t step = (uint64_t)state->step[0] + ((uint64_t)state->step[1] << 24);
     dtrain_status status;
     uint64_t mode = dtrain__fpmode_enter();
-    x->ratio = dtrain_topk_ratio(&state->desc.schedule, step++);
-    size_t k = dtrain_topk_count(x->count, x->ratio);
-    state->step[0] = (float)(step & 0xffffff);
-    state->step[1] = (float)(step >> 24 & 0xffffff);
+    size_t k = dtrain__selections_next(x);
     if (state->desc.threshold > 0.0f && x->residual != NULL)
         dtrain__sum_f32(x->residual, in, x->count);
     if (state->desc.threshold > 0.0f)
@@ -22400,8 +22803,8 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     if (status == DTRAIN_OK)
         dtrain__selections_round(state, chosen);
     for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
-        dtrain__selections_keep(x->residual, 0, chosen->indices[i], x->residual[chosen->indices[i]], chosen->values[i],
-                                0);
+        x->residual[chosen->indices[i]] =
+            dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
     dtrain__fpmode_restore(mode);
     return status;
 }
@@ -22432,29 +22835,53 @@ static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, 
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
 }
 
-static void dtrain__selections_write(const dtrain_sparse *sparse, float *out)
+/* Begins a result of at most `most` elements that are not 0. */
+static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most)
 {
-    for (size_t i = 0; i < sparse->count; i++) {
+    if (x->there != NULL)
+        return dtrain__device_vector_begin(x->there, &x->there->sums, most);
+    if (x->count > 0)
+        memset(x->out, 0, x->count * sizeof(float));
+    return DTRAIN_OK;
+}
+
+/* Writes some elements of the part of the result from `begin` on. */
+static void dtrain__selections_write(dtrain__selections *x, const dtrain_sparse *sparse, size_t begin)
+{
+    dtrain__device_elements *list = x->there != NULL ? &x->there->sums : NULL;
+    for (size_t i = 0; list != NULL && i < sparse->count; i++) {
+        list->indices[list->count] = (uint32_t)(begin + sparse->indices[i]);
+        list->values[list->count++] = sparse->values[i];
+    }
+    for (size_t i = 0; list == NULL && i < sparse->count; i++) {
         uint32_t bits;
         memcpy(&bits, &sparse->values[i], sizeof bits);
         bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&out[sparse->indices[i]], &bits, sizeof bits);
+        memcpy(&x->out[begin + sparse->indices[i]], &bits, sizeof bits);
     }
+}
+
+static dtrain_status dtrain__selections_end(dtrain__selections *x)
+{
+    return x->there != NULL ? dtrain__device_vector_end(x->there) : DTRAIN_OK;
 }
 
 /* The selections are longer than the vectors: adds up these. */
 static dtrain_status dtrain__selections_dense(dtrain__selections *x)
 {
-    dtrain__sparse_write_now(&x->state->chosen, x->out);
+    float *out = x->there != NULL ? dtrain__device_vector_whole(x->there) : x->out;
+    if (out == NULL)
+        return dtrain__thread_error.status;
+    dtrain__sparse_write_now(&x->state->chosen, out);
     *x->sent += dtrain__feedback_dense_bytes(x->count, x->ranks);
-    dtrain_status status = dtrain_all_reduce(x->comm, x->out, x->out, x->count, DTRAIN_F32, DTRAIN_SUM);
+    dtrain_status status = dtrain_all_reduce(x->comm, out, out, x->count, DTRAIN_F32, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
         uint32_t bits;
-        memcpy(&bits, &x->out[i], sizeof bits);
+        memcpy(&bits, &out[i], sizeof bits);
         bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&x->out[i], &bits, sizeof bits);
+        memcpy(&out[i], &bits, sizeof bits);
     }
-    return status;
+    return status == DTRAIN_OK && x->there != NULL ? dtrain__device_vector_put_whole(x->there) : status;
 }
 
 static dtrain_status dtrain__selections_gather(dtrain__selections *x)
@@ -22482,12 +22909,12 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_begin(x, merged->count);
     if (status != DTRAIN_OK)
         return status;
-    if (x->count > 0)
-        memset(x->out, 0, x->count * sizeof(float));
-    dtrain__selections_write(merged, x->out);
-    return DTRAIN_OK;
+    dtrain__selections_write(x, merged, 0);
+    return dtrain__selections_end(x);
 }
 
 /* The elements of the selection that are in a rank's part of the vector, which bounds say. */
@@ -22567,6 +22994,18 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     return status;
 }
 
+/* Adds to the residual what is not passed on of an element of this rank's part. */
+static void dtrain__selections_keep(dtrain__selections *x, size_t index, float left)
+{
+    if (x->there != NULL && x->there->residual != NULL) {
+        dtrain__device_elements *kept = &x->there->kept;
+        kept->indices[kept->count] = (uint32_t)index;
+        kept->values[kept->count++] = left;
+    } else if (x->residual != NULL) {
+        x->residual[index] = x->residual[index] + left;
+    }
+}
+
 /* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
 static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_sparse *merged, size_t begin, size_t quota)
 {
@@ -22581,8 +23020,7 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_spa
     for (size_t i = 0; status == DTRAIN_OK && i < merged->count; i++) {
         int passes = next < picked->count && picked->indices[next] == i;
         float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
-        if (x->residual != NULL)
-            dtrain__selections_keep(x->residual, begin, merged->indices[i], whole, part, 1);
+        dtrain__selections_keep(x, begin + merged->indices[i], dtrain__selections_rest(whole, part));
         merged->indices[next] = merged->indices[i];
         merged->values[next] = part;
         next += (size_t)passes;
@@ -22611,15 +23049,15 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     if (status == DTRAIN_OK)
         status = dtrain_all_gather_v(x->comm, state->out.data, state->in.data, counts, offsets, DTRAIN_U8);
     *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
-    if (status == DTRAIN_OK && x->count > 0)
-        memset(x->out, 0, x->count * sizeof(float));
+    if (status == DTRAIN_OK) /* no value has less than 2 bytes */
+        status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
         size_t begin, part = dtrain_split(x->count, x->ranks, r, &begin);
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
         if (status == DTRAIN_OK)
-            dtrain__selections_write(&state->pieces[0], x->out + begin);
+            dtrain__selections_write(x, &state->pieces[0], begin);
     }
-    return status;
+    return status == DTRAIN_OK ? dtrain__selections_end(x) : status;
 }
 
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
@@ -22629,32 +23067,56 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
+    if (status == DTRAIN_OK && x->there != NULL)
+        status = dtrain__device_vector_begin(x->there, &x->there->kept, merged->count);
     if (status == DTRAIN_OK)
         status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
+    if (status == DTRAIN_OK && x->there != NULL)
+        status = dtrain__device_vector_add(x->there, &x->there->kept, x->there->residual);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
+}
+
+static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *in)
+{
+    dtrain_sparse_exchange way = x->state->desc.exchange;
+    x->rank = dtrain_comm_rank(x->comm);
+    x->ranks = dtrain_comm_size(x->comm);
+    dtrain_status status = dtrain__selections_open(x->state, x->ranks);
+    if (status == DTRAIN_OK)
+        status = x->there != NULL ? dtrain__selections_select_there(x, in) : dtrain__selections_select(x, in);
+    if (status != DTRAIN_OK)
+        return status;
+    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x->ranks <= 8))
+        return dtrain__selections_gather(x);
+    return dtrain__selections_split(x);
 }
 
 static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
                                                float *residual, float *out, size_t count, uint64_t *sent)
 {
     dtrain__selections x;
+    memset(&x, 0, sizeof x);
     x.state = (dtrain__topk_state *)compressor->self;
     x.comm = comm;
     x.residual = residual;
     x.out = out;
     x.count = count;
     x.sent = sent;
-    x.rank = dtrain_comm_rank(comm);
-    x.ranks = dtrain_comm_size(comm);
-    dtrain_sparse_exchange way = x.state->desc.exchange;
-    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
-    if (status == DTRAIN_OK)
-        status = dtrain__selections_select(&x, in);
-    if (status != DTRAIN_OK)
-        return status;
-    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x.ranks <= 8))
-        return dtrain__selections_gather(&x);
-    return dtrain__selections_split(&x);
+    return dtrain__selections_run(&x, in);
+}
+
+/* The same of a vector on a device, whose result is there->out. */
+static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *compressor, dtrain__device_vector *there,
+                                                     const float *in, uint64_t *sent)
+{
+    dtrain__selections x;
+    memset(&x, 0, sizeof x);
+    x.state = (dtrain__topk_state *)compressor->self;
+    x.comm = there->comm;
+    x.there = there;
+    x.count = there->count;
+    x.sent = sent;
+    return dtrain__selections_run(&x, in);
 }
 
 static void dtrain__topk_destroy(void *self)
@@ -22958,10 +23420,288 @@ DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compresso
 
 #endif
 
+/* ---- >>device_packed ----
+ * What packing compressors do in an all-reduce, of a vector that is a device's: >>compressed step by step, packed,
+ * unpacked and added up there. Packed bytes alone are copied to the CPU, and sent by it as its own. Where one of them
+ * stands for what is no number, which the CPU sees in them, such is dropped from what is left. */
+#ifndef DTRAIN__DEVICE_PACKED
+#define DTRAIN__DEVICE_PACKED
+
+/* What one call is about. */
+typedef struct dtrain__device_packed {
+    dtrain__device_vector *v;
+    const dtrain_compressor *q;
+    size_t *counts, *offsets, *in_counts, *in_offsets; /* of packed parts, in bytes */
+    size_t begin, part;                                /* this rank's */
+    int rank, ranks;
+    uint64_t sent;
+} dtrain__device_packed;
+
+/* Whether a device can pack so. */
+static int dtrain__device_packed_can(const dtrain_compressor *q)
+{
+    return q->reduce == NULL && (q->pack == dtrain__int8_pack_now || q->pack == dtrain__fp8_pack_now ||
+                                 q->pack == dtrain__cast_pack_now);
+}
+
+static dtrain_status dtrain__device_packed_pack(const dtrain__device_packed *p, const float *in, size_t count,
+                                                size_t at)
+{
+    dtrain_device *device = p->v->device;
+    unsigned char *out = p->v->out_there.data + at;
+    if (p->q->pack == dtrain__cast_pack_now)
+        return dtrain_device_convert(device, in, DTRAIN_F32, out, (dtrain_dtype)p->q->block, count);
+    return dtrain_device_pack(device, p->q->pack == dtrain__int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3, p->q->block, in,
+                              count, out);
+}
+
+static dtrain_status dtrain__device_packed_unpack(const dtrain__device_packed *p, const unsigned char *in, float *out,
+                                                  size_t count)
+{
+    dtrain_device *device = p->v->device;
+    if (p->q->pack == dtrain__cast_pack_now)
+        return dtrain_device_convert(device, in, (dtrain_dtype)p->q->block, out, DTRAIN_F32, count);
+    return dtrain_device_unpack(device, p->q->pack == dtrain__int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3, p->q->block,
+                                in, out, count, 0);
+}
+
+/* Whether packed bytes on the CPU may stand for an infinity or NaN: of a cast a number, of others the largest of a
+ * block, which its scale tells. */
+static int dtrain__device_packed_bad(const dtrain_compressor *q, const unsigned char *packed, size_t count)
+{
+    float top = q->pack == dtrain__int8_pack_now ? 127.0f : 448.0f;
+    if (q->pack == dtrain__cast_pack_now) {
+        unsigned exponent = q->block == DTRAIN_F16 ? 0x7c00u : 0x7f80u;
+        int bad = 0;
+        for (size_t i = 0; i < count; i++) {
+            uint16_t half;
+            memcpy(&half, packed + 2 * i, 2);
+            bad |= (half & exponent) == exponent;
+        }
+        return bad;
+    }
+    for (size_t i = 0; i < dtrain__quantise_blocks(count, q->block); i++) {
+        float scale;
+        uint32_t bits;
+        memcpy(&scale, packed + 4 * i, 4);
+        scale = scale * top;
+        memcpy(&bits, &scale, 4);
+        if ((bits & 0x7f800000u) == 0x7f800000u)
+            return 1;
+    }
+    return 0;
+}
+
+/* Makes all memory that steps of a vector need: packed parts, and what unpacks of them, to all of the vector at least,
+ * and to twice a part. */
+static dtrain_status dtrain__device_packed_reserve(dtrain__device_vector *v, const dtrain_compressor *q, int ranks)
+{
+    size_t out = 0, in, wide, part = dtrain_split(v->count, ranks, 0, NULL); /* no other's is longer */
+    int good = dtrain__mul_size(q->bytes(q, part), (size_t)ranks, &in) &&
+               dtrain__mul_size(part * sizeof(float), (size_t)(ranks > 2 ? ranks : 2), &wide);
+    for (int r = 0; good && r < ranks; r++)
+        good = dtrain__add_size(out, q->bytes(q, dtrain_split(v->count, ranks, r, NULL)), &out);
+    if (!good)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to pack %zu elements for %d ranks", v->count, ranks);
+    dtrain_status status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->out_here, out);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->in_here, in);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there, out);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there, in);
+    return status == DTRAIN_OK ? dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->wide, wide) : status;
+}
+
+static void dtrain__device_packed_place(dtrain__device_packed *p)
+{
+    size_t at = 0;
+    for (int r = 0; r < p->ranks; r++) {
+        p->offsets[r] = at;
+        p->counts[r] = p->q->bytes(p->q, dtrain_split(p->v->count, p->ranks, r, NULL));
+        at += p->counts[r];
+        p->sent += r != p->rank ? p->counts[r] : 0;
+        p->in_counts[r] = p->q->bytes(p->q, p->part);
+        p->in_offsets[r] = (size_t)r * p->in_counts[r];
+    }
+}
+
+/* All bytes of the packed vector. */
+static size_t dtrain__device_packed_total(const dtrain__device_packed *p)
+{
+    return p->offsets[p->ranks - 1] + p->counts[p->ranks - 1];
+}
+
+/* Unpacks all parts to out. */
+static dtrain_status dtrain__device_packed_open(const dtrain__device_packed *p)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
+        size_t begin, part = dtrain_split(p->v->count, p->ranks, r, &begin);
+        status = dtrain__device_packed_unpack(p, p->v->out_there.data + p->offsets[r], p->v->out + begin, part);
+    }
+    return status;
+}
+
+/* Takes what was packed from the residual. */
+static dtrain_status dtrain__device_packed_left(const dtrain__device_packed *p)
+{
+    dtrain__device_vector *v = p->v;
+    int bad = 0;
+    dtrain_status status = dtrain__device_packed_open(p);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, -1.0, v->out, v->count);
+    for (int r = 0; !bad && r < p->ranks; r++)
+        bad = dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[r],
+                                        dtrain_split(v->count, p->ranks, r, NULL));
+    if (status != DTRAIN_OK || !bad)
+        return status;
+    status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
+    return status == DTRAIN_OK ? dtrain__device_vector_finite(v, v->residual, v->out, (float *)(void *)v->spread.data,
+                                                              v->count)
+                               : status;
+}
+
+/* Packs every rank's part of what is to be sent; the CPU has it when this returns. */
+static dtrain_status dtrain__device_packed_send(const dtrain__device_packed *p, const float *in)
+{
+    dtrain__device_vector *v = p->v;
+    const float *from = v->residual != NULL ? v->residual : in;
+    dtrain_status status = DTRAIN_OK;
+    if (v->residual != NULL)
+        status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, 1.0, in, v->count);
+    for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
+        size_t begin, part = dtrain_split(v->count, p->ranks, r, &begin);
+        status = dtrain__device_packed_pack(p, from + begin, part, p->offsets[r]);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, v->out_here.data, v->out_there.data, dtrain__device_packed_total(p));
+    if (status == DTRAIN_OK)
+        status = dtrain_device_wait(v->device);
+    if (status == DTRAIN_OK && v->residual != NULL)
+        status = dtrain__device_packed_left(p);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Adds up the unpacked parts of all ranks in this rank's part of out, as many at once as a device takes. So many are a
+ * whole subtree, as that is a power of two. */
+static dtrain_status dtrain__device_packed_tree(const dtrain__device_packed *p)
+{
+    dtrain__device_vector *v = p->v;
+    float *wide = (float *)(void *)v->wide.data;
+    size_t ranks = (size_t)p->ranks, stride = 1;
+    dtrain_status status = DTRAIN_OK;
+    do {
+        size_t next = stride * DTRAIN__DEVICE_MOST;
+        for (size_t first = 0; status == DTRAIN_OK && first < ranks; first += next) {
+            const void *in[DTRAIN__DEVICE_MOST];
+            void *out[1];
+            int n = 0;
+            for (size_t r = first; r < ranks && r < first + next; r += stride)
+                in[n++] = wide + r * p->part;
+            out[0] = next >= ranks ? v->out + p->begin : wide + first * p->part;
+            status = dtrain_device_reduce(v->device, DTRAIN_F32, DTRAIN_SUM, in, n, out, 1, 0, p->part);
+        }
+        stride = next;
+    } while (stride < ranks);
+    return status;
+}
+
+static dtrain_status dtrain__device_packed_fold(const dtrain__device_packed *p)
+{
+    dtrain__device_vector *v = p->v;
+    float *wide = (float *)(void *)v->wide.data;
+    size_t bytes = p->in_counts[p->rank];
+    dtrain_status status =
+        dtrain_device_copy(v->device, v->in_there.data, v->in_here.data, bytes * (size_t)p->ranks);
+    for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++)
+        status = dtrain__device_packed_unpack(p, v->in_there.data + p->in_offsets[r], wide + (size_t)r * p->part,
+                                              p->part);
+    return status == DTRAIN_OK ? dtrain__device_packed_tree(p) : status;
+}
+
+/* Keeps what packing the sum of this rank's part loses. */
+static dtrain_status dtrain__device_packed_keep(const dtrain__device_packed *p)
+{
+    dtrain__device_vector *v = p->v;
+    float *lost = (float *)(void *)v->wide.data, *back = lost + p->part, *sum = v->out + p->begin;
+    dtrain_status status = dtrain_device_copy(v->device, lost, sum, p->part * sizeof(float));
+    if (status == DTRAIN_OK)
+        status = dtrain__device_packed_unpack(p, v->out_there.data + p->offsets[p->rank], back, p->part);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_axpy(v->device, DTRAIN_F32, lost, -1.0, back, p->part);
+    if (status == DTRAIN_OK && dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[p->rank], p->part))
+        status = dtrain__device_vector_finite(v, lost, back, sum, p->part);
+    return status == DTRAIN_OK
+               ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + p->begin, 1.0, lost, p->part)
+               : status;
+}
+
+/* Adds up this rank's part and packs the sum; the CPU has it when this returns. */
+static dtrain_status dtrain__device_packed_sum(dtrain__device_packed *p)
+{
+    dtrain__device_vector *v = p->v;
+    size_t at = p->offsets[p->rank];
+    dtrain_status status = dtrain__device_packed_fold(p);
+    p->sent += p->counts[p->rank] * (uint64_t)(p->ranks - 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_packed_pack(p, v->out + p->begin, p->part, at);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, v->out_here.data + at, v->out_there.data + at, p->counts[p->rank]);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_wait(v->device);
+    if (status == DTRAIN_OK && v->residual != NULL && p->part > 0)
+        status = dtrain__device_packed_keep(p);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+static dtrain_status dtrain__device_packed_spread(const dtrain__device_packed *p)
+{
+    dtrain__device_vector *v = p->v;
+    dtrain_status status =
+        dtrain_device_copy(v->device, v->out_there.data, v->out_here.data, dtrain__device_packed_total(p));
+    if (status == DTRAIN_OK)
+        status = dtrain__device_packed_open(p);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Sums what all ranks send of `in` and of their residuals into v->out; `numbers` has room for 4 a rank. */
+static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, const dtrain_compressor *q, size_t *numbers,
+                                                  const float *in, uint64_t *sent)
+{
+    dtrain__device_packed p;
+    p.v = v;
+    p.q = q;
+    p.rank = dtrain_comm_rank(v->comm);
+    p.ranks = dtrain_comm_size(v->comm);
+    p.counts = numbers;
+    p.offsets = numbers + p.ranks;
+    p.in_counts = p.offsets + p.ranks;
+    p.in_offsets = p.in_counts + p.ranks;
+    p.part = dtrain_split(v->count, p.ranks, p.rank, &p.begin);
+    p.sent = 0;
+    dtrain__device_packed_place(&p);
+    dtrain_status status = dtrain__device_packed_send(&p, in);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_to_all_v(v->comm, v->out_here.data, p.counts, p.offsets, v->in_here.data, p.in_counts,
+                                     p.in_offsets, DTRAIN_U8);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_packed_sum(&p);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_gather_v(v->comm, v->out_here.data + p.offsets[p.rank], v->out_here.data, p.counts,
+                                     p.offsets, DTRAIN_U8);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_packed_spread(&p);
+    *sent += p.sent;
+    return status;
+}
+
+#endif
+
 /* ---- >>compressed ----
  * The all-reduce of one vector through a compressor, and what a step hands to the next. Packing compressors: quantise,
  * give each rank its part of all, add as float32 by the tree, quantise, gather. A part's owner keeps what its second
- * packing lost. */
+ * packing lost. What a device's vector asks of it is >>device_vector's and >>device_packed's. */
 #ifndef DTRAIN__COMPRESSED
 #define DTRAIN__COMPRESSED
 
@@ -22972,7 +23712,8 @@ struct dtrain_compressed {
     dtrain_compressed_desc desc;
     size_t count;
     int rank, ranks;
-    float *residual, *velocity; /* NULL: none */
+    dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
+    float *residual, *velocity;   /* of the CPU's; NULL: none */
     size_t *numbers;            /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
     const void **parts;         /* what is folded, a rank */
     dtrain__room out, in, wide;
@@ -23123,15 +23864,10 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
-                                                      dtrain_op op)
+static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
-    dtrain_compressed *c = compressed;
-    dtrain_status status = dtrain__compressed_check(c, in, out, op);
-    if (status != DTRAIN_OK)
-        return status;
-    uint64_t mode = dtrain__fpmode_enter();
     const float *from = dtrain__compressed_prepare(c, in, out);
+    dtrain_status status;
     if (c->compressor.reduce != NULL)
         status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
     else
@@ -23140,6 +23876,36 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
         dtrain__compressed_mask(c);
     if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
         dtrain__divide_f32(out, (double)c->ranks, c->count);
+    return status;
+}
+
+/* The same on a device. */
+static dtrain_status dtrain__compressed_there(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
+{
+    dtrain__device_vector *v = c->there;
+    uint64_t *sent = &c->stats.sent_bytes;
+    int divides = op == DTRAIN_MEAN && c->ranks > 1;
+    dtrain_status status = divides ? dtrain__device_vector_can_divide(v, c->ranks) : DTRAIN_OK;
+    v->out = out;
+    if (status == DTRAIN_OK && v->velocity != NULL)
+        status = dtrain__device_vector_gain(v, in, c->desc.momentum);
+    in = v->velocity != NULL ? v->velocity : in;
+    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c))
+        status = dtrain__selections_reduce_there(&c->compressor, v, in, sent);
+    else if (status == DTRAIN_OK)
+        status = dtrain__device_packed_reduce(v, &c->compressor, c->numbers, in, sent);
+    return status == DTRAIN_OK && divides ? dtrain__device_vector_divide(v, c->ranks) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
+                                                      dtrain_op op)
+{
+    dtrain_compressed *c = compressed;
+    dtrain_status status = dtrain__compressed_check(c, in, out, op);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t mode = dtrain__fpmode_enter();
+    status = (c->there != NULL ? dtrain__compressed_there : dtrain__compressed_here)(c, in, out, op);
     c->stats.steps++;
     c->stats.dense_bytes += dtrain__feedback_dense_bytes(c->count, c->ranks);
     dtrain__fpmode_restore(mode);
@@ -23154,8 +23920,8 @@ DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index,
     size_t counts[4] = {0, 0, 0, 2};
     if (compressed == NULL || index < 0)
         return 0;
-    datas[0] = compressed->residual;
-    datas[1] = compressed->velocity;
+    datas[0] = compressed->there != NULL ? compressed->there->residual : compressed->residual;
+    datas[1] = compressed->there != NULL ? compressed->there->velocity : compressed->velocity;
     counts[0] = counts[1] = compressed->count;
     if (dtrain__compressed_is_topk(compressed))
         datas[3] = ((dtrain__topk_state *)compressed->compressor.self)->step;
@@ -23199,25 +23965,80 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
     return dtrain__compressor_check(compressor, "compressed_create");
 }
 
+/* Refuses what a device cannot do with the CPU's bits. */
+static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
+{
+    const char *device = dtrain_device_name(c->desc.device), *cure = "or keep the vector on the CPU, device NULL";
+    const dtrain_compressor *q = &c->compressor;
+    int topk = dtrain__compressed_is_topk(c);
+    if (!topk && !dtrain__device_packed_can(q))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "compressed_create on rank %d: %s has no kernels for the compressor %s: take top-k, int8, "
+                            "fp8, or a cast, %s",
+                            c->rank, device, q->name != NULL ? q->name : "of your own", cure);
+    if (topk && ((const dtrain__topk_state *)q->self)->desc.threshold > 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "compressed_create on rank %d: %s selects so many elements, not those from a threshold of "
+                            "%g on: give topk a ratio, %s",
+                            c->rank, device, (double)((const dtrain__topk_state *)q->self)->desc.threshold, cure);
+    if (c->desc.max_norm > 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "compressed_create on rank %d: max_norm is %g, and %s does not shorten a rank's vector: "
+                            "leave it 0 and call dtrain_device_clip before, %s",
+                            c->rank, (double)c->desc.max_norm, device, cure);
+    return DTRAIN_OK;
+}
+
+/* Makes the state of a vector on a device; what fails is the caller's to destroy. */
+static dtrain_status dtrain__compressed_open_there(dtrain_compressed *c)
+{
+    dtrain_device *device = c->desc.device;
+    dtrain_status status = dtrain__compressed_check_there(c);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__device_vector *v = (dtrain__device_vector *)dtrain__alloc(c->allocator, sizeof *v);
+    c->there = v;
+    if (v == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for %zu bytes", sizeof *v);
+    v->device = device;
+    v->comm = c->comm;
+    v->count = c->count;
+    v->masks = !c->desc.no_masking;
+    if (!c->desc.no_feedback)
+        status = dtrain__device_vector_zeros(device, c->count, &v->residual);
+    if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
+        status = dtrain__device_vector_zeros(device, c->count, &v->velocity);
+    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c))
+        status = dtrain__device_vector_aim(v, dtrain__selections_first(&c->compressor, c->count));
+    else if (status == DTRAIN_OK)
+        status = dtrain__device_packed_reserve(v, &c->compressor, c->ranks);
+    if (status == DTRAIN_OK)
+        return status;
+    dtrain__error kept = dtrain__thread_error;
+    return dtrain__fail(NULL, status, "compressed_create of %zu elements on rank %d, %s: %.500s", c->count, c->rank,
+                        dtrain_device_name(device), kept.text);
+}
+
 /* Fills what is there already but for its memory; what fails is the caller's to destroy. */
 static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
 {
     size_t bytes = 0, n = (size_t)c->ranks;
-    int good = dtrain__mul_size(c->count, sizeof(float), &bytes);
+    int good = dtrain__mul_size(c->count, sizeof(float), &bytes), here = c->desc.device == NULL;
+    int residual = here && !c->desc.no_feedback, velocity = here && c->desc.momentum > 0.0f;
     dtrain_status status = dtrain__compressed_check_desc(&c->compressor, &c->desc);
     if (status != DTRAIN_OK)
         return status;
     c->numbers = (size_t *)dtrain__alloc(c->allocator, 4 * n * sizeof(size_t));
     c->parts = (const void **)dtrain__alloc(c->allocator, n * sizeof(void *));
-    if (good && !c->desc.no_feedback)
+    if (good && residual)
         c->residual = (float *)dtrain__alloc(c->allocator, bytes);
-    if (good && c->desc.momentum > 0.0f)
+    if (good && velocity)
         c->velocity = (float *)dtrain__alloc(c->allocator, bytes);
-    if (!good || c->numbers == NULL || c->parts == NULL || (!c->desc.no_feedback && c->residual == NULL) ||
-        (c->desc.momentum > 0.0f && c->velocity == NULL))
+    if (!good || c->numbers == NULL || c->parts == NULL || (residual && c->residual == NULL) ||
+        (velocity && c->velocity == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for the state of %zu elements",
                             c->count);
-    return DTRAIN_OK;
+    return here ? DTRAIN_OK : dtrain__compressed_open_there(c);
 }
 
 DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
@@ -23263,6 +24084,7 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     if (c == NULL)
         return;
     dtrain_compressor_destroy(&c->compressor);
+    dtrain__device_vector_destroy(c->there, c->allocator);
     dtrain__free(c->allocator, c->residual, c->count * sizeof(float));
     dtrain__free(c->allocator, c->velocity, c->count * sizeof(float));
     dtrain__free(c->allocator, c->numbers, 4 * (size_t)c->ranks * sizeof(size_t));
@@ -24770,6 +25592,11 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
 {
     dtrain_topk_desc topk = desc->topk;
     memset(made, 0, sizeof *made);
+    if (desc->feedback.device != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compress: feedback.device is %s, expected NULL: where gradients are is for their table to "
+                            "say",
+                            dtrain_device_name(desc->feedback.device));
     switch (desc->kind) {
     case DTRAIN_COMPRESS_DEFAULT:
     case DTRAIN_COMPRESS_TOPK:

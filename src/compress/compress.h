@@ -269,6 +269,7 @@ typedef struct dtrain_compressed_desc {
     int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
     float
         max_norm; /* of this rank's vector, times the root of the number of ranks: longer ones are shortened. 0: none */
+    dtrain_device *device; /* where in, out and the state are; in a dtrain_compress_desc it is NULL. NULL: the CPU */
 } dtrain_compressed_desc;
 
 typedef struct dtrain_compressed_stats {
@@ -279,11 +280,16 @@ typedef struct dtrain_compressed_stats {
 
 /* Makes the state of a vector's all-reduce. Memory: the residual and velocity, and once warm what a step packs.
  *
- *   comm         must outlive it
+ * On a device the residual and velocity are its memory, it selects, packs, unpacks and adds, and the CPU copies and
+ * sends what is selected or packed; the bits are the CPU's. Ranks may be on different devices, and on none. There are
+ * top-k by a ratio, int8, fp8 and casts, without max_norm; top-k's pieces are merged by the CPU.
+ *
+ *   comm         must outlive it, as must the device
  *   compressor   is taken over, and destroyed with it or on an error
  *   desc         NULL: all defaults
  *   errors       DTRAIN_ERR_INVALID  a table that cannot be used; constants out of range; momentum without top-k, or
  *                                    without feedback
+ *                DTRAIN_ERR_UNSUPPORTED  a device that cannot do this; the text says what can be done instead
  *                DTRAIN_ERR_MEMORY
  *   source       Seide and others, Interspeech 2014; momentum correction, masking and clipping: Lin, Han, Mao, Wang,
  *                Dally, ICLR 2018
@@ -299,9 +305,13 @@ DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed
  * tree order as float32, packs the sum and sends it to all. What either packing lost is in the residuals afterwards, so
  * that the sum of out and of all ranks' residuals is that of all inputs, and residuals before, to rounding.
  *
- *   in, out   count float32 each; the same buffer, or apart
- *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size
+ * On a device, in is read and out is written in the order of its queue, and is whole for what is queued after the call.
+ * The CPU waits for the device where it reads what it sends: once for a selection, twice for what is packed.
+ *
+ *   in, out   count float32 each, memory of the device where there is one; the same buffer, or apart
+ *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size, which on a device is at most 64 or a power of two
  *   errors    DTRAIN_ERR_CORRUPT  a rank sent bytes that are none; the text names it, and the group is broken
+ *             of the device       the text names rank and device, and the group is broken
  *             others as dtrain_all_reduce; the residual is undefined after an error
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms a message */
@@ -313,7 +323,9 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
  *
  *   index     0, 1, ...
  *   name      out: "residual", "velocity", "start", "step"; data: out: count float32, to be read and written
- *             between steps ("step" is two, the halves of a 64-bit number below 2^48)
+ *             between steps ("step" is two, the halves of a 64-bit number below 2^48). On a device, "residual" and
+ *             "velocity" are its memory: dtrain_device_copy reads and writes them, and a dtrain_param with that device
+ *             saves them; "step" is the CPU's
  *   returns   1; 0 where index is beyond the last
  *
  * one thread per object */

@@ -1,7 +1,7 @@
 /* ---- >>compressed ----
  * The all-reduce of one vector through a compressor, and what a step hands to the next. Packing compressors: quantise,
  * give each rank its part of all, add as float32 by the tree, quantise, gather. A part's owner keeps what its second
- * packing lost. */
+ * packing lost. What a device's vector asks of it is >>device_vector's and >>device_packed's. */
 #ifndef DTRAIN__COMPRESSED
 #define DTRAIN__COMPRESSED
 #include "compress.h"
@@ -9,6 +9,7 @@
 #include "feedback.c"
 #include "selections.c"
 #include "powersgd.c"
+#include "device_packed.c"
 
 struct dtrain_compressed {
     dtrain_comm *comm;
@@ -17,7 +18,8 @@ struct dtrain_compressed {
     dtrain_compressed_desc desc;
     size_t count;
     int rank, ranks;
-    float *residual, *velocity; /* NULL: none */
+    dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
+    float *residual, *velocity;   /* of the CPU's; NULL: none */
     size_t *numbers;            /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
     const void **parts;         /* what is folded, a rank */
     dtrain__room out, in, wide;
@@ -168,15 +170,10 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
-                                                      dtrain_op op)
+static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
-    dtrain_compressed *c = compressed;
-    dtrain_status status = dtrain__compressed_check(c, in, out, op);
-    if (status != DTRAIN_OK)
-        return status;
-    uint64_t mode = dtrain__fpmode_enter();
     const float *from = dtrain__compressed_prepare(c, in, out);
+    dtrain_status status;
     if (c->compressor.reduce != NULL)
         status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
     else
@@ -185,6 +182,36 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
         dtrain__compressed_mask(c);
     if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
         dtrain__divide_f32(out, (double)c->ranks, c->count);
+    return status;
+}
+
+/* The same on a device. */
+static dtrain_status dtrain__compressed_there(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
+{
+    dtrain__device_vector *v = c->there;
+    uint64_t *sent = &c->stats.sent_bytes;
+    int divides = op == DTRAIN_MEAN && c->ranks > 1;
+    dtrain_status status = divides ? dtrain__device_vector_can_divide(v, c->ranks) : DTRAIN_OK;
+    v->out = out;
+    if (status == DTRAIN_OK && v->velocity != NULL)
+        status = dtrain__device_vector_gain(v, in, c->desc.momentum);
+    in = v->velocity != NULL ? v->velocity : in;
+    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c))
+        status = dtrain__selections_reduce_there(&c->compressor, v, in, sent);
+    else if (status == DTRAIN_OK)
+        status = dtrain__device_packed_reduce(v, &c->compressor, c->numbers, in, sent);
+    return status == DTRAIN_OK && divides ? dtrain__device_vector_divide(v, c->ranks) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
+                                                      dtrain_op op)
+{
+    dtrain_compressed *c = compressed;
+    dtrain_status status = dtrain__compressed_check(c, in, out, op);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t mode = dtrain__fpmode_enter();
+    status = (c->there != NULL ? dtrain__compressed_there : dtrain__compressed_here)(c, in, out, op);
     c->stats.steps++;
     c->stats.dense_bytes += dtrain__feedback_dense_bytes(c->count, c->ranks);
     dtrain__fpmode_restore(mode);
@@ -199,8 +226,8 @@ DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index,
     size_t counts[4] = {0, 0, 0, 2};
     if (compressed == NULL || index < 0)
         return 0;
-    datas[0] = compressed->residual;
-    datas[1] = compressed->velocity;
+    datas[0] = compressed->there != NULL ? compressed->there->residual : compressed->residual;
+    datas[1] = compressed->there != NULL ? compressed->there->velocity : compressed->velocity;
     counts[0] = counts[1] = compressed->count;
     if (dtrain__compressed_is_topk(compressed))
         datas[3] = ((dtrain__topk_state *)compressed->compressor.self)->step;
@@ -244,25 +271,80 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
     return dtrain__compressor_check(compressor, "compressed_create");
 }
 
+/* Refuses what a device cannot do with the CPU's bits. */
+static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
+{
+    const char *device = dtrain_device_name(c->desc.device), *cure = "or keep the vector on the CPU, device NULL";
+    const dtrain_compressor *q = &c->compressor;
+    int topk = dtrain__compressed_is_topk(c);
+    if (!topk && !dtrain__device_packed_can(q))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "compressed_create on rank %d: %s has no kernels for the compressor %s: take top-k, int8, "
+                            "fp8, or a cast, %s",
+                            c->rank, device, q->name != NULL ? q->name : "of your own", cure);
+    if (topk && ((const dtrain__topk_state *)q->self)->desc.threshold > 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "compressed_create on rank %d: %s selects so many elements, not those from a threshold of "
+                            "%g on: give topk a ratio, %s",
+                            c->rank, device, (double)((const dtrain__topk_state *)q->self)->desc.threshold, cure);
+    if (c->desc.max_norm > 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "compressed_create on rank %d: max_norm is %g, and %s does not shorten a rank's vector: "
+                            "leave it 0 and call dtrain_device_clip before, %s",
+                            c->rank, (double)c->desc.max_norm, device, cure);
+    return DTRAIN_OK;
+}
+
+/* Makes the state of a vector on a device; what fails is the caller's to destroy. */
+static dtrain_status dtrain__compressed_open_there(dtrain_compressed *c)
+{
+    dtrain_device *device = c->desc.device;
+    dtrain_status status = dtrain__compressed_check_there(c);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__device_vector *v = (dtrain__device_vector *)dtrain__alloc(c->allocator, sizeof *v);
+    c->there = v;
+    if (v == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for %zu bytes", sizeof *v);
+    v->device = device;
+    v->comm = c->comm;
+    v->count = c->count;
+    v->masks = !c->desc.no_masking;
+    if (!c->desc.no_feedback)
+        status = dtrain__device_vector_zeros(device, c->count, &v->residual);
+    if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
+        status = dtrain__device_vector_zeros(device, c->count, &v->velocity);
+    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c))
+        status = dtrain__device_vector_aim(v, dtrain__selections_first(&c->compressor, c->count));
+    else if (status == DTRAIN_OK)
+        status = dtrain__device_packed_reserve(v, &c->compressor, c->ranks);
+    if (status == DTRAIN_OK)
+        return status;
+    dtrain__error kept = dtrain__thread_error;
+    return dtrain__fail(NULL, status, "compressed_create of %zu elements on rank %d, %s: %.500s", c->count, c->rank,
+                        dtrain_device_name(device), kept.text);
+}
+
 /* Fills what is there already but for its memory; what fails is the caller's to destroy. */
 static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
 {
     size_t bytes = 0, n = (size_t)c->ranks;
-    int good = dtrain__mul_size(c->count, sizeof(float), &bytes);
+    int good = dtrain__mul_size(c->count, sizeof(float), &bytes), here = c->desc.device == NULL;
+    int residual = here && !c->desc.no_feedback, velocity = here && c->desc.momentum > 0.0f;
     dtrain_status status = dtrain__compressed_check_desc(&c->compressor, &c->desc);
     if (status != DTRAIN_OK)
         return status;
     c->numbers = (size_t *)dtrain__alloc(c->allocator, 4 * n * sizeof(size_t));
     c->parts = (const void **)dtrain__alloc(c->allocator, n * sizeof(void *));
-    if (good && !c->desc.no_feedback)
+    if (good && residual)
         c->residual = (float *)dtrain__alloc(c->allocator, bytes);
-    if (good && c->desc.momentum > 0.0f)
+    if (good && velocity)
         c->velocity = (float *)dtrain__alloc(c->allocator, bytes);
-    if (!good || c->numbers == NULL || c->parts == NULL || (!c->desc.no_feedback && c->residual == NULL) ||
-        (c->desc.momentum > 0.0f && c->velocity == NULL))
+    if (!good || c->numbers == NULL || c->parts == NULL || (residual && c->residual == NULL) ||
+        (velocity && c->velocity == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for the state of %zu elements",
                             c->count);
-    return DTRAIN_OK;
+    return here ? DTRAIN_OK : dtrain__compressed_open_there(c);
 }
 
 DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
@@ -308,6 +390,7 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     if (c == NULL)
         return;
     dtrain_compressor_destroy(&c->compressor);
+    dtrain__device_vector_destroy(c->there, c->allocator);
     dtrain__free(c->allocator, c->residual, c->count * sizeof(float));
     dtrain__free(c->allocator, c->velocity, c->count * sizeof(float));
     dtrain__free(c->allocator, c->numbers, 4 * (size_t)c->ranks * sizeof(size_t));

@@ -2,13 +2,15 @@
  * The all-reduce of selections. Gathered: every rank gets every selection and merges them by the tree. Split: each
  * rank merges its part of the vector, and all get the merged parts. A merge adds what both have and copies what one
  * has, so that a sum's bits are those of the dense tree in which absent elements are zeros; that none is -0 is settled
- * at the end. Lengths are exchanged before data. */
+ * at the end. Lengths are exchanged before data. Of a vector on a device, that selects, and gets the sums as a list;
+ * pieces are the CPU's here as there. */
 #ifndef DTRAIN__SELECTIONS
 #define DTRAIN__SELECTIONS
 #include "compress.h"
 #include "topk.c"
 #include "sparse.c"
 #include "feedback.c"
+#include "device_vector.c"
 #include "../comm/collectives.c"
 
 typedef struct dtrain__topk_state {
@@ -27,6 +29,7 @@ typedef struct dtrain__topk_state {
 typedef struct dtrain__selections {
     dtrain__topk_state *state;
     dtrain_comm *comm;
+    dtrain__device_vector *there; /* the vector is a device's, and these two are NULL; NULL: it is the CPU's */
     float *residual, *out;
     size_t count;
     uint64_t *sent;
@@ -126,14 +129,50 @@ static void dtrain__selections_round(const dtrain__topk_state *state, dtrain_spa
     dtrain__fpmode_restore(mode);
 }
 
-/* residual[first + index] = whole - part, or adds that; what is no number is dropped. */
-static void dtrain__selections_keep(float *residual, size_t first, uint32_t index, float whole, float part, int adds)
+/* whole - part, or 0 where that is no number. */
+static float dtrain__selections_rest(float whole, float part)
 {
-    float *kept = residual + first + index, left = whole - part;
+    float left = whole - part;
     uint32_t bits;
     memcpy(&bits, &left, sizeof bits);
-    left = (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
-    *kept = adds ? *kept + left : left;
+    return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
+}
+
+/* Counts a step, of which it notes the ratio; returns how many elements that is. */
+static size_t dtrain__selections_next(dtrain__selections *x)
+{
+    dtrain__topk_state *state = x->state;
+    uint64_t step = (uint64_t)state->step[0] + ((uint64_t)state->step[1] << 24);
+    x->ratio = dtrain_topk_ratio(&state->desc.schedule, step++);
+    state->step[0] = (float)(step & 0xffffff);
+    state->step[1] = (float)(step >> 24 & 0xffffff);
+    return dtrain_topk_count(x->count, x->ratio);
+}
+
+/* How many elements the first step selects. */
+static size_t dtrain__selections_first(const dtrain_compressor *compressor, size_t count)
+{
+    return dtrain_topk_count(count, dtrain_topk_ratio(&((dtrain__topk_state *)compressor->self)->desc.schedule, 0));
+}
+
+/* Has the device select, round and keep. */
+static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
+{
+    dtrain_sparse *chosen = &x->state->chosen;
+    size_t k = dtrain__selections_next(x);
+    dtrain_status status = dtrain__sparse_reserve(chosen, k);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_vector_select(x->there, in, k);
+    if (status != DTRAIN_OK)
+        return status;
+    if (k > 0) {
+        memcpy(chosen->indices, x->there->chosen.indices, k * sizeof(uint32_t));
+        memcpy(chosen->values, x->there->chosen.values, k * sizeof(float));
+    }
+    chosen->count = k;
+    chosen->original_count = x->count;
+    dtrain__selections_round(x->state, chosen);
+    return dtrain__device_vector_leave(x->there, chosen->values);
 }
 
 /* Selects of what is to be sent, rounds that, and leaves the rest in the residual. */
@@ -141,13 +180,9 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
 {
     dtrain__topk_state *state = x->state;
     dtrain_sparse *chosen = &state->chosen;
-    uint64_t step = (uint64_t)state->step[0] + ((uint64_t)state->step[1] << 24);
     dtrain_status status;
     uint64_t mode = dtrain__fpmode_enter();
-    x->ratio = dtrain_topk_ratio(&state->desc.schedule, step++);
-    size_t k = dtrain_topk_count(x->count, x->ratio);
-    state->step[0] = (float)(step & 0xffffff);
-    state->step[1] = (float)(step >> 24 & 0xffffff);
+    size_t k = dtrain__selections_next(x);
     if (state->desc.threshold > 0.0f && x->residual != NULL)
         dtrain__sum_f32(x->residual, in, x->count);
     if (state->desc.threshold > 0.0f)
@@ -159,8 +194,8 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     if (status == DTRAIN_OK)
         dtrain__selections_round(state, chosen);
     for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
-        dtrain__selections_keep(x->residual, 0, chosen->indices[i], x->residual[chosen->indices[i]], chosen->values[i],
-                                0);
+        x->residual[chosen->indices[i]] =
+            dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
     dtrain__fpmode_restore(mode);
     return status;
 }
@@ -191,29 +226,53 @@ static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, 
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
 }
 
-static void dtrain__selections_write(const dtrain_sparse *sparse, float *out)
+/* Begins a result of at most `most` elements that are not 0. */
+static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most)
 {
-    for (size_t i = 0; i < sparse->count; i++) {
+    if (x->there != NULL)
+        return dtrain__device_vector_begin(x->there, &x->there->sums, most);
+    if (x->count > 0)
+        memset(x->out, 0, x->count * sizeof(float));
+    return DTRAIN_OK;
+}
+
+/* Writes some elements of the part of the result from `begin` on. */
+static void dtrain__selections_write(dtrain__selections *x, const dtrain_sparse *sparse, size_t begin)
+{
+    dtrain__device_elements *list = x->there != NULL ? &x->there->sums : NULL;
+    for (size_t i = 0; list != NULL && i < sparse->count; i++) {
+        list->indices[list->count] = (uint32_t)(begin + sparse->indices[i]);
+        list->values[list->count++] = sparse->values[i];
+    }
+    for (size_t i = 0; list == NULL && i < sparse->count; i++) {
         uint32_t bits;
         memcpy(&bits, &sparse->values[i], sizeof bits);
         bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&out[sparse->indices[i]], &bits, sizeof bits);
+        memcpy(&x->out[begin + sparse->indices[i]], &bits, sizeof bits);
     }
+}
+
+static dtrain_status dtrain__selections_end(dtrain__selections *x)
+{
+    return x->there != NULL ? dtrain__device_vector_end(x->there) : DTRAIN_OK;
 }
 
 /* The selections are longer than the vectors: adds up these. */
 static dtrain_status dtrain__selections_dense(dtrain__selections *x)
 {
-    dtrain__sparse_write_now(&x->state->chosen, x->out);
+    float *out = x->there != NULL ? dtrain__device_vector_whole(x->there) : x->out;
+    if (out == NULL)
+        return dtrain__thread_error.status;
+    dtrain__sparse_write_now(&x->state->chosen, out);
     *x->sent += dtrain__feedback_dense_bytes(x->count, x->ranks);
-    dtrain_status status = dtrain_all_reduce(x->comm, x->out, x->out, x->count, DTRAIN_F32, DTRAIN_SUM);
+    dtrain_status status = dtrain_all_reduce(x->comm, out, out, x->count, DTRAIN_F32, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
         uint32_t bits;
-        memcpy(&bits, &x->out[i], sizeof bits);
+        memcpy(&bits, &out[i], sizeof bits);
         bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&x->out[i], &bits, sizeof bits);
+        memcpy(&out[i], &bits, sizeof bits);
     }
-    return status;
+    return status == DTRAIN_OK && x->there != NULL ? dtrain__device_vector_put_whole(x->there) : status;
 }
 
 static dtrain_status dtrain__selections_gather(dtrain__selections *x)
@@ -241,12 +300,12 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
+    if (status == DTRAIN_OK)
+        status = dtrain__selections_begin(x, merged->count);
     if (status != DTRAIN_OK)
         return status;
-    if (x->count > 0)
-        memset(x->out, 0, x->count * sizeof(float));
-    dtrain__selections_write(merged, x->out);
-    return DTRAIN_OK;
+    dtrain__selections_write(x, merged, 0);
+    return dtrain__selections_end(x);
 }
 
 /* The elements of the selection that are in a rank's part of the vector, which bounds say. */
@@ -326,6 +385,18 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     return status;
 }
 
+/* Adds to the residual what is not passed on of an element of this rank's part. */
+static void dtrain__selections_keep(dtrain__selections *x, size_t index, float left)
+{
+    if (x->there != NULL && x->there->residual != NULL) {
+        dtrain__device_elements *kept = &x->there->kept;
+        kept->indices[kept->count] = (uint32_t)index;
+        kept->values[kept->count++] = left;
+    } else if (x->residual != NULL) {
+        x->residual[index] = x->residual[index] + left;
+    }
+}
+
 /* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
 static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_sparse *merged, size_t begin, size_t quota)
 {
@@ -340,8 +411,7 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_spa
     for (size_t i = 0; status == DTRAIN_OK && i < merged->count; i++) {
         int passes = next < picked->count && picked->indices[next] == i;
         float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
-        if (x->residual != NULL)
-            dtrain__selections_keep(x->residual, begin, merged->indices[i], whole, part, 1);
+        dtrain__selections_keep(x, begin + merged->indices[i], dtrain__selections_rest(whole, part));
         merged->indices[next] = merged->indices[i];
         merged->values[next] = part;
         next += (size_t)passes;
@@ -370,15 +440,15 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     if (status == DTRAIN_OK)
         status = dtrain_all_gather_v(x->comm, state->out.data, state->in.data, counts, offsets, DTRAIN_U8);
     *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
-    if (status == DTRAIN_OK && x->count > 0)
-        memset(x->out, 0, x->count * sizeof(float));
+    if (status == DTRAIN_OK) /* no value has less than 2 bytes */
+        status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
         size_t begin, part = dtrain_split(x->count, x->ranks, r, &begin);
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
         if (status == DTRAIN_OK)
-            dtrain__selections_write(&state->pieces[0], x->out + begin);
+            dtrain__selections_write(x, &state->pieces[0], begin);
     }
-    return status;
+    return status == DTRAIN_OK ? dtrain__selections_end(x) : status;
 }
 
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
@@ -388,32 +458,56 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
+    if (status == DTRAIN_OK && x->there != NULL)
+        status = dtrain__device_vector_begin(x->there, &x->there->kept, merged->count);
     if (status == DTRAIN_OK)
         status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
+    if (status == DTRAIN_OK && x->there != NULL)
+        status = dtrain__device_vector_add(x->there, &x->there->kept, x->there->residual);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
+}
+
+static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *in)
+{
+    dtrain_sparse_exchange way = x->state->desc.exchange;
+    x->rank = dtrain_comm_rank(x->comm);
+    x->ranks = dtrain_comm_size(x->comm);
+    dtrain_status status = dtrain__selections_open(x->state, x->ranks);
+    if (status == DTRAIN_OK)
+        status = x->there != NULL ? dtrain__selections_select_there(x, in) : dtrain__selections_select(x, in);
+    if (status != DTRAIN_OK)
+        return status;
+    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x->ranks <= 8))
+        return dtrain__selections_gather(x);
+    return dtrain__selections_split(x);
 }
 
 static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
                                                float *residual, float *out, size_t count, uint64_t *sent)
 {
     dtrain__selections x;
+    memset(&x, 0, sizeof x);
     x.state = (dtrain__topk_state *)compressor->self;
     x.comm = comm;
     x.residual = residual;
     x.out = out;
     x.count = count;
     x.sent = sent;
-    x.rank = dtrain_comm_rank(comm);
-    x.ranks = dtrain_comm_size(comm);
-    dtrain_sparse_exchange way = x.state->desc.exchange;
-    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
-    if (status == DTRAIN_OK)
-        status = dtrain__selections_select(&x, in);
-    if (status != DTRAIN_OK)
-        return status;
-    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x.ranks <= 8))
-        return dtrain__selections_gather(&x);
-    return dtrain__selections_split(&x);
+    return dtrain__selections_run(&x, in);
+}
+
+/* The same of a vector on a device, whose result is there->out. */
+static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *compressor, dtrain__device_vector *there,
+                                                     const float *in, uint64_t *sent)
+{
+    dtrain__selections x;
+    memset(&x, 0, sizeof x);
+    x.state = (dtrain__topk_state *)compressor->self;
+    x.comm = there->comm;
+    x.there = there;
+    x.count = there->count;
+    x.sent = sent;
+    return dtrain__selections_run(&x, in);
 }
 
 static void dtrain__topk_destroy(void *self)

@@ -41,6 +41,11 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
 {
     dtrain_topk_desc topk = desc->topk;
     memset(made, 0, sizeof *made);
+    if (desc->feedback.device != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compress: feedback.device is %s, expected NULL: where gradients are is for their table to "
+                            "say",
+                            dtrain_device_name(desc->feedback.device));
     switch (desc->kind) {
     case DTRAIN_COMPRESS_DEFAULT:
     case DTRAIN_COMPRESS_TOPK:

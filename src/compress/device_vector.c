@@ -1,0 +1,360 @@
+/* ---- >>device_vector ----
+ * What an all-reduce through a compressor does to a vector that is a device's, and pinned memory between the two. All
+ * of it is queued on the device; the CPU waits where it reads what it will send, once a step for a selection. As each
+ * step waits before it writes pinned memory, what the step before has queued from there is over by then.
+ * A device has no kernels that write single elements, or look for what is no number and drop it: bits are multiplied
+ * by ones and zeros as integers instead, which leaves them as they are or makes them zero, whatever they mean. */
+#ifndef DTRAIN__DEVICE_VECTOR
+#define DTRAIN__DEVICE_VECTOR
+#include "compress.h"
+#include "../tensor/device.c"
+#include "../comm/collectives.c"
+#include "device_selection.c"
+
+/* Memory that grows, by half more than is needed. Its contents are lost then. */
+typedef struct dtrain__device_room {
+    unsigned char *data;
+    size_t bytes;
+} dtrain__device_room;
+
+/* Some elements of a vector: indices, then values, in pinned memory and as they are on the device. */
+typedef struct dtrain__device_elements {
+    dtrain__device_room here, there;
+    uint32_t *indices, *indices_there;
+    float *values, *values_there;
+    size_t room, count;
+} dtrain__device_elements;
+
+typedef struct dtrain__device_vector {
+    dtrain_device *device;
+    dtrain_comm *comm;
+    size_t count;
+    float *residual, *velocity; /* NULL: none */
+    float *out;                 /* of this call: written at its end, and room until then */
+    int masks;                  /* the velocity of what was sent starts anew */
+    dtrain_device_selection *selection;
+    size_t k; /* of the selection */
+    dtrain__device_elements chosen, left, kept, sums;
+    dtrain__device_room whole;                             /* pinned: all elements */
+    dtrain__device_room out_here, in_here;                 /* pinned: packed parts, to all ranks and from them */
+    dtrain__device_room out_there, in_there, wide, spread; /* the device's: those, what they unpack to, a constant */
+} dtrain__device_vector;
+
+/* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
+static dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device, dtrain_status status)
+{
+    dtrain__error kept = dtrain__thread_error;
+    char text[300];
+    if (status == DTRAIN_OK)
+        return status;
+    snprintf(text, sizeof text, "compressed all_reduce on rank %d, %s: %.200s", dtrain_comm_rank(comm),
+             dtrain_device_name(device), kept.text);
+    dtrain_comm_abort(comm, text);
+    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm),
+                        dtrain_device_name(device), kept.text);
+}
+
+/* ---- memory ---- */
+
+static dtrain_status dtrain__device_room_reserve(dtrain_device *device, dtrain_memory memory, dtrain__device_room *room,
+                                                 size_t bytes)
+{
+    void *made = NULL;
+    size_t whole;
+    if (room->data != NULL && room->bytes >= bytes)
+        return DTRAIN_OK;
+    if (!dtrain__add_size(bytes, bytes / 2 + 4096, &whole))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    dtrain_device_free(device, memory, room->data);
+    room->data = NULL;
+    dtrain_status status = dtrain_device_alloc(device, memory, whole, &made);
+    if (status != DTRAIN_OK)
+        return status;
+    room->data = (unsigned char *)made;
+    room->bytes = whole;
+    return DTRAIN_OK;
+}
+
+static void dtrain__device_room_free(dtrain_device *device, dtrain_memory memory, dtrain__device_room *room)
+{
+    dtrain_device_free(device, memory, room->data);
+    memset(room, 0, sizeof *room);
+}
+
+/* Makes room for count elements of a list; what was in it is lost. */
+static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
+{
+    size_t room, bytes;
+    list->count = 0;
+    if (list->room >= count && list->room > 0)
+        return DTRAIN_OK;
+    list->room = 0;
+    if (!dtrain__add_size(count, count / 2 + 64, &room) || !dtrain__mul_size(room, 8, &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %zu elements", count);
+    room -= room % 16; /* values are as well aligned as indices */
+    dtrain_status status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &list->here, bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
+    if (status != DTRAIN_OK)
+        return status;
+    list->room = room;
+    list->indices = (uint32_t *)(void *)list->here.data;
+    list->values = (float *)(void *)(list->here.data + 4 * room);
+    list->indices_there = (uint32_t *)(void *)list->there.data;
+    list->values_there = (float *)(void *)(list->there.data + 4 * room);
+    return DTRAIN_OK;
+}
+
+static void dtrain__device_elements_free(dtrain_device *device, dtrain__device_elements *list)
+{
+    dtrain__device_room_free(device, DTRAIN_MEMORY_PINNED, &list->here);
+    dtrain__device_room_free(device, DTRAIN_MEMORY_DEVICE, &list->there);
+}
+
+/* Fresh memory of zeros. */
+static dtrain_status dtrain__device_vector_zeros(dtrain_device *device, size_t count, float **made)
+{
+    const uint32_t zero = 0;
+    size_t bytes;
+    void *memory = NULL;
+    if (!dtrain__mul_size(count, sizeof(float), &bytes))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", count);
+    /* also for none: a state that is listed has an address */
+    dtrain_status status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
+    *made = (float *)memory;
+    return status == DTRAIN_OK ? dtrain_device_fill(device, memory, &zero, 4, count) : status;
+}
+
+static void dtrain__device_vector_destroy(dtrain__device_vector *v, dtrain_allocator *allocator)
+{
+    if (v == NULL)
+        return;
+    dtrain_device_selection_destroy(v->device, v->selection);
+    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->residual);
+    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->velocity);
+    dtrain__device_elements_free(v->device, &v->chosen);
+    dtrain__device_elements_free(v->device, &v->left);
+    dtrain__device_elements_free(v->device, &v->kept);
+    dtrain__device_elements_free(v->device, &v->sums);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->whole);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->out_here);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->in_here);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
+    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
+    dtrain__free(allocator, v, sizeof *v);
+}
+
+/* ---- arithmetic ---- */
+
+/* a = a op b, element by element; both are bits where dtype is an integer's. */
+static dtrain_status dtrain__device_vector_pair(dtrain__device_vector *v, dtrain_dtype dtype, dtrain_op op, void *a,
+                                                const void *b, size_t count)
+{
+    const void *in[2];
+    void *out[1];
+    in[0] = out[0] = a;
+    in[1] = b;
+    return dtrain_device_reduce(v->device, dtype, op, in, 2, out, 1, 0, count);
+}
+
+/* Makes zero of the elements of data that are infinite or NaN, with room for as many numbers in a and b. */
+static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, float *data, float *a, float *b,
+                                                  size_t count)
+{
+    static const struct {
+        uint32_t constant;
+        dtrain_dtype dtype;
+        dtrain_op op;
+    } steps[] = {{0x7f800000u, DTRAIN_U32, DTRAIN_AND}, /* the exponent: all ones for what is no number, to which one */
+                 {0x00800000u, DTRAIN_U32, DTRAIN_SUM}, /* more is the sign, so that of integers it is the least */
+                 {1, DTRAIN_I32, DTRAIN_MIN},
+                 {1, DTRAIN_U32, DTRAIN_AND}};
+    dtrain_status status = dtrain_device_copy(v->device, a, data, count * sizeof(float));
+    for (size_t i = 0; status == DTRAIN_OK && i < sizeof steps / sizeof steps[0]; i++) {
+        status = dtrain_device_fill(v->device, b, &steps[i].constant, 4, count);
+        if (status == DTRAIN_OK)
+            status = dtrain__device_vector_pair(v, steps[i].dtype, steps[i].op, a, b, count);
+    }
+    return status == DTRAIN_OK ? dtrain__device_vector_pair(v, DTRAIN_U32, DTRAIN_PROD, data, a, count) : status;
+}
+
+/* Makes zero of `count` elements of data. Their values' room on the device is written, and v->out: ones all over, which
+ * are the least positive float, and minus that is added where zeros shall be. */
+static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float *data, const uint32_t *indices,
+                                                float *values, size_t count)
+{
+    const uint32_t one = 1, minus = 0x80000001u;
+    dtrain_status status = dtrain_device_fill(v->device, v->out, &one, 4, v->count);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_fill(v->device, values, &minus, 4, count);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_sparse_add(v->device, indices, values, count, v->out, v->count);
+    return status == DTRAIN_OK ? dtrain__device_vector_pair(v, DTRAIN_U32, DTRAIN_PROD, data, v->out, v->count)
+                               : status;
+}
+
+/* velocity = velocity * momentum + in */
+static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum)
+{
+    dtrain_status status = dtrain_device_scale(v->device, DTRAIN_F32, v->velocity, (double)momentum, v->count);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_axpy(v->device, DTRAIN_F32, v->velocity, 1.0, in, v->count);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vector *v, int ranks)
+{
+    if ((ranks & (ranks - 1)) == 0 || ranks <= DTRAIN__DEVICE_MOST)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "compressed all_reduce on rank %d, %s: DTRAIN_MEAN over %d ranks; a device divides by powers "
+                        "of two and by up to %d: use DTRAIN_SUM, and scale the optimizer's rate",
+                        dtrain_comm_rank(v->comm), dtrain_device_name(v->device), ranks, DTRAIN__DEVICE_MOST);
+}
+
+/* out = out / ranks. By a power of two that is a product; else it is the mean with as many -0 as are missing, which
+ * leave any sum as it is. */
+static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int ranks)
+{
+    const uint32_t minus = 0x80000000u;
+    const void *in[DTRAIN__DEVICE_MOST];
+    void *out[1];
+    dtrain_status status;
+    if ((ranks & (ranks - 1)) == 0)
+        return dtrain__device_vector_broken(
+            v->comm, v->device, dtrain_device_scale(v->device, DTRAIN_F32, v->out, 1.0 / (double)ranks, v->count));
+    status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
+    if (status == DTRAIN_OK)
+        status = dtrain_device_fill(v->device, v->spread.data, &minus, 4, v->count);
+    for (int r = 0; r < ranks; r++)
+        in[r] = v->spread.data;
+    in[0] = out[0] = v->out;
+    if (status == DTRAIN_OK)
+        status = dtrain_device_reduce(v->device, DTRAIN_F32, DTRAIN_MEAN, in, ranks, out, 1, 0, v->count);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* ---- selections ---- */
+
+/* Makes the selection of k elements, unless that is the last step's. */
+static dtrain_status dtrain__device_vector_aim(dtrain__device_vector *v, size_t k)
+{
+    if (v->count == 0 || (v->selection != NULL && v->k == k))
+        return DTRAIN_OK;
+    dtrain_device_selection_destroy(v->device, v->selection);
+    v->selection = NULL;
+    v->k = k;
+    dtrain_status status = dtrain_device_selection_create(v->device, v->count, k, &v->selection);
+    return status == DTRAIN_OK ? dtrain__device_elements_reserve(v, &v->chosen, k) : status;
+}
+
+/* Adds `in` to the residual where there is one, and selects k elements, of which the CPU gets a copy. */
+static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, const float *in, size_t k)
+{
+    dtrain__device_elements *list = &v->chosen;
+    dtrain_status status = dtrain__device_vector_aim(v, k);
+    list->count = k;
+    if (status != DTRAIN_OK || k == 0)
+        return dtrain__device_vector_broken(v->comm, v->device, status);
+    float *from = v->residual != NULL ? v->residual : (float *)(uintptr_t)in; /* alone, it is only read */
+    status = dtrain_device_select(v->device, v->selection, from, v->residual != NULL ? in : NULL, list->indices_there,
+                                  list->values_there);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, list->indices, list->indices_there, 4 * k);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, list->values, list->values_there, 4 * k);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_wait(v->device);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Lists in v->left what leaves the residual: the values that are sent, negative, and the indices of those that leave
+ * there what is no number. Returns how many these are. */
+static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const float *sent)
+{
+    size_t bad = 0;
+    for (size_t i = 0; i < v->chosen.count; i++) {
+        float left = v->chosen.values[i] - sent[i];
+        uint32_t bits;
+        memcpy(&bits, &left, sizeof bits);
+        v->left.values[i] = -sent[i];
+        if ((bits & 0x7f800000u) == 0x7f800000u)
+            v->left.indices[bad++] = v->chosen.indices[i];
+    }
+    return bad;
+}
+
+/* Takes from the residual what is sent of each chosen element, and from the velocity all of it. */
+static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const float *sent)
+{
+    dtrain__device_elements *left = &v->left;
+    size_t k = v->chosen.count, bad = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (v->residual == NULL || k == 0)
+        return DTRAIN_OK;
+    status = dtrain__device_elements_reserve(v, left, k);
+    if (status == DTRAIN_OK) {
+        bad = dtrain__device_vector_count_bad(v, sent);
+        status = dtrain_device_copy(v->device, left->values_there, left->values, 4 * k);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual,
+                                          v->count);
+    if (status == DTRAIN_OK && bad > 0)
+        status = dtrain_device_copy(v->device, left->indices_there, left->indices, 4 * bad);
+    if (status == DTRAIN_OK && bad > 0)
+        status = dtrain__device_vector_drop(v, v->residual, left->indices_there, left->values_there, bad);
+    if (status == DTRAIN_OK && v->velocity != NULL && v->masks)
+        status = dtrain__device_vector_drop(v, v->velocity, v->chosen.indices_there, left->values_there, k);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Makes room for at most count elements of a list that the CPU fills. */
+static dtrain_status dtrain__device_vector_begin(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
+{
+    return dtrain__device_vector_broken(v->comm, v->device, dtrain__device_elements_reserve(v, list, count));
+}
+
+/* Adds a list that the CPU has filled to data. */
+static dtrain_status dtrain__device_vector_add(dtrain__device_vector *v, dtrain__device_elements *list, float *data)
+{
+    size_t n = list->count;
+    if (n == 0)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_device_copy(v->device, list->indices_there, list->indices, 4 * n);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(v->device, list->values_there, list->values, 4 * n);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_sparse_add(v->device, list->indices_there, list->values_there, n, data, v->count);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Makes the result of v->sums: a sum with zero, so that none is -0. */
+static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
+{
+    const uint32_t zero = 0;
+    dtrain_status status = dtrain_device_fill(v->device, v->out, &zero, 4, v->count);
+    if (status != DTRAIN_OK)
+        return dtrain__device_vector_broken(v->comm, v->device, status);
+    return dtrain__device_vector_add(v, &v->sums, v->out);
+}
+
+/* Says where the CPU may write a whole vector; NULL: there is no memory. */
+static float *dtrain__device_vector_whole(dtrain__device_vector *v)
+{
+    dtrain_status status =
+        dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->whole, v->count * sizeof(float));
+    dtrain__device_vector_broken(v->comm, v->device, status);
+    return (float *)(void *)v->whole.data;
+}
+
+/* Makes the result of it. */
+static dtrain_status dtrain__device_vector_put_whole(dtrain__device_vector *v)
+{
+    return dtrain__device_vector_broken(
+        v->comm, v->device, dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
+}
+
+#endif
