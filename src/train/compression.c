@@ -8,6 +8,7 @@
 #include "train.h"
 #include "params.c"
 #include "aggregator.c"
+#include "../tensor/device.c"
 #include "../compress/compressed.c"
 
 #define DTRAIN__COMPRESSION_LEAST 1024
@@ -21,9 +22,10 @@ typedef struct dtrain__compression_part {
 typedef struct dtrain__compression_set {
     dtrain_comm *comm;
     dtrain_allocator *allocator;
+    dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
     size_t part_count, part_room, plain_count;
-    float *plain;              /* where what is sent as it is lies side by side */
+    float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
     float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
 } dtrain__compression_set;
 
@@ -74,7 +76,10 @@ static void dtrain__compression_close(dtrain__compression_set *set)
     for (size_t i = 0; i < set->part_count; i++)
         dtrain_compressed_destroy(set->parts[i].state);
     dtrain__free(set->allocator, set->parts, set->part_room * sizeof *set->parts);
-    dtrain__free(set->allocator, set->plain, set->plain_count * sizeof(float));
+    if (set->device != NULL)
+        dtrain_device_free(set->device, DTRAIN_MEMORY_PINNED, set->plain);
+    else
+        dtrain__free(set->allocator, set->plain, set->plain_count * sizeof(float));
     dtrain__free(set->allocator, set->velocity, set->plain_count * sizeof(float));
     memset(set, 0, sizeof *set);
 }
@@ -93,6 +98,13 @@ static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtr
                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", room);
 }
 
+/* Says that the vector is on a device: after the set was begun, before its first part. Its queue is then used by
+ * whoever sends, and by nobody else meanwhile. */
+static void dtrain__compression_on(dtrain__compression_set *set, dtrain_device *device)
+{
+    set->device = device;
+}
+
 /* Says whether so many numbers, in rows, travel as they are. */
 static int dtrain__compression_is_plain(const dtrain_compress_desc *desc, size_t count, size_t rows)
 {
@@ -106,6 +118,7 @@ static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const
 {
     dtrain__compression_part *part = &set->parts[set->part_count];
     dtrain_compressor compressor;
+    dtrain_compressed_desc feedback = desc->feedback;
     if (count == 0)
         return DTRAIN_OK;
     part->at = at;
@@ -117,7 +130,8 @@ static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const
         return DTRAIN_OK;
     }
     dtrain_status status = dtrain__compression_make(desc, rows, count / rows, set->allocator, &compressor);
-    return status == DTRAIN_OK ? dtrain_compressed_create(&part->state, set->comm, count, &compressor, &desc->feedback)
+    feedback.device = set->device;
+    return status == DTRAIN_OK ? dtrain_compressed_create(&part->state, set->comm, count, &compressor, &feedback)
                                : status;
 }
 
@@ -126,7 +140,13 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
 {
     size_t bytes = set->plain_count * sizeof(float);
     set->momentum = desc->feedback.momentum;
-    set->plain = (float *)dtrain__alloc(set->allocator, bytes);
+    dtrain_status status = DTRAIN_OK;
+    void *pinned = NULL;
+    if (set->device != NULL)
+        status = dtrain_device_alloc(set->device, DTRAIN_MEMORY_PINNED, bytes > 0 ? bytes : 1, &pinned);
+    if (status != DTRAIN_OK)
+        return status;
+    set->plain = set->device != NULL ? (float *)pinned : (float *)dtrain__alloc(set->allocator, bytes);
     if (set->momentum > 0.0f)
         set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
     if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
@@ -143,26 +163,43 @@ static dtrain_compressed *dtrain__compression_state(const dtrain__compression_se
     return NULL;
 }
 
-/* All-reduces the parts from first to end that travel as they are, as one; `velocity` is where theirs begins. */
+/* Copies the parts from first to end that travel as they are from the vector to where they lie side by side, or back;
+ * the CPU may use those when this returns. */
+static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set, float *plain, float *vector,
+                                                    size_t first, size_t end, int back)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
+        const dtrain__compression_part *part = &set->parts[i];
+        float *there = vector + part->at;
+        if (part->state != NULL)
+            continue;
+        status = dtrain_device_copy(set->device, back ? there : plain, back ? plain : there,
+                                    part->count * sizeof(float));
+        plain += part->count;
+    }
+    if (status == DTRAIN_OK && !back)
+        status = dtrain_device_wait(set->device);
+    return set->device != NULL ? dtrain__device_vector_broken(set->comm, set->device, status) : status;
+}
+
+/* All-reduces the parts from first to end that travel as they are, as one. */
 static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set, float *vector, size_t first,
                                                     size_t end, dtrain_compressed_stats *stats)
 {
-    size_t before = 0, count = 0;
-    for (size_t i = 0; i < end; i++) {
-        const dtrain__compression_part *part = &set->parts[i];
-        if (part->state != NULL)
-            continue;
-        if (i >= first)
-            memcpy(set->plain + before + count, vector + part->at, part->count * sizeof(float));
-        *(i < first ? &before : &count) += part->count;
-    }
+    size_t before = 0, count = 0; /* numbers of the parts before first, and of these */
+    for (size_t i = 0; i < end; i++)
+        if (set->parts[i].state == NULL)
+            *(i < first ? &before : &count) += set->parts[i].count;
     if (count == 0)
         return DTRAIN_OK;
     float *sum = set->plain + before;
     uint64_t bytes = dtrain__feedback_dense_bytes(count, dtrain_comm_size(set->comm));
     stats->dense_bytes += bytes;
     stats->sent_bytes += bytes;
-    dtrain_status status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
+    dtrain_status status = dtrain__compression_copy_plain(set, sum, vector, first, end, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK &&
         set->velocity != NULL) { /* an optimizer that leaves its momentum to compression has none */
         uint64_t mode = dtrain__fpmode_enter();
@@ -170,17 +207,11 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
         dtrain__fpmode_restore(mode);
         memcpy(sum, set->velocity + before, count * sizeof(float));
     }
-    for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
-        const dtrain__compression_part *part = &set->parts[i];
-        if (part->state != NULL)
-            continue;
-        memcpy(vector + part->at, sum, part->count * sizeof(float));
-        sum += part->count;
-    }
-    return status;
+    return status == DTRAIN_OK ? dtrain__compression_copy_plain(set, sum, vector, first, end, 1) : status;
 }
 
-/* Sums the parts from first to end over all ranks, and adds what was sent to stats. */
+/* Sums the parts from first to end over all ranks, and adds what was sent to stats. On a device, sums are whole in the
+ * order of its queue. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
                                               dtrain_compressed_stats *stats)
 {
