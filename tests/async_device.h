@@ -31,6 +31,8 @@ typedef enum async_kind {
     ASYNC_SGD,
     ASYNC_SQUARES,
     ASYNC_CLIP,
+    ASYNC_PACK,
+    ASYNC_UNPACK,
     ASYNC_RECORD,
     ASYNC_AWAIT,
     ASYNC_FREE,
@@ -207,6 +209,8 @@ static dtrain_status async_perform(async_op *o)
     case ASYNC_SQUARES: return dtrain_device_squares(NULL, (const float *)o->from, o->count, (int64_t *)o->to);
     case ASYNC_CLIP:
         return dtrain_device_clip(NULL, (const int64_t *)o->from, (float)o->factor, o->norm, (float *)o->to, o->count);
+    case ASYNC_PACK: return dtrain_device_pack(NULL, o->dtype, o->begin, (const float *)o->from, o->count, o->to);
+    case ASYNC_UNPACK: return dtrain_device_unpack(NULL, o->dtype, o->begin, o->from, (float *)o->to, o->count, o->n);
     case ASYNC_AWAIT: async_event_block(o); return DTRAIN_OK;
     case ASYNC_SLEEP: usleep((useconds_t)o->count); return DTRAIN_OK;
     default: return DTRAIN_OK;
@@ -527,6 +531,38 @@ static dtrain_status async_axpy(dtrain_device *device, dtrain_dtype dtype, void 
     return async_vector(device, async_vector_op(ASYNC_AXPY, dtype, y, x, count, alpha));
 }
 
+static dtrain_status async_coded(dtrain_device *device, async_op *o, dtrain_dtype code, size_t block, size_t count)
+{
+    dtrain_status status = async_call(async_of(device));
+    o->dtype = code;
+    o->begin = block;
+    o->count = count;
+    if (status == DTRAIN_OK)
+        async_push(async_of(device), o);
+    else
+        free(o);
+    return status;
+}
+
+static dtrain_status async_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in, size_t count,
+                                void *out)
+{
+    async_op *o = async_new(ASYNC_PACK);
+    o->from = in;
+    o->to = out;
+    return async_coded(device, o, code, block, count);
+}
+
+static dtrain_status async_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
+                                  size_t count, int add)
+{
+    async_op *o = async_new(ASYNC_UNPACK);
+    o->from = in;
+    o->to = out;
+    o->n = add;
+    return async_coded(device, o, code, block, count);
+}
+
 static dtrain_device *async_begin(async_device *d, int number, uint64_t seed, unsigned delay_us);
 static void async_end(async_device *d);
 
@@ -621,8 +657,8 @@ static const dtrain_device_ops *async_ops(void)
                                           NULL,
                                           NULL,
                                           NULL,
-                                          NULL,
-                                          NULL,
+                                          async_pack,
+                                          async_unpack,
                                           async_queue_create,
                                           async_queue_destroy};
     return &ops;

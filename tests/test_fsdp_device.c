@@ -17,7 +17,7 @@ typedef struct run {
     dtrain_strategy strategy;
     int shard_size;
     dtrain_dtype gather, reduce;
-    int micro_batches, keep_full_grads, own_memory, sgd, begin, ddp, ranks, no_overlap, no_reshard;
+    int micro_batches, keep_full_grads, own_memory, sgd, begin, ddp, ranks, no_overlap, no_reshard, packs;
     uint64_t seed;
     const char *save; /* where a checkpoint goes, of rank 0's path */
     int on_device;
@@ -188,7 +188,16 @@ static void make(rank_state *s)
     }
     s->noise = upload(s->device, first, MOST);
     if (r->ddp) {
-        CHECK_OK(dtrain_ddp_create(&s->ddp, s->comm, s->table, PARAMS, NULL));
+        dtrain_ddp_desc some;
+        dtrain_compress_desc packs;
+        memset(&some, 0, sizeof some);
+        memset(&packs, 0, sizeof packs);
+        packs.kind = DTRAIN_COMPRESS_INT8;
+        packs.least_count = 200;
+        some.compress = r->packs ? &packs : NULL;
+        some.no_overlap = r->no_overlap;
+        some.bucket_bytes = r->packs ? 1024 : 0;
+        CHECK_OK(dtrain_ddp_create(&s->ddp, s->comm, s->table, PARAMS, &some));
         CHECK_OK(dtrain_optimizer_create(&s->optimizer, s->table, PARAMS, &desc.optimizer, NULL));
         return;
     }
@@ -361,6 +370,16 @@ TEST(ddp_gives_the_cpus_bits)
     for (r.ranks = 1; r.ranks <= 4; r.ranks++) {
         r.micro_batches = r.ranks;
         check_run(r, "DDP");
+    }
+}
+
+TEST(ddp_that_packs_its_sums_gives_the_cpus_bits)
+{
+    run r = plain(DTRAIN_NO_SHARD);
+    r.ddp = r.packs = 1;
+    for (r.ranks = 1; r.ranks <= 4; r.ranks++) {
+        r.no_overlap = r.ranks == 2;
+        check_run(r, "DDP in int8");
     }
 }
 

@@ -117,7 +117,8 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     fsdp->units[lowest].highest = highest;
     fsdp->bucket = -1;
     if (fsdp->sender != NULL) {
-        fsdp->units[lowest].job = dtrain__sender_post(fsdp->sender, lowest, highest, sum - units[lowest].grad);
+        dtrain__fsdp_queued(fsdp, dtrain__sender_post(fsdp->sender, lowest, highest, sum - units[lowest].grad,
+                                                      &fsdp->units[lowest].job));
         return DTRAIN_OK;
     }
     dtrain_status status = fsdp->device.queue != NULL
@@ -166,6 +167,8 @@ static dtrain_status dtrain__fsdp_wait_job(dtrain_fsdp *fsdp, int number)
     if (carrier->job == 0)
         return DTRAIN_OK;
     const dtrain__sender_job *job = dtrain__sender_wait(fsdp->sender, carrier->job, INT64_MAX);
+    if (job->status == DTRAIN_OK)
+        dtrain__fsdp_queued(fsdp, dtrain__sender_order(fsdp->sender, carrier->job));
     carrier->job = 0;
     end = dtrain__os_now_ns();
     fsdp->stats.waited_ns += end - begin;
@@ -249,13 +252,14 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Says whether the gradients that are being scattered are in the way: a unit's own, or on a device those in its place. */
+/* Says whether the gradients that are being scattered are in the way: a unit's own, or on a device those in its place.
+ */
 static int dtrain__fsdp_in_the_way(const dtrain_fsdp *fsdp, int unit)
 {
     const dtrain__fsdp_place *places = fsdp->device.places;
     int now = fsdp->scattering;
-    return now == unit || (fsdp->device.queue != NULL && now % 2 == unit % 2 && places[now].shares_grads &&
-                           places[unit].shares_grads);
+    return now == unit ||
+           (fsdp->device.queue != NULL && now % 2 == unit % 2 && places[now].shares_grads && places[unit].shares_grads);
 }
 
 /* Goes on with reductions whose operations have ended, and ends scattering what is in the way of `unit`. On a device
