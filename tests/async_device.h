@@ -74,7 +74,8 @@ typedef struct async_device {
     /* What a test asks for, counted from 1; 0: never. Set by the rank's own thread while the queue is empty. */
     long fail_call, fail_done, kill_done, fail_allocation;
     long queue_fail_call, queue_fail_done; /* the same of the queue that is made of this one */
-    struct async_device *queue;            /* which is the last that was made */
+    struct async_device *queue, *of;       /* the last that was made of it, and the one it was made of */
+    int queue_failed;                      /* a queue that was made of it */
     long calls, allocations, events;       /* of the rank's own thread */
     int events_open;
 } async_device;
@@ -250,6 +251,14 @@ static void async_free(const async_device *d, const async_op *o, int failed)
         free(o->to);
 }
 
+/* Notes whether a queue has failed, also with the device that it was made of. */
+static void async_fail(async_device *d, int fails)
+{
+    d->failed |= fails;
+    if (d->of != NULL && fails)
+        __atomic_store_n(&d->of->queue_failed, 1, __ATOMIC_SEQ_CST);
+}
+
 /* Does one operation. A device that has failed does nothing any more, but its events pass and its memory is freed. */
 static void async_turn(async_device *d, async_op *o, int failed)
 {
@@ -260,13 +269,13 @@ static void async_turn(async_device *d, async_op *o, int failed)
     if (o->kind == ASYNC_RECORD)
         async_event_reach(o);
     if (o->kind == ASYNC_FREE)
-        async_free(d, o, failed);
+        async_free(d, o, failed || __atomic_load_n(&d->queue_failed, __ATOMIC_SEQ_CST));
     if (o->event != NULL)
         async_event_drop(o->event);
     free(o);
     pthread_mutex_lock(&d->mutex);
     d->done++;
-    d->failed |= fails;
+    async_fail(d, fails);
     pthread_cond_broadcast(&d->changed);
     pthread_mutex_unlock(&d->mutex);
 }
@@ -298,7 +307,7 @@ static dtrain_status async_broken(const async_device *d)
 static dtrain_status async_call(async_device *d)
 {
     pthread_mutex_lock(&d->mutex);
-    d->failed |= ++d->calls == d->fail_call;
+    async_fail(d, ++d->calls == d->fail_call);
     int failed = d->failed;
     pthread_mutex_unlock(&d->mutex);
     return failed ? async_broken(d) : DTRAIN_OK;
@@ -566,7 +575,7 @@ static dtrain_status async_unpack(dtrain_device *device, dtrain_dtype code, size
 static dtrain_device *async_begin(async_device *d, int number, uint64_t seed, unsigned delay_us);
 static void async_end(async_device *d);
 
-/* Another queue, with the same name and longest delay, which fails apart; it may be counted down to fail in a call. */
+/* Another queue, with the same name and longest delay, which fails apart, but for memory that others may be in. */
 static dtrain_status async_queue_create(dtrain_device *device, dtrain_device **made)
 {
     async_device *d = async_of(device);
@@ -578,6 +587,7 @@ static dtrain_status async_queue_create(dtrain_device *device, dtrain_device **m
     memcpy(another->name, d->name, sizeof another->name);
     another->fail_call = d->queue_fail_call;
     another->fail_done = d->queue_fail_done;
+    another->of = d;
     d->queue = another;
     return DTRAIN_OK;
 }
@@ -705,6 +715,7 @@ static void async_end(async_device *d)
     pthread_cond_broadcast(&d->changed);
     pthread_mutex_unlock(&d->mutex);
     pthread_join(d->thread, NULL);
+    pthread_mutex_lock(&async_blocks_mutex);
     for (int i = 0; i < ASYNC_BLOCKS; i++)
         if (async_blocks[i].memory != NULL && async_blocks[i].owner == d) {
             if (!async_blocks[i].late)
@@ -712,6 +723,7 @@ static void async_end(async_device *d)
             free(async_blocks[i].memory);
             memset(&async_blocks[i], 0, sizeof async_blocks[i]);
         }
+    pthread_mutex_unlock(&async_blocks_mutex);
     CHECK_EQ(d->events_open, 0);
     pthread_mutex_destroy(&d->mutex);
     pthread_cond_destroy(&d->changed);

@@ -1,9 +1,12 @@
 /* A device whose memory nobody can touch but its own functions: pages are without access outside of them. Copies from
  * and to pinned memory are put off until something else is asked of the device, and what they will fill is poisoned, so
- * that whoever does not wait reads rubbish, or sends it. Everything is counted, and any call can be made to fail. */
+ * that whoever does not wait reads rubbish, or sends it. Everything is counted, and any call can be made to fail. A
+ * queue that is made of a device has the device's memory and counters, and copies put off of its own; it may be another
+ * thread's. */
 #ifndef FAKE_DEVICE_H
 #define FAKE_DEVICE_H
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 enum { FAKE_BLOCKS = 64, FAKE_LATE = 64 };
@@ -22,6 +25,7 @@ typedef struct fake_copy {
 
 typedef struct fake {
     dtrain_device device;
+    struct fake *root; /* whose queue it is, and whose memory and counters it has; NULL: its own */
     struct fake *peer; /* of the same kind: whose memory it can reach; NULL: none */
     fake_block blocks[FAKE_BLOCKS];
     fake_copy late[FAKE_LATE];
@@ -31,13 +35,26 @@ typedef struct fake {
     long calls, fail_call, allocations, fail_allocation; /* the failing one, counted from 1; 0: none */
 } fake;
 
+static pthread_mutex_t fake_mutex; /* of all fakes, recursive */
+
 static fake *fake_of(dtrain_device *device)
 {
     return (fake *)device->self;
 }
 
+static fake *fake_root(fake *f)
+{
+    return f->root != NULL ? f->root : f;
+}
+
+static fake *fake_root_of(dtrain_device *device)
+{
+    return fake_root(fake_of(device));
+}
+
 static void fake_protect(fake *f, int access)
 {
+    f = fake_root(f);
     for (int i = 0; i < FAKE_BLOCKS; i++)
         if (f->blocks[i].memory != NULL && f->blocks[i].kind == DTRAIN_MEMORY_DEVICE)
             mprotect(f->blocks[i].memory, f->blocks[i].mapped, access);
@@ -55,8 +72,9 @@ static void fake_flush(fake *f)
     fake_protect(f, PROT_NONE);
 }
 
-static const fake_block *fake_find(const fake *f, const void *pointer, size_t bytes)
+static const fake_block *fake_find(fake *f, const void *pointer, size_t bytes)
 {
+    f = fake_root(f);
     const unsigned char *at = (const unsigned char *)pointer;
     for (int i = 0; i < FAKE_BLOCKS; i++) {
         const fake_block *block = &f->blocks[i];
@@ -69,10 +87,11 @@ static const fake_block *fake_find(const fake *f, const void *pointer, size_t by
 /* Opens the device's memory for one function. */
 static dtrain_status fake_enter(dtrain_device *device)
 {
-    fake *f = fake_of(device);
+    fake *f = fake_root_of(device);
+    pthread_mutex_lock(&fake_mutex);
     if (++f->calls == f->fail_call || (f->stays_broken && f->fail_call > 0 && f->calls > f->fail_call))
         return dtrain_error_set(DTRAIN_ERR_IO, "the fake device broke at call %ld", f->calls);
-    fake_flush(f);
+    fake_flush(fake_of(device));
     fake_protect(f, PROT_READ | PROT_WRITE);
     f->open = 1;
     return DTRAIN_OK;
@@ -80,17 +99,22 @@ static dtrain_status fake_enter(dtrain_device *device)
 
 static dtrain_status fake_leave(dtrain_device *device, dtrain_status status)
 {
-    if (fake_of(device)->open)
-        fake_protect(fake_of(device), PROT_NONE);
-    fake_of(device)->open = 0;
+    fake *f = fake_root_of(device);
+    if (f->open)
+        fake_protect(f, PROT_NONE);
+    f->open = 0;
+    pthread_mutex_unlock(&fake_mutex);
     return status;
 }
 
 /* Whether a kernel may touch this. */
 static dtrain_status fake_own(dtrain_device *device, const void *pointer, size_t bytes)
 {
+    pthread_mutex_lock(&fake_mutex);
     const fake_block *block = fake_find(fake_of(device), pointer, bytes);
-    if (block != NULL && block->kind == DTRAIN_MEMORY_DEVICE)
+    int own = block != NULL && block->kind == DTRAIN_MEMORY_DEVICE;
+    pthread_mutex_unlock(&fake_mutex);
+    if (own)
         return DTRAIN_OK;
     return dtrain_error_set(DTRAIN_ERR_INVALID, "fake: %p and %zu bytes are not the device's", pointer, bytes);
 }
@@ -104,9 +128,8 @@ static dtrain_status fake_own(dtrain_device *device, const void *pointer, size_t
 /* `call` where all of what it touches is the device's. */
 #define FAKE_OWN(pointer, bytes, call) (fake_own(device, pointer, bytes) == DTRAIN_OK ? (call) : DTRAIN_ERR_INVALID)
 
-static dtrain_status fake_allocate(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
+static dtrain_status fake_allocate_now(fake *f, dtrain_memory memory, size_t bytes, void **pointer)
 {
-    fake *f = fake_of(device);
     int i = 0;
     while (i < FAKE_BLOCKS && f->blocks[i].memory != NULL)
         i++;
@@ -128,10 +151,16 @@ static dtrain_status fake_allocate(dtrain_device *device, dtrain_memory memory, 
     return DTRAIN_OK;
 }
 
-static void fake_release(dtrain_device *device, dtrain_memory memory, void *pointer)
+static dtrain_status fake_allocate(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
 {
-    fake *f = fake_of(device);
-    fake_flush(f);
+    pthread_mutex_lock(&fake_mutex);
+    dtrain_status status = fake_allocate_now(fake_root_of(device), memory, bytes, pointer);
+    pthread_mutex_unlock(&fake_mutex);
+    return status;
+}
+
+static void fake_release_now(fake *f, dtrain_memory memory, void *pointer)
+{
     for (int i = 0; i < FAKE_BLOCKS; i++)
         if (f->blocks[i].memory == pointer) {
             CHECK_EQ(f->blocks[i].kind, memory);
@@ -142,13 +171,21 @@ static void fake_release(dtrain_device *device, dtrain_memory memory, void *poin
     TEST_FAIL("fake: %p was never allocated", pointer);
 }
 
+static void fake_release(dtrain_device *device, dtrain_memory memory, void *pointer)
+{
+    pthread_mutex_lock(&fake_mutex);
+    fake_flush(fake_of(device));
+    fake_release_now(fake_root_of(device), memory, pointer);
+    pthread_mutex_unlock(&fake_mutex);
+}
+
 static dtrain_status fake_copy_now(fake *f, void *to, const void *from, size_t bytes)
 {
     const fake_block *target = fake_find(f, to, bytes), *source = fake_find(f, from, bytes);
     int pinned = (target != NULL && target->kind == DTRAIN_MEMORY_PINNED) ||
                  (source != NULL && source->kind == DTRAIN_MEMORY_PINNED);
-    if ((target == NULL || source == NULL || pinned) && bytes > f->largest_copy)
-        f->largest_copy = bytes;
+    if ((target == NULL || source == NULL || pinned) && bytes > fake_root(f)->largest_copy)
+        fake_root(f)->largest_copy = bytes;
     if (!pinned || f->late_count == FAKE_LATE) {
         fake_flush(f);
         fake_protect(f, PROT_READ | PROT_WRITE);
@@ -166,10 +203,15 @@ static dtrain_status fake_copy_now(fake *f, void *to, const void *from, size_t b
 
 static dtrain_status fake_copy_op(dtrain_device *device, void *to, const void *from, size_t bytes)
 {
-    fake *f = fake_of(device);
+    fake *f = fake_root_of(device);
+    dtrain_status status;
+    pthread_mutex_lock(&fake_mutex);
     if (++f->calls == f->fail_call || (f->stays_broken && f->fail_call > 0 && f->calls > f->fail_call))
-        return dtrain_error_set(DTRAIN_ERR_IO, "the fake device broke at call %ld", f->calls);
-    return fake_copy_now(f, to, from, bytes);
+        status = dtrain_error_set(DTRAIN_ERR_IO, "the fake device broke at call %ld", f->calls);
+    else
+        status = fake_copy_now(fake_of(device), to, from, bytes);
+    pthread_mutex_unlock(&fake_mutex);
+    return status;
 }
 
 static dtrain_status fake_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count)
@@ -184,27 +226,37 @@ static dtrain_status fake_wait(dtrain_device *device)
 
 static dtrain_status fake_event_create(dtrain_device *device, void **event)
 {
-    dtrain_status status = fake_leave(device, fake_enter(device));
-    *event = &fake_of(device)->events;
-    fake_of(device)->events += status == DTRAIN_OK;
-    return status;
+    fake *f = fake_root_of(device);
+    dtrain_status status = fake_enter(device);
+    *event = &f->events;
+    f->events += status == DTRAIN_OK;
+    return fake_leave(device, status);
 }
 
 static void fake_event_destroy(dtrain_device *device, void *event)
 {
-    CHECK(event == &fake_of(device)->events);
-    fake_of(device)->events--;
+    pthread_mutex_lock(&fake_mutex);
+    CHECK(event == &fake_root_of(device)->events);
+    fake_root_of(device)->events--;
+    pthread_mutex_unlock(&fake_mutex);
 }
 
 static dtrain_status fake_event(dtrain_device *device, void *event)
 {
-    CHECK(event == &fake_of(device)->events);
+    CHECK(event == &fake_root_of(device)->events);
+    FAKE_OP(DTRAIN_OK);
+}
+
+/* Also one of another fake's, whose record has ended as all work of fakes does. */
+static dtrain_status fake_event_await(dtrain_device *device, void *event)
+{
+    CHECK(event != NULL);
     FAKE_OP(DTRAIN_OK);
 }
 
 static dtrain_status fake_event_done(dtrain_device *device, void *event, int *done)
 {
-    CHECK(event == &fake_of(device)->events);
+    CHECK(event == &fake_root_of(device)->events);
     *done = fake_of(device)->late_count == 0;
     return DTRAIN_OK;
 }
@@ -281,19 +333,29 @@ static dtrain_status fake_clip(dtrain_device *device, const int64_t *limbs, floa
     FAKE_OP(FAKE_OWN(norm, 8, dtrain_device_clip(NULL, limbs, max_norm, norm, x, count)));
 }
 
+/* Counts something that is made; 0 where it is not to be. */
+static int fake_may_allocate(dtrain_device *device)
+{
+    fake *f = fake_root_of(device);
+    pthread_mutex_lock(&fake_mutex);
+    int may = ++f->allocations != f->fail_allocation;
+    pthread_mutex_unlock(&fake_mutex);
+    return may;
+}
+
 static dtrain_status fake_selection_create(dtrain_device *device, size_t count, size_t k,
                                            dtrain_device_selection **made)
 {
-    if (++fake_of(device)->allocations == fake_of(device)->fail_allocation)
+    if (!fake_may_allocate(device))
         return dtrain_error_set(DTRAIN_ERR_MEMORY, "the fake device has no memory for a selection");
     dtrain_status status = dtrain_device_selection_create(NULL, count, k, made);
-    fake_of(device)->selections += status == DTRAIN_OK;
+    __atomic_add_fetch(&fake_root_of(device)->selections, status == DTRAIN_OK, __ATOMIC_SEQ_CST);
     return status;
 }
 
 static void fake_selection_destroy(dtrain_device *device, dtrain_device_selection *selection)
 {
-    fake_of(device)->selections--;
+    __atomic_sub_fetch(&fake_root_of(device)->selections, 1, __ATOMIC_SEQ_CST);
     dtrain_device_selection_destroy(NULL, selection);
 }
 
@@ -322,22 +384,23 @@ static dtrain_status fake_unpack(dtrain_device *device, dtrain_dtype code, size_
 }
 
 static dtrain_device *fake_begin(fake *f, const char *name);
-static void fake_end(fake *f);
 
-/* Another device with the same name, which reaches its maker's memory: work of either is done when it is called. */
 static dtrain_status fake_queue_create(dtrain_device *device, dtrain_device **made)
 {
-    if (++fake_of(device)->allocations == fake_of(device)->fail_allocation)
+    if (!fake_may_allocate(device))
         return dtrain_error_set(DTRAIN_ERR_MEMORY, "the fake device has no memory for a queue");
     fake *another = (fake *)malloc(sizeof *another);
     *made = fake_begin(another, device->name);
-    another->peer = fake_of(device);
+    another->root = fake_root_of(device);
+    another->device.ops = device->ops;
     return DTRAIN_OK;
 }
 
 static void fake_queue_destroy(dtrain_device *made)
 {
-    fake_end(fake_of(made));
+    pthread_mutex_lock(&fake_mutex);
+    fake_flush(fake_of(made));
+    pthread_mutex_unlock(&fake_mutex);
     free(fake_of(made));
 }
 
@@ -349,7 +412,7 @@ static const dtrain_device_ops fake_ops = {fake_allocate,
                                            fake_event_create,
                                            fake_event_destroy,
                                            fake_event,
-                                           fake_event,
+                                           fake_event_await,
                                            fake_event_done,
                                            fake_convert,
                                            fake_reduce,
@@ -369,8 +432,19 @@ static const dtrain_device_ops fake_ops = {fake_allocate,
                                            fake_queue_create,
                                            fake_queue_destroy};
 
+static void fake_make_mutex(void)
+{
+    pthread_mutexattr_t attributes;
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_settype(&attributes, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&fake_mutex, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+}
+
 static dtrain_device *fake_begin(fake *f, const char *name)
 {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, fake_make_mutex);
     memset(f, 0, sizeof *f);
     f->device.ops = &fake_ops;
     f->device.name = name;
