@@ -22336,7 +22336,8 @@ static void dtrain__device_room_free(dtrain_device *device, dtrain_memory memory
 }
 
 /* Makes room for count elements of a list; what was in it is lost. */
-static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
+static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list,
+                                                     size_t count)
 {
     size_t room, bytes;
     list->count = 0;
@@ -22554,8 +22555,8 @@ static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const
         status = dtrain_device_copy(v->device, left->values_there, left->values, 4 * k);
     }
     if (status == DTRAIN_OK)
-        status = dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual,
-                                          v->count);
+        status =
+            dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual, v->count);
     if (status == DTRAIN_OK && bad > 0)
         status = dtrain_device_copy(v->device, left->indices_there, left->indices, 4 * bad);
     if (status == DTRAIN_OK && bad > 0)
@@ -22607,8 +22608,8 @@ static float *dtrain__device_vector_whole(dtrain__device_vector *v)
 /* Makes the result of it. */
 static dtrain_status dtrain__device_vector_put_whole(dtrain__device_vector *v)
 {
-    return dtrain__device_vector_broken(
-        v->comm, v->device, dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
+    return dtrain__device_vector_broken(v->comm, v->device,
+                                        dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
 }
 
 #endif
@@ -22803,8 +22804,7 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     if (status == DTRAIN_OK)
         dtrain__selections_round(state, chosen);
     for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
-        x->residual[chosen->indices[i]] =
-            dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
+        x->residual[chosen->indices[i]] = dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
     dtrain__fpmode_restore(mode);
     return status;
 }
@@ -23440,8 +23440,8 @@ typedef struct dtrain__device_packed {
 /* Whether a device can pack so. */
 static int dtrain__device_packed_can(const dtrain_compressor *q)
 {
-    return q->reduce == NULL && (q->pack == dtrain__int8_pack_now || q->pack == dtrain__fp8_pack_now ||
-                                 q->pack == dtrain__cast_pack_now);
+    return q->reduce == NULL &&
+           (q->pack == dtrain__int8_pack_now || q->pack == dtrain__fp8_pack_now || q->pack == dtrain__cast_pack_now);
 }
 
 static dtrain_status dtrain__device_packed_pack(const dtrain__device_packed *p, const float *in, size_t count,
@@ -23557,9 +23557,9 @@ static dtrain_status dtrain__device_packed_left(const dtrain__device_packed *p)
     if (status != DTRAIN_OK || !bad)
         return status;
     status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
-    return status == DTRAIN_OK ? dtrain__device_vector_finite(v, v->residual, v->out, (float *)(void *)v->spread.data,
-                                                              v->count)
-                               : status;
+    return status == DTRAIN_OK
+               ? dtrain__device_vector_finite(v, v->residual, v->out, (float *)(void *)v->spread.data, v->count)
+               : status;
 }
 
 /* Packs every rank's part of what is to be sent; the CPU has it when this returns. */
@@ -23612,11 +23612,10 @@ static dtrain_status dtrain__device_packed_fold(const dtrain__device_packed *p)
     dtrain__device_vector *v = p->v;
     float *wide = (float *)(void *)v->wide.data;
     size_t bytes = p->in_counts[p->rank];
-    dtrain_status status =
-        dtrain_device_copy(v->device, v->in_there.data, v->in_here.data, bytes * (size_t)p->ranks);
+    dtrain_status status = dtrain_device_copy(v->device, v->in_there.data, v->in_here.data, bytes * (size_t)p->ranks);
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++)
-        status = dtrain__device_packed_unpack(p, v->in_there.data + p->in_offsets[r], wide + (size_t)r * p->part,
-                                              p->part);
+        status =
+            dtrain__device_packed_unpack(p, v->in_there.data + p->in_offsets[r], wide + (size_t)r * p->part, p->part);
     return status == DTRAIN_OK ? dtrain__device_packed_tree(p) : status;
 }
 
@@ -23632,9 +23631,8 @@ static dtrain_status dtrain__device_packed_keep(const dtrain__device_packed *p)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, lost, -1.0, back, p->part);
     if (status == DTRAIN_OK && dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[p->rank], p->part))
         status = dtrain__device_vector_finite(v, lost, back, sum, p->part);
-    return status == DTRAIN_OK
-               ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + p->begin, 1.0, lost, p->part)
-               : status;
+    return status == DTRAIN_OK ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + p->begin, 1.0, lost, p->part)
+                               : status;
 }
 
 /* Adds up this rank's part and packs the sum; the CPU has it when this returns. */
@@ -23714,8 +23712,8 @@ struct dtrain_compressed {
     int rank, ranks;
     dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
     float *residual, *velocity;   /* of the CPU's; NULL: none */
-    size_t *numbers;            /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
-    const void **parts;         /* what is folded, a rank */
+    size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
+    const void **parts;           /* what is folded, a rank */
     dtrain__room out, in, wide;
     dtrain_compressed_stats stats;
 };
@@ -25724,8 +25722,8 @@ static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set
         float *there = vector + part->at;
         if (part->state != NULL)
             continue;
-        status = dtrain_device_copy(set->device, back ? there : plain, back ? plain : there,
-                                    part->count * sizeof(float));
+        status =
+            dtrain_device_copy(set->device, back ? there : plain, back ? plain : there, part->count * sizeof(float));
         plain += part->count;
     }
     if (status == DTRAIN_OK && !back)

@@ -20,8 +20,8 @@ struct dtrain_compressed {
     int rank, ranks;
     dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
     float *residual, *velocity;   /* of the CPU's; NULL: none */
-    size_t *numbers;            /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
-    const void **parts;         /* what is folded, a rank */
+    size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
+    const void **parts;           /* what is folded, a rank */
     dtrain__room out, in, wide;
     dtrain_compressed_stats stats;
 };

@@ -21,8 +21,8 @@ typedef struct dtrain__device_packed {
 /* Whether a device can pack so. */
 static int dtrain__device_packed_can(const dtrain_compressor *q)
 {
-    return q->reduce == NULL && (q->pack == dtrain__int8_pack_now || q->pack == dtrain__fp8_pack_now ||
-                                 q->pack == dtrain__cast_pack_now);
+    return q->reduce == NULL &&
+           (q->pack == dtrain__int8_pack_now || q->pack == dtrain__fp8_pack_now || q->pack == dtrain__cast_pack_now);
 }
 
 static dtrain_status dtrain__device_packed_pack(const dtrain__device_packed *p, const float *in, size_t count,
@@ -138,9 +138,9 @@ static dtrain_status dtrain__device_packed_left(const dtrain__device_packed *p)
     if (status != DTRAIN_OK || !bad)
         return status;
     status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
-    return status == DTRAIN_OK ? dtrain__device_vector_finite(v, v->residual, v->out, (float *)(void *)v->spread.data,
-                                                              v->count)
-                               : status;
+    return status == DTRAIN_OK
+               ? dtrain__device_vector_finite(v, v->residual, v->out, (float *)(void *)v->spread.data, v->count)
+               : status;
 }
 
 /* Packs every rank's part of what is to be sent; the CPU has it when this returns. */
@@ -193,11 +193,10 @@ static dtrain_status dtrain__device_packed_fold(const dtrain__device_packed *p)
     dtrain__device_vector *v = p->v;
     float *wide = (float *)(void *)v->wide.data;
     size_t bytes = p->in_counts[p->rank];
-    dtrain_status status =
-        dtrain_device_copy(v->device, v->in_there.data, v->in_here.data, bytes * (size_t)p->ranks);
+    dtrain_status status = dtrain_device_copy(v->device, v->in_there.data, v->in_here.data, bytes * (size_t)p->ranks);
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++)
-        status = dtrain__device_packed_unpack(p, v->in_there.data + p->in_offsets[r], wide + (size_t)r * p->part,
-                                              p->part);
+        status =
+            dtrain__device_packed_unpack(p, v->in_there.data + p->in_offsets[r], wide + (size_t)r * p->part, p->part);
     return status == DTRAIN_OK ? dtrain__device_packed_tree(p) : status;
 }
 
@@ -213,9 +212,8 @@ static dtrain_status dtrain__device_packed_keep(const dtrain__device_packed *p)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, lost, -1.0, back, p->part);
     if (status == DTRAIN_OK && dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[p->rank], p->part))
         status = dtrain__device_vector_finite(v, lost, back, sum, p->part);
-    return status == DTRAIN_OK
-               ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + p->begin, 1.0, lost, p->part)
-               : status;
+    return status == DTRAIN_OK ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + p->begin, 1.0, lost, p->part)
+                               : status;
 }
 
 /* Adds up this rank's part and packs the sum; the CPU has it when this returns. */

@@ -82,7 +82,8 @@ static void dtrain__device_room_free(dtrain_device *device, dtrain_memory memory
 }
 
 /* Makes room for count elements of a list; what was in it is lost. */
-static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
+static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list,
+                                                     size_t count)
 {
     size_t room, bytes;
     list->count = 0;
@@ -300,8 +301,8 @@ static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const
         status = dtrain_device_copy(v->device, left->values_there, left->values, 4 * k);
     }
     if (status == DTRAIN_OK)
-        status = dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual,
-                                          v->count);
+        status =
+            dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual, v->count);
     if (status == DTRAIN_OK && bad > 0)
         status = dtrain_device_copy(v->device, left->indices_there, left->indices, 4 * bad);
     if (status == DTRAIN_OK && bad > 0)
@@ -353,8 +354,8 @@ static float *dtrain__device_vector_whole(dtrain__device_vector *v)
 /* Makes the result of it. */
 static dtrain_status dtrain__device_vector_put_whole(dtrain__device_vector *v)
 {
-    return dtrain__device_vector_broken(
-        v->comm, v->device, dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
+    return dtrain__device_vector_broken(v->comm, v->device,
+                                        dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
 }
 
 #endif

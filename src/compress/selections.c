@@ -194,8 +194,7 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     if (status == DTRAIN_OK)
         dtrain__selections_round(state, chosen);
     for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
-        x->residual[chosen->indices[i]] =
-            dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
+        x->residual[chosen->indices[i]] = dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
     dtrain__fpmode_restore(mode);
     return status;
 }

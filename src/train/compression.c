@@ -174,8 +174,8 @@ static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set
         float *there = vector + part->at;
         if (part->state != NULL)
             continue;
-        status = dtrain_device_copy(set->device, back ? there : plain, back ? plain : there,
-                                    part->count * sizeof(float));
+        status =
+            dtrain_device_copy(set->device, back ? there : plain, back ? plain : there, part->count * sizeof(float));
         plain += part->count;
     }
     if (status == DTRAIN_OK && !back)
