@@ -611,6 +611,17 @@ typedef struct dtrain_device_sgd_step {
  * dtrain_device_selection_create made of it. */
 typedef struct dtrain_device_selection dtrain_device_selection;
 
+/* Memory of a device as another process of the host can have it: a handle of the whole allocation, and where in that it
+ * is. `base` and `id` are of the process that has it: the allocation's address, and what tells it from others that were
+ * there before. */
+#define DTRAIN_DEVICE_HANDLE_BYTES 64
+
+typedef struct dtrain_device_shared {
+    unsigned char handle[DTRAIN_DEVICE_HANDLE_BYTES];
+    uint64_t base, id, bytes; /* bytes: of the allocation */
+    uint64_t offset;          /* of the memory, from base */
+} dtrain_device_shared;
+
 /* What a device can do. All work is queued: inputs are read and outputs written in the order of the calls. The
  * arguments have been checked but for where their memory is. */
 typedef struct dtrain_device_ops {
@@ -649,6 +660,16 @@ typedef struct dtrain_device_ops {
                             size_t count, int add);
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
+    /* Between processes of a host, all or none. Nobody opens what is of his own process; what is opened may be opened
+     * again, and is closed as often. Shared events and opened ones are destroyed by event_destroy. UNSUPPORTED: this
+     * memory, or this process, cannot; the text says why. */
+    const char *handles; /* whose handles are: tables of one name open each other's; NULL: none */
+    dtrain_status (*memory_share)(dtrain_device *device, const void *pointer, dtrain_device_shared *shared);
+    dtrain_status (*memory_open)(dtrain_device *device, const dtrain_device_shared *shared, void **base);
+    void (*memory_close)(dtrain_device *device, void *base);
+    dtrain_status (*event_create_shared)(dtrain_device *device, void **event);
+    dtrain_status (*event_share)(dtrain_device *device, void *event, unsigned char *handle);
+    dtrain_status (*event_open)(dtrain_device *device, const unsigned char *handle, void **event);
 } dtrain_device_ops;
 
 struct dtrain_device {
@@ -1632,8 +1653,10 @@ typedef struct dtrain_device_group dtrain_device_group;
 /* Makes a rank's end of a group of devices. Memory and events are made here, and nothing later.
  *
  * EVENTS can be where all ranks, 64 at most, are threads of dtrain_run_threads or dtrain_threads_create (or of a group
- * that comes of such a one) with devices of one table, each of which can touch the others' memory: each tries it here,
- * on 256 bytes of every rank, in its queue's order. One that cannot makes it STAGED.
+ * that comes of such a one) with devices of one table, or a process each, of dtrain_comm_create, on one host (Linux) and
+ * under one user, with devices whose tables share memory between processes, as dtrain_cuda.h's do; and where each can
+ * touch the others' memory: each tries it here, on 256 bytes of every rank, in its queue's order. One that cannot makes
+ * it STAGED.
  *
  *   comm     must outlive it; other calls on it may come between the group's
  *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
@@ -1660,17 +1683,23 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  * all copies from the device, and so for what was queued before; in EVENTS for no device.
  *
  *   in, out, data   memory of the device, which in EVENTS the others' devices touch, up to the end of the call in the
- *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait
+ *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
+ *                   each other's allocations once and keep them: what is freed is given back to the system when the
+ *                   group is destroyed, or others of the rank's stand in its place. Allocate once, not for each call
  *   errors          those of the CPU's collectives, whose texts quote this call
  *                   DTRAIN_ERR_IO       a device failed: the group is broken on every rank (ABORTED on the others over
  *                                       a transport of your own), and the text names the rank and the device; where a
  *                                       device says another status, that one
+ *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
+ *                                       pinned, mapped piece by piece), in EVENTS; the text, on all ranks, says which
+ *                                       and the cure; the group is usable
  *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken
  *
  * A call that breaks the group in EVENTS, whatever phase the others are in, returns when its rank's device has left
  * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
  * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
- * they do not get on. The contents of out are undefined.
+ * they do not get on. A process that was killed is not waited for once the system has taken down what it had on its
+ * device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk */
 DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
@@ -5012,6 +5041,71 @@ static void dtrain__os_host_id(unsigned char id[128])
     ssize_t ignored = read(fd, id + 64, 63);
     (void)ignored;
     close(fd);
+}
+
+/* Memory that other processes of the host can map: a file without a name, which ends with the last mapping of it,
+ * however its processes end. NULL: there is none. The descriptor is what the others find it by, until it is closed. */
+static void *dtrain__os_share(size_t bytes, int *fd)
+{
+    void *memory = MAP_FAILED;
+    *fd = -1;
+#if defined(__linux__) && defined(__NR_memfd_create)
+    *fd = (int)syscall(__NR_memfd_create, "dtrain", 1u); /* close-on-exec */
+    if (*fd >= 0 && ftruncate(*fd, (off_t)bytes) == 0)
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (memory == MAP_FAILED && *fd >= 0) {
+        close(*fd);
+        *fd = -1;
+    }
+#endif
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+/* Maps what a process shares. Whatever else its descriptor may be by now is left alone. */
+static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
+{
+    char path[64], name[32];
+    void *memory = MAP_FAILED;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)process, fd);
+    ssize_t length = readlink(path, name, sizeof name);
+    if (length < 13 || memcmp(name, "/memfd:dtrain", 13) != 0)
+        return NULL;
+    int own = open(path, O_RDWR | O_CLOEXEC);
+    if (own < 0)
+        return NULL;
+    if (lseek(own, 0, SEEK_END) == (off_t)bytes)
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, own, 0);
+    close(own);
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+/* When a process began, in the system's count: two of one number differ in it. *known: 0 where nobody can tell; else a
+ * result of 0 says that it has ended, and that all it held has been taken down. */
+static uint64_t dtrain__os_process_began(pid_t process, int *known)
+{
+    char path[40], text[512];
+    snprintf(path, sizeof path, "/proc/%ld/stat", (long)process);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    *known = fd >= 0 || errno == ENOENT;
+    if (fd < 0)
+        return 0;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    *known = length > 0 || errno == ESRCH;
+    close(fd);
+    text[length > 0 ? length : 0] = 0;
+    char *at =
+        strrchr(text, ')'); /* after the program's name a letter, and numbers: the 17th threads, the 19th the time */
+    if (at == NULL || strlen(at) < 4) {
+        *known &= length <= 0;
+        return 0;
+    }
+    char state = at[2];
+    uint64_t numbers[20] = {0};
+    at += 3;
+    for (int i = 1; i < 20 && *at != 0; i++)
+        numbers[i] = (uint64_t)strtoull(at, &at, 10);
+    /* a process is no more than its name once the last of its threads has ended */
+    return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
 /* Replaces a file by what write puts into another beside it, when that is whole. Returns 0 or an errno: then the old
@@ -8560,6 +8654,12 @@ typedef struct dtrain__post {
     unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
 } dtrain__post;
 
+/* How far a rank's device is with its peers' memory: see >>device_events. */
+typedef struct dtrain__device_word {
+    uint64_t turn;   /* calls in which the device has been given all that it has to do */
+    uint32_t inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+} dtrain__device_word;
+
 typedef struct dtrain__slot {
     uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
     uint64_t finished; /* turn of the last operation whose buffers this rank has left */
@@ -8573,8 +8673,7 @@ typedef struct dtrain__slot {
     dtrain__error why;      /* it left; readable once left is set */
     void *recorder;         /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes;  /* 0: none */
-    uint64_t device_turn;   /* what this rank's device was last given to do on its peers' memory: see >>device_events */
-    uint32_t device_inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+    dtrain__device_word device;
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;
@@ -19431,6 +19530,11 @@ typedef struct dtrain__device_note {
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     void *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
+    char handles[32]
+        __attribute__((aligned(8))); /* of the device's table: see >>device_processes, as of the next ones */
+    uint64_t process, page_fd, page_key[2];
+    dtrain_device_shared shared_probe;
+    unsigned char shared_events[2][DTRAIN_DEVICE_HANDLE_BYTES];
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
 } dtrain__device_note;
 
@@ -19443,6 +19547,8 @@ typedef struct dtrain__device_buffers {
 } dtrain__device_buffers;
 
 #define DTRAIN__DEVICE_BUFFER_WORDS (sizeof(dtrain__device_buffers) / sizeof(uint64_t))
+
+typedef struct dtrain__processes dtrain__processes;
 
 struct dtrain_device_group {
     dtrain_comm *comm;
@@ -19459,8 +19565,9 @@ struct dtrain_device_group {
     size_t *counts;                   /* of every rank's part of a chunk */
     const void **ins;
     void **outs;
-    unsigned char *pinned; /* slots of chunk_bytes */
-    void **slot_events;    /* each says when the copies to and from its slot are done */
+    dtrain__processes *processes; /* what ranks share that are processes of one host; NULL: they are not */
+    unsigned char *pinned;        /* slots of chunk_bytes */
+    void **slot_events;           /* each says when the copies to and from its slot are done */
 };
 
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
@@ -19760,18 +19867,467 @@ static dtrain_status dtrain__staged_run(dtrain_device_group *group, const dtrain
 
 #endif
 
-/* ---- >>device_events ----
- * Collectives of devices on each other's memory, between ranks that are threads. Every rank records an event after what
- * its queue holds, and tells the others where its buffers are; each queue awaits the others' events, folds or copies
- * its rank's share of all inputs to all outputs, and records a second event; when all have, each queue awaits those.
- * Records come before the exchange, and waits after it: no queue waits for what was never recorded. An event is
- * recorded again when all ranks have named it: the first after the exchange that ends a call, the second after the one
- * that begins the next.
+/* ---- >>device_processes ----
+ * What ranks that are processes of one host share, so that their devices can reach each other's memory: a page of
+ * words, which stand for those of a board (see >>device_events), and handles of memory and events.
  *
- * When the group is broken in the midst of it, a device may be inside another rank's memory. So a rank raises
- * `device_inside` in its slot of the board before it queues anything there, unless the board is broken, and one that
- * fails breaks the board before it looks at the others'; it returns when no device is in its memory, nor its device in
- * theirs. `device_turn` counts the calls whose second event a rank has recorded. */
+ * Rank 0 offers the page as a memory file without a name; the others open it by that process' number and descriptor,
+ * and know it by a key. Who cannot is on another host, or as good as that. No file is left behind, however a process
+ * ends.
+ *
+ * What a rank's device opens of a peer's memory stays open, to be found again by its handle, until the group is
+ * destroyed or the peer has other memory in its place.
+ *
+ * A process that dies leaves its words as they were. It is not waited for: its queues end with it, before the system
+ * counts it as gone. One that is lost but neither gone nor out of the others' memory is stopped, or hangs in a driver;
+ * it is waited for a while only. */
+#ifndef DTRAIN__DEVICE_PROCESSES
+#define DTRAIN__DEVICE_PROCESSES
+
+#define DTRAIN__PROCESS_GRACE_NS 2000000000 /* for a rank that is lost, and has not gone */
+
+/* A rank's part of the page. */
+typedef struct dtrain__process_words {
+    dtrain__device_word device;
+    uint64_t process, began; /* process 0: it has not come */
+    uint32_t told;           /* why is readable */
+    dtrain__error why;       /* it broke the group */
+    char pad[DTRAIN__CACHE_LINE];
+} dtrain__process_words;
+
+typedef struct dtrain__process_page {
+    uint64_t key[2];
+    uint32_t broken; /* 1 + the first rank that said why */
+    char pad[DTRAIN__CACHE_LINE];
+    dtrain__process_words ranks[DTRAIN__DEVICE_MOST];
+} dtrain__process_page;
+
+/* A peer's allocation that this rank's device has open. */
+typedef struct dtrain__opened {
+    dtrain_device_shared what;
+    void *base;
+    int rank;
+} dtrain__opened;
+
+/* Where a rank's buffers of a call are, in whole 64-bit words. */
+typedef struct dtrain__parcel {
+    uint64_t status; /* not DTRAIN_OK: they cannot be shared, and text says why */
+    uint64_t has_in, has_out;
+    dtrain_device_shared in, out;
+    char text[DTRAIN__DEVICE_NOTE_TEXT];
+} dtrain__parcel;
+
+#define DTRAIN__PARCEL_WORDS (sizeof(dtrain__parcel) / sizeof(uint64_t))
+
+/* A peer's events and probe, as this process has them. */
+typedef struct dtrain__process_peer {
+    void *events[2];
+    unsigned char *probe;
+    int gone; /* its events may never pass, and need not: its queue does no more */
+} dtrain__process_peer;
+
+struct dtrain__processes {
+    dtrain__process_page *page;
+    int page_fd; /* rank 0's, until all have opened it; else -1 */
+    size_t bytes;
+    dtrain__process_peer *peers;
+    dtrain__parcel *parcels; /* of the call under way */
+    dtrain__opened *opened;
+    size_t opened_count, opened_room;
+};
+
+/* ---- the page ---- */
+
+static void dtrain__processes_close_offer(dtrain_device_group *group)
+{
+    if (group->processes != NULL && group->processes->page_fd >= 0) {
+        close(group->processes->page_fd);
+        group->processes->page_fd = -1;
+    }
+}
+
+static dtrain_status dtrain__processes_new(dtrain_device_group *group)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t size = (size_t)comm->size, header = (sizeof(dtrain__processes) + 63) / 64 * 64;
+    size_t bytes = header + size * (sizeof(dtrain__parcel) + sizeof(dtrain__process_peer));
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (block == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    group->processes = (dtrain__processes *)(void *)block;
+    group->processes->bytes = bytes;
+    group->processes->page_fd = -1;
+    group->processes->parcels = (dtrain__parcel *)(void *)(block + header);
+    group->processes->peers = (dtrain__process_peer *)(void *)(group->processes->parcels + size);
+    return DTRAIN_OK;
+}
+
+/* Writes into the page who this rank is. */
+static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
+{
+    dtrain__process_words *own = &group->processes->page->ranks[group->comm->rank];
+    int known;
+    own->began = dtrain__os_process_began(getpid(), &known);
+    if (own->began == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc");
+    __atomic_store_n(&own->process, (uint64_t)getpid(), __ATOMIC_SEQ_CST);
+    return DTRAIN_OK;
+}
+
+/* What a rank tells the others before they know whether they share a host; rank 0 offers the page. */
+static void dtrain__processes_offer(dtrain_device_group *group)
+{
+    const dtrain_device_ops *ops = group->device->ops;
+    dtrain__device_note *note = &group->mine;
+    snprintf(note->handles, sizeof note->handles, "%s", ops->handles);
+    note->process = (uint64_t)getpid();
+    if (group->comm->rank != 0 || dtrain__processes_new(group) != DTRAIN_OK)
+        return;
+    dtrain__processes *all = group->processes;
+    all->page = (dtrain__process_page *)dtrain__os_share(sizeof *all->page, &all->page_fd);
+    if (all->page == NULL || dtrain__os_random(note->page_key, sizeof note->page_key) != 0)
+        return;
+    memcpy(all->page->key, note->page_key, sizeof note->page_key);
+    note->page_fd = (uint64_t)all->page_fd + 1;
+}
+
+/* Opens the page that rank 0 offers. UNSUPPORTED: there is none for this rank. */
+static dtrain_status dtrain__processes_join(dtrain_device_group *group)
+{
+    const dtrain__device_note *first = &group->notes[0];
+    dtrain__process_page *page;
+    if (group->comm->rank == 0)
+        return dtrain__processes_sign(group);
+    dtrain_status status = dtrain__processes_new(group);
+    if (status != DTRAIN_OK)
+        return status;
+    page = (dtrain__process_page *)dtrain__os_share_open((pid_t)first->process, (int)first->page_fd - 1, sizeof *page);
+    group->processes->page = page;
+    if (page == NULL || memcmp(page->key, first->page_key, sizeof page->key) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "it cannot open the memory of rank 0's process %llu: they are on two hosts, in two "
+                            "containers or two users'",
+                            (unsigned long long)first->process);
+    return dtrain__processes_sign(group);
+}
+
+/* Whether this rank can see every other's process, and no two are one. */
+static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group)
+{
+    const dtrain__process_words *ranks = group->processes->page->ranks;
+    for (int rank = 0; rank < group->comm->size; rank++) {
+        int known;
+        uint64_t process = __atomic_load_n(&ranks[rank].process, __ATOMIC_SEQ_CST);
+        if (process == 0 || dtrain__os_process_began((pid_t)process, &known) != ranks[rank].began)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "it cannot see rank %d's process", rank);
+        for (int other = 0; other < rank; other++)
+            if (ranks[other].process == process)
+                return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                    "rank %d and rank %d are in one process, not threads "
+                                    "of one group",
+                                    other, rank);
+    }
+    return DTRAIN_OK;
+}
+
+/* Whether a peer's process has ended, with all that its queues held. */
+static int dtrain__processes_gone(const dtrain_device_group *group, int rank)
+{
+    const dtrain__process_words *words = &group->processes->page->ranks[rank];
+    int known;
+    uint64_t began = dtrain__os_process_began((pid_t)words->process, &known);
+    return known && began != words->began;
+}
+
+/* Ends the group for those who look at the page; the first cause stays. */
+static void dtrain__processes_break(dtrain_device_group *group, const dtrain__error *cause)
+{
+    dtrain__process_page *page = group->processes->page;
+    dtrain__process_words *own = &page->ranks[group->comm->rank];
+    uint32_t whole = 0;
+    if (own->told)
+        return;
+    own->why = *cause;
+    own->told = 1;
+    __atomic_compare_exchange_n(&page->broken, &whole, (uint32_t)group->comm->rank + 1, 0, __ATOMIC_SEQ_CST,
+                                __ATOMIC_SEQ_CST);
+}
+
+/* Finds out whose process has ended. */
+static void dtrain__processes_look(dtrain_device_group *group)
+{
+    for (int rank = 0; rank < group->comm->size; rank++)
+        if (rank != group->comm->rank)
+            group->processes->peers[rank].gone = dtrain__processes_gone(group, rank);
+}
+
+/* Waits until a peer's word is no more than `inside`, or its device can be in nobody's memory. */
+static void dtrain__processes_settle(dtrain_device_group *group, int rank, uint32_t inside)
+{
+    dtrain_comm *comm = group->comm;
+    const uint32_t *word = &group->processes->page->ranks[rank].device.inside;
+    int64_t lost_ns = 0;
+    for (unsigned turn = 0; __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
+        int64_t now = dtrain__os_now_ns();
+        if (turn < DTRAIN__WAIT_YIELDS) {
+            sched_yield();
+            continue;
+        }
+        if (dtrain__processes_gone(group, rank))
+            return;
+        if (comm->desc.progress == DTRAIN_PROGRESS_POLL && comm->transport.poll != NULL)
+            comm->transport.poll(comm->transport.self, now);
+        if (lost_ns == 0 && dtrain__comm_has_left(comm, rank))
+            lost_ns = now;
+        if (lost_ns != 0 && now - lost_ns > DTRAIN__PROCESS_GRACE_NS)
+            return;
+        struct timespec nap = dtrain__os_timespec(1000000);
+        nanosleep(&nap, NULL);
+    }
+}
+
+/* ---- memory of peers ---- */
+
+static void dtrain__processes_close(dtrain_device_group *group, size_t index)
+{
+    dtrain__processes *all = group->processes;
+    group->device->ops->memory_close(group->device, all->opened[index].base);
+    all->opened[index] = all->opened[--all->opened_count];
+}
+
+/* Closes what was opened of a peer where other memory is now; the queue is done with it before. */
+static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int rank, const dtrain_device_shared *now)
+{
+    dtrain__processes *all = group->processes;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = all->opened_count; i-- > 0 && status == DTRAIN_OK;) {
+        const dtrain__opened *o = &all->opened[i];
+        if (o->rank != rank ||
+            (o->what.base - now->base >= now->bytes && now->base - o->what.base >= o->what.bytes)) /* apart */
+            continue;
+        status = dtrain_device_wait(group->device);
+        if (status == DTRAIN_OK)
+            dtrain__processes_close(group, i);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__processes_room(dtrain_device_group *group)
+{
+    dtrain__processes *all = group->processes;
+    size_t room = 2 * all->opened_room + 16, width = sizeof(dtrain__opened);
+    if (all->opened_count < all->opened_room)
+        return DTRAIN_OK;
+    void *grown = dtrain__resize(group->comm->allocator, all->opened, all->opened_room * width, room * width);
+    if (grown == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", room * width);
+    all->opened = (dtrain__opened *)grown;
+    all->opened_room = room;
+    return DTRAIN_OK;
+}
+
+/* Where a peer's memory is for this rank's device. */
+static dtrain_status dtrain__processes_open(dtrain_device_group *group, int rank, const dtrain_device_shared *what,
+                                            void **pointer)
+{
+    dtrain__processes *all = group->processes;
+    dtrain__opened made;
+    for (size_t i = 0; i < all->opened_count; i++) {
+        const dtrain__opened *o = &all->opened[i];
+        if (o->rank == rank && o->what.base == what->base && o->what.id == what->id && o->what.bytes == what->bytes &&
+            memcmp(o->what.handle, what->handle, sizeof what->handle) == 0) {
+            *pointer = (unsigned char *)o->base + what->offset;
+            return DTRAIN_OK;
+        }
+    }
+    dtrain_status status = dtrain__processes_forget(group, rank, what);
+    if (status == DTRAIN_OK)
+        status = dtrain__processes_room(group);
+    made.what = *what;
+    made.rank = rank;
+    made.base = NULL;
+    if (status == DTRAIN_OK)
+        status = group->device->ops->memory_open(group->device, what, &made.base);
+    if (status != DTRAIN_OK)
+        return status;
+    all->opened[all->opened_count++] = made;
+    *pointer = (unsigned char *)made.base + what->offset;
+    return DTRAIN_OK;
+}
+
+static void dtrain__processes_close_all(dtrain_device_group *group)
+{
+    while (group->processes->opened_count > 0)
+        dtrain__processes_close(group, group->processes->opened_count - 1);
+}
+
+/* Says what of a call the others' devices touch. */
+static dtrain_status dtrain__processes_pack(dtrain_device_group *group, const dtrain__op *op, dtrain__parcel *mine)
+{
+    dtrain_device *device = group->device;
+    dtrain_status status = DTRAIN_OK;
+    int root = op->kind != DTRAIN__BROADCAST || op->root == group->comm->rank;
+    mine->has_in = op->count > 0 && op->kind != DTRAIN__ALL_GATHER && root && op->in != NULL;
+    mine->has_out = op->count > 0 && op->kind != DTRAIN__REDUCE_SCATTER && op->out != NULL &&
+                    (op->kind != DTRAIN__BROADCAST || !root);
+    if (mine->has_in)
+        status = device->ops->memory_share(device, op->in, &mine->in);
+    if (status != DTRAIN_OK || !mine->has_out)
+        return status;
+    uint64_t beyond = mine->has_in ? (uint64_t)(uintptr_t)op->out - mine->in.base : 0;
+    if (!mine->has_in || beyond >= mine->in.bytes)
+        return device->ops->memory_share(device, op->out, &mine->out);
+    mine->out = mine->in;
+    mine->out.offset = beyond;
+    return DTRAIN_OK;
+}
+
+/* Tells the others where this rank's buffers are, and hears where theirs are. Memory of one rank's that cannot be
+ * shared ends the call on all, and no more than that. */
+static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__parcel mine, *parcels = group->processes->parcels;
+    memset(&mine, 0, sizeof mine);
+    mine.status = (uint64_t)dtrain__processes_pack(group, whole, &mine);
+    if (mine.status != DTRAIN_OK)
+        snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
+    dtrain__op op =
+        dtrain__op_of(DTRAIN__ALL_GATHER, &mine, parcels, DTRAIN__PARCEL_WORDS * (size_t)comm->size, DTRAIN_U64);
+    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        parcels[rank].text[sizeof parcels[rank].text - 1] = 0;
+        if (parcels[rank].status != DTRAIN_OK)
+            status =
+                dtrain__fail(&comm->error, (dtrain_status)parcels[rank].status, "%s on rank %d: rank %d's memory: %s",
+                             dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, parcels[rank].text);
+    }
+    return status;
+}
+
+/* A peer's memory could not be opened: it is lost, as what it had went with it, or else this rank's device has failed.
+ */
+static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, const dtrain__op *op, int rank,
+                                                 dtrain_status status)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__error said = dtrain__thread_error;
+    int64_t until = dtrain__os_now_ns() + DTRAIN__PROCESS_GRACE_NS;
+    int lost = 0;
+    while (!(lost = dtrain__processes_gone(group, rank) || dtrain__comm_has_left(comm, rank)) &&
+           dtrain__os_now_ns() < until)
+        sched_yield(); /* a process that ends closes its files first */
+    if (!lost) {
+        dtrain__report(&said);
+        return dtrain__device_failed(group, op, comm->number, status);
+    }
+    dtrain__fail(&comm->error, DTRAIN_ERR_PEER_LOST,
+                 "%s on rank %d: rank %d is lost: its process %llu has ended, and what it had on its device",
+                 dtrain__device_text(comm, op, comm->number).text, comm->rank, rank,
+                 (unsigned long long)group->processes->page->ranks[rank].process);
+    return dtrain__device_break(group);
+}
+
+/* Makes the buffers of a call, which all ranks have told, ones that this rank's device can touch. */
+static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const dtrain__op *op)
+{
+    for (int rank = 0; rank < group->comm->size; rank++) {
+        const dtrain__parcel *parcel = &group->processes->parcels[rank];
+        int peer = rank != group->comm->rank;
+        void *in = peer ? NULL : (void *)op->in, *out = peer ? NULL : op->out;
+        dtrain_status status = DTRAIN_OK;
+        if (peer && parcel->has_in)
+            status = dtrain__processes_open(group, rank, &parcel->in, &in);
+        if (peer && parcel->has_out && status == DTRAIN_OK)
+            status = dtrain__processes_open(group, rank, &parcel->out, &out);
+        if (status != DTRAIN_OK)
+            return dtrain__processes_unreached(group, op, rank, status);
+        group->buffers[rank].in = in;
+        group->buffers[rank].out = out;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- whether it can be done ---- */
+
+static int dtrain__processes_has_all(const dtrain_device *device)
+{
+    const dtrain_device_ops *ops = device->ops;
+    return ops->handles != NULL && ops->memory_share != NULL && ops->memory_open != NULL && ops->memory_close != NULL &&
+           ops->event_create_shared != NULL && ops->event_share != NULL && ops->event_open != NULL;
+}
+
+/* Why processes cannot, by what all have said; NULL: they may. */
+static const char *dtrain__processes_hindrance(const dtrain_device_group *group, int rank)
+{
+    const dtrain__device_note *note = &group->notes[rank], *first = &group->notes[0];
+    if (note->handles[0] == 0)
+        return "its device's table shares nothing with other processes";
+    if (memcmp(note->handles, first->handles, sizeof note->handles) != 0)
+        return "its device is of another kind than that of rank 0";
+    return rank == 0 && first->page_fd == 0 ? "the system gave it no memory to share" : NULL;
+}
+
+/* Makes what the others need of this rank to try. */
+static dtrain_status dtrain__processes_share(dtrain_device_group *group)
+{
+    dtrain_device *device = group->device;
+    dtrain__device_note *note = &group->mine;
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < 2 && status == DTRAIN_OK; i++)
+        status = device->ops->event_share(device, note->events[i], note->shared_events[i]);
+    return status == DTRAIN_OK ? device->ops->memory_share(device, note->probe, &note->shared_probe) : status;
+}
+
+/* Opens what the others have made. */
+static dtrain_status dtrain__processes_open_peers(dtrain_device_group *group)
+{
+    dtrain_device *device = group->device;
+    dtrain_status status = dtrain__processes_meet_all(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+        dtrain__process_peer *peer = &group->processes->peers[rank];
+        const dtrain__device_note *note = &group->notes[rank];
+        void *probe = group->mine.probe;
+        for (int i = 0; i < 2 && rank != group->comm->rank && status == DTRAIN_OK; i++)
+            status = device->ops->event_open(device, note->shared_events[i], &peer->events[i]);
+        if (rank != group->comm->rank && status == DTRAIN_OK)
+            status = dtrain__processes_open(group, rank, &note->shared_probe, &probe);
+        peer->probe = (unsigned char *)probe;
+    }
+    return status;
+}
+
+static void dtrain__processes_free(dtrain_device_group *group)
+{
+    dtrain__processes *all = group->processes;
+    if (all == NULL)
+        return;
+    dtrain__processes_close_offer(group);
+    dtrain__processes_close_all(group);
+    for (int i = 0; i < 2 * group->comm->size; i++)
+        dtrain_device_event_destroy(group->device, all->peers[i / 2].events[i % 2]);
+    dtrain__free(group->comm->allocator, all->opened, all->opened_room * sizeof(dtrain__opened));
+    if (all->page != NULL)
+        dtrain__os_unreserve(all->page, sizeof *all->page);
+    dtrain__free(group->comm->allocator, all, all->bytes);
+    group->processes = NULL;
+}
+
+#endif
+
+/* ---- >>device_events ----
+ * Collectives of devices on each other's memory, between ranks that are threads, or processes of one host. Every rank
+ * records an event after what its queue holds, and tells the others where its buffers are; each queue awaits the
+ * others' events, folds or copies its rank's share of all inputs to all outputs, and records a second event; when all
+ * have, each queue awaits those. Records come before the exchange, and waits after it: no queue waits for what was
+ * never recorded. An event is recorded again when all ranks have named it: the first after the exchange that ends a
+ * call, the second after the one that begins the next.
+ *
+ * When the group is broken in the midst of it, a device may be inside another rank's memory. So a rank raises `inside`
+ * in its word before it queues anything there, unless the group is broken, and one that fails breaks the group before
+ * it looks at the others'; it returns when no device is in its memory, nor its device in theirs. `turn` counts the
+ * calls whose second event a rank has recorded. Words, and what says that the group is broken, are the board's between
+ * threads, and those of >>device_processes between processes. */
 #ifndef DTRAIN__DEVICE_EVENTS_C
 #define DTRAIN__DEVICE_EVENTS_C
 
@@ -19779,10 +20335,37 @@ static dtrain_status dtrain__staged_run(dtrain_device_group *group, const dtrain
 
 enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };
 
+static dtrain__device_word *dtrain__events_word(dtrain_device_group *group, int rank)
+{
+    return group->processes != NULL ? &group->processes->page->ranks[rank].device
+                                    : &group->comm->transport.board->slots[rank].device;
+}
+
 static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
 {
-    dtrain__slot *slot = &group->comm->transport.board->slots[group->comm->rank];
-    __atomic_store_n(&slot->device_inside, inside, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->inside, inside, __ATOMIC_SEQ_CST);
+}
+
+/* Whether nobody may go into the others' memory any more. */
+static int dtrain__events_ended(dtrain_device_group *group)
+{
+    return group->processes != NULL ? __atomic_load_n(&group->processes->page->broken, __ATOMIC_SEQ_CST) != 0
+                                    : dtrain__board_broken(group->comm->transport.board);
+}
+
+static dtrain__error dtrain__events_cause(dtrain_device_group *group)
+{
+    if (group->processes == NULL)
+        return *dtrain__board_cause(group->comm->transport.board);
+    dtrain__process_page *page = group->processes->page;
+    return page->ranks[__atomic_load_n(&page->broken, __ATOMIC_SEQ_CST) - 1].why;
+}
+
+/* Sees to it that no rank enters after this; the group is broken, and this thread's last error says why. */
+static void dtrain__events_end(dtrain_device_group *group)
+{
+    if (group->processes != NULL)
+        dtrain__processes_break(group, &dtrain__thread_error);
 }
 
 /* Waits until no peer is further in than `inside`; what they do meanwhile waits for nobody. */
@@ -19790,9 +20373,18 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
     const dtrain_comm *comm = group->comm;
     for (int rank = 0; rank < comm->size; rank++)
-        while (rank != comm->rank &&
-               __atomic_load_n(&comm->transport.board->slots[rank].device_inside, __ATOMIC_SEQ_CST) > inside)
-            sched_yield();
+        if (rank != comm->rank && group->processes != NULL)
+            dtrain__processes_settle(group, rank, inside);
+        else
+            while (rank != comm->rank &&
+                   __atomic_load_n(&dtrain__events_word(group, rank)->inside, __ATOMIC_SEQ_CST) > inside)
+                sched_yield();
+}
+
+/* A peer's event, as this rank's device knows it. */
+static void *dtrain__events_event(const dtrain_device_group *group, int rank, int second)
+{
+    return group->processes != NULL ? group->processes->peers[rank].events[second] : group->notes[rank].events[second];
 }
 
 /* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
@@ -19801,9 +20393,10 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
     const dtrain_comm *comm = group->comm;
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        uint64_t theirs = __atomic_load_n(&comm->transport.board->slots[rank].device_turn, __ATOMIC_SEQ_CST);
-        if (rank != comm->rank && (!second || theirs >= turn))
-            status = dtrain_device_event_await(group->device, group->notes[rank].events[second]);
+        uint64_t theirs = __atomic_load_n(&dtrain__events_word(group, rank)->turn, __ATOMIC_SEQ_CST);
+        int gone = group->processes != NULL && group->processes->peers[rank].gone;
+        if (rank != comm->rank && (!second || theirs >= turn) && !gone)
+            status = dtrain_device_event_await(group->device, dtrain__events_event(group, rank, second));
     }
     return status;
 }
@@ -19815,10 +20408,13 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
 static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
 {
     dtrain__error cause = dtrain__thread_error;
+    dtrain__events_end(group);
     dtrain_device_wait(group->device);
     dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
     dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
-    int recorded = group->comm->transport.board->slots[group->comm->rank].device_turn == turn;
+    if (group->processes != NULL)
+        dtrain__processes_look(group);
+    int recorded = dtrain__events_word(group, group->comm->rank)->turn == turn;
     if (recorded && dtrain__events_await(group, turn, 1) == DTRAIN_OK)
         dtrain_device_wait(group->device);
     dtrain__events_set(group, DTRAIN__EVENTS_FREE);
@@ -19831,11 +20427,12 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
 {
     dtrain_comm *comm = group->comm;
     dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
-    if (!dtrain__board_broken(comm->transport.board))
-        return DTRAIN_OK;
-    dtrain__error cause = *dtrain__board_cause(comm->transport.board);
-    return dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
-                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+    if (!dtrain__events_ended(group))
+        return group->processes != NULL ? dtrain__processes_reach(group, whole) : DTRAIN_OK;
+    dtrain__error cause = dtrain__events_cause(group);
+    dtrain_status status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
+                                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+    return group->processes != NULL ? dtrain__device_break(group) : status;
 }
 
 /* This rank's share of a vector that every rank has whole, in elements. */
@@ -19917,6 +20514,8 @@ static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrai
 {
     dtrain__device_buffers mine;
     dtrain__op op;
+    if (group->processes != NULL)
+        return dtrain__processes_meet(group, whole);
     memset(&mine, 0, sizeof mine);
     mine.in = whole->in;
     mine.out = whole->out;
@@ -19933,24 +20532,30 @@ static dtrain_status dtrain__events_part(dtrain_device_group *group, const dtrai
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_break(group);
 }
 
+/* Whether a step that has failed has left the group usable. */
+static int dtrain__events_whole(dtrain_device_group *group)
+{
+    return group->processes != NULL ? group->comm->broken.status == DTRAIN_OK : !dtrain__events_ended(group);
+}
+
 static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    uint64_t turn = slot->device_turn + 1;
+    dtrain__device_word *word = dtrain__events_word(group, comm->rank);
+    uint64_t turn = word->turn + 1;
     dtrain_status status = dtrain_device_event_record(group->device, group->mine.events[0]);
     if (status != DTRAIN_OK)
         return dtrain__device_failed(group, op, comm->number + 1, status);
     status = dtrain__events_meet(group, op);
     if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
-        return dtrain__board_broken(comm->transport.board) ? dtrain__events_retreat(group, turn, status) : status;
+        return dtrain__events_whole(group) ? status : dtrain__events_retreat(group, turn, status);
     status = dtrain__events_enter(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, status);
     status = dtrain__events_work(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
-    __atomic_store_n(&slot->device_turn, turn, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
     status = dtrain__events_part(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, status);
@@ -19978,12 +20583,16 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
 {
     dtrain_device *device = group->device;
     void *probe = NULL;
-    dtrain_status status = dtrain_device_event_create(device, &group->mine.events[0]);
-    if (status == DTRAIN_OK)
-        status = dtrain_device_event_create(device, &group->mine.events[1]);
+    int threads = group->comm->transport.board != NULL;
+    dtrain_status status = threads ? DTRAIN_OK : dtrain__processes_join(group);
+    for (int i = 0; i < 2 && status == DTRAIN_OK; i++)
+        status = threads ? dtrain_device_event_create(device, &group->mine.events[i])
+                         : device->ops->event_create_shared(device, &group->mine.events[i]);
     if (status == DTRAIN_OK)
         status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, DTRAIN__EVENTS_PROBE_BYTES, &probe);
     group->mine.probe = (unsigned char *)probe;
+    if (status == DTRAIN_OK && !threads)
+        status = dtrain__processes_share(group);
     if (status == DTRAIN_OK)
         status = dtrain_device_event_record(device, group->mine.events[0]);
     return status;
@@ -19994,16 +20603,23 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
 {
     const dtrain_comm *comm = group->comm;
     size_t own = (size_t)comm->rank;
-    dtrain_status status = dtrain__events_await(group, 0, 0);
-    for (int rank = 0; rank < comm->size; rank++) {
-        group->ins[rank] = group->notes[rank].probe + own;
-        group->outs[rank] = group->notes[rank].probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
+    dtrain_status status = group->processes != NULL ? dtrain__processes_open_peers(group) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__events_await(group, 0, 0);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        unsigned char *probe =
+            group->processes != NULL ? group->processes->peers[rank].probe : group->notes[rank].probe;
+        group->ins[rank] = probe + own;
+        group->outs[rank] = probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
     }
     if (status == DTRAIN_OK)
         status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
                                       comm->size, 0, 1);
+    dtrain__error said = dtrain__thread_error;
     dtrain_status waited = dtrain_device_wait(group->device);
-    return status == DTRAIN_OK ? waited : status;
+    if (group->processes != NULL)
+        dtrain__processes_close_all(group); /* before their owners know that they were tried, and free them */
+    return status == DTRAIN_OK ? waited : dtrain__report(&said);
 }
 
 #endif
@@ -20569,6 +21185,9 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
+    if (group->mine.ops != 0 && group->comm->socket != NULL && desc->mode != DTRAIN_DEVICE_STAGED &&
+        dtrain__processes_has_all(group->device))
+        dtrain__processes_offer(group);
 }
 
 static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
@@ -20605,8 +21224,9 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
 {
     const dtrain__device_note *first = &group->notes[0];
     *rank = group->comm->rank;
-    if (group->comm->transport.board == NULL)
-        return "its group is not one of threads (of dtrain_run_threads or dtrain_threads_create)";
+    int threads = group->comm->transport.board != NULL;
+    if (!threads && group->comm->socket == NULL)
+        return "its group is neither one of threads nor of dtrain_comm_create";
     if (group->comm->size > DTRAIN__DEVICE_MOST)
         return "it is among more than 64 ranks";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
@@ -20615,8 +21235,11 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
             return "it has no device";
         if (note->ops == 0)
             return "its device's table lacks allocate, release, wait, reduce or events";
-        if (note->ops != first->ops)
+        if (threads && note->ops != first->ops)
             return "its device is of another kind than that of rank 0";
+        const char *why = threads ? NULL : dtrain__processes_hindrance(group, *rank);
+        if (why != NULL)
+            return why;
     }
     return NULL;
 }
@@ -20635,26 +21258,12 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
     group->mine.probe = NULL;
 }
 
-/* Finds out whether the devices reach each other's memory; *reached: they do. */
-static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
+/* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
+ * EVENTS was asked for. */
+static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *reached)
 {
     int asked = group->mode == DTRAIN_DEVICE_EVENTS;
-    dtrain__device_note_status(group, dtrain__events_make(group));
-    dtrain_status status = dtrain__device_meet(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_verdict(group);
-    if (status == DTRAIN_OK) {
-        dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
-        dtrain__device_note_status(
-            group, dtrain__board_broken(group->comm->transport.board) ? DTRAIN_OK : dtrain__events_try(group));
-        dtrain__events_set(group, DTRAIN__EVENTS_FREE);
-        status = dtrain__device_meet(group);
-        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
-            status = dtrain__device_break(group);
-            dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
-        }
-    }
-    dtrain__device_end_probe(group);
+    dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
         dtrain__device_note *note = &group->notes[rank];
         note->text[sizeof note->text - 1] = 0;
@@ -20662,6 +21271,39 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
         if (note->status != DTRAIN_OK && asked)
             status = dtrain__device_no_events(group, rank, note->text);
     }
+    return status;
+}
+
+/* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
+static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int *reached)
+{
+    dtrain__device_note_status(group, dtrain__events_make(group));
+    dtrain_status status = dtrain__device_meet(group);
+    dtrain__processes_close_offer(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++)
+        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK)
+            return dtrain__device_verdict(group);
+    return status == DTRAIN_OK ? dtrain__device_reached(group, reached) : status;
+}
+
+/* Finds out whether the devices reach each other's memory; *reached: they do. */
+static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
+{
+    dtrain_status status = dtrain__device_make_events(group, reached);
+    if (status == DTRAIN_OK && *reached) {
+        dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
+        dtrain__device_note_status(group, dtrain__events_ended(group) ? DTRAIN_OK : dtrain__events_try(group));
+        dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+        status = dtrain__device_meet(group);
+        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
+            status = dtrain__device_break(group);
+            dtrain__events_end(group);
+            dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+        } else {
+            status = dtrain__device_reached(group, reached);
+        }
+    }
+    dtrain__device_end_probe(group);
     dtrain__device_note_status(group, DTRAIN_OK);
     return status;
 }
@@ -20694,6 +21336,8 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
     reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
     if (reached)
         status = dtrain__device_try_events(group, &reached);
+    if (!reached && status == DTRAIN_OK)
+        dtrain__processes_free(group);
     group->mode = reached ? DTRAIN_DEVICE_EVENTS : DTRAIN_DEVICE_STAGED;
     if (status != DTRAIN_OK || reached || group->no_devices)
         return status;
@@ -20833,9 +21477,10 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
         dtrain__free(group->comm->allocator, group, group->bytes);
         return;
     }
-    if (group->mine.events[0] != NULL)
+    if (group->mine.events[0] != NULL && (group->processes != NULL || group->comm->transport.board != NULL))
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     dtrain_device_wait(group->device);
+    dtrain__processes_free(group);
     for (int i = 0; i < 2; i++)
         dtrain_device_event_destroy(group->device, group->mine.events[i]);
     for (int slot = 0; slot < group->slots; slot++)

@@ -181,6 +181,7 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #ifndef MAP_ANONYMOUS
@@ -206,6 +207,7 @@ enum {
     cudaErrorInvalidDeviceFunction = 98,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorDeviceUninitialized = 201, /* what opens a handle of its own process' */
     cudaErrorNoKernelImageForDevice = 209,
     cudaErrorJitCompilerNotFound = 221,
     cudaErrorUnsupportedPtxVersion = 222,
@@ -214,16 +216,31 @@ enum {
     cudaErrorNotReady = 600,
     cudaErrorIllegalAddress = 700,
     cudaErrorContextIsDestroyed = 709,
+    cudaErrorNotSupported = 801,
     cudaErrorSystemDriverMismatch = 803,
     cudaErrorCompatNotSupportedOnDevice = 804
 };
 enum { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
-enum { cudaMemcpyDefault = 4, cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHostAllocDefault = 0 };
-enum { cudaDevAttrMultiProcessorCount = 16 };
+enum {
+    cudaMemcpyDefault = 4,
+    cudaEventDisableTiming = 2,
+    cudaEventInterprocess = 4,
+    cudaStreamNonBlocking = 1,
+    cudaHostAllocDefault = 0
+};
+enum { cudaDevAttrMultiProcessorCount = 16, cudaIpcMemLazyEnablePeerAccess = 1 };
 
 typedef struct cudaPointerAttributes {
     int type, device;
 } cudaPointerAttributes;
+
+typedef struct cudaIpcMemHandle_t {
+    char reserved[64];
+} cudaIpcMemHandle_t;
+typedef cudaIpcMemHandle_t cudaIpcEventHandle_t;
+
+/* Kinds of things beside the memory types: memory of a pool, and of another process. */
+enum { DTRAIN__CUDA_EMULATED_POOL = 10, DTRAIN__CUDA_EMULATED_OPENED };
 
 /* One allocation, stream or event of the emulation. */
 typedef struct dtrain__cuda_emulated_thing {
@@ -231,7 +248,11 @@ typedef struct dtrain__cuda_emulated_thing {
     char *map; /* of memory: guard pages at both ends, the allocation before the last */
     char *pointer;
     size_t map_bytes, bytes;
-    int kind, gpu; /* a memory type, 's' or 'e' */
+    int kind, gpu;  /* a memory type or one of the above, 's' or 'e' */
+    int fd;         /* + 1, of what another process may open; 0: nothing */
+    uint64_t id;    /* of memory; of what is another process', its file's */
+    long opened_of; /* that process */
+    int opened;     /* how often */
 } dtrain__cuda_emulated_thing;
 
 static struct dtrain__cuda_emulation {
@@ -243,7 +264,9 @@ static struct dtrain__cuda_emulation {
     cudaError_t lasting;
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0};
+    int no_ipc; /* for tests: a GPU that shares nothing between processes */
+    uint64_t made;
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
 static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
@@ -270,11 +293,17 @@ static cudaError_t dtrain__cuda_emulated_error(void)
     return error;
 }
 
+/* What the CPU must not touch. */
+static int dtrain__cuda_emulated_guarded(int kind)
+{
+    return kind == cudaMemoryTypeDevice || kind == DTRAIN__CUDA_EMULATED_POOL || kind == DTRAIN__CUDA_EMULATED_OPENED;
+}
+
 static void dtrain__cuda_emulated_protect(int protection)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
-        if (thing->kind == cudaMemoryTypeDevice)
+        if (dtrain__cuda_emulated_guarded(thing->kind))
             mprotect(thing->map + page, thing->map_bytes - 2 * page, protection);
 }
 
@@ -310,6 +339,7 @@ static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cud
 static void dtrain__cuda_emulated_link(dtrain__cuda_emulated_thing *thing)
 {
     pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    thing->id = thing->id != 0 ? thing->id : ++dtrain__cuda_emulated.made;
     thing->next = dtrain__cuda_emulated.things;
     dtrain__cuda_emulated.things = thing;
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
@@ -330,7 +360,8 @@ static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, d
             *found = *thing;
         if (hit && take) {
             *link = thing->next;
-            dtrain__cuda_emulated.used -= thing->kind == cudaMemoryTypeDevice ? thing->bytes : 0;
+            int counts = thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED;
+            dtrain__cuda_emulated.used -= counts ? thing->bytes : 0;
             free(thing);
             break;
         }
@@ -365,6 +396,7 @@ static const char *cudaGetErrorName(cudaError_t error)
     case cudaErrorNoDevice: return "cudaErrorNoDevice";
     case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
     case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    case cudaErrorNotSupported: return "cudaErrorNotSupported";
     default: return "cudaError";
     }
 }
@@ -377,6 +409,7 @@ static const char *cudaGetErrorString(cudaError_t error)
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorNotSupported: return "operation not supported";
     default: return "emulated error";
     }
 }
@@ -477,15 +510,36 @@ static cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     return dtrain__cuda_emulated_stream(stream);
 }
 
+/* A file without a name; fd + 1. */
+static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
+{
+    int made = -1;
+#ifdef __NR_memfd_create
+    if (!dtrain__cuda_emulated.no_ipc)
+        made = (int)syscall(__NR_memfd_create, "dtrain-cuda", 1u); /* close-on-exec */
+#endif
+    if (made < 0)
+        return cudaErrorNotSupported;
+    if (ftruncate(made, (off_t)bytes) != 0) {
+        close(made);
+        return cudaErrorMemoryAllocation;
+    }
+    *fd = made + 1;
+    return cudaSuccess;
+}
+
 static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 {
-    dtrain__cuda_emulated_thing *thing;
+    dtrain__cuda_emulated_thing *thing = NULL;
     cudaError_t error = dtrain__cuda_emulated_error();
-    (void)flags;
     if (error == 0)
         error = dtrain__cuda_emulated_add('e', 0, &thing);
-    if (error != 0)
+    if (error == 0 && (flags & cudaEventInterprocess))
+        error = dtrain__cuda_emulated_file(&thing->fd, 0);
+    if (error != 0) {
+        free(thing);
         return error;
+    }
     dtrain__cuda_emulated_link(thing);
     *event = thing;
     return cudaSuccess;
@@ -493,7 +547,12 @@ static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 
 static cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
-    return dtrain__cuda_emulated_find('e', event, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    dtrain__cuda_emulated_thing thing;
+    if (!dtrain__cuda_emulated_find('e', event, 1, &thing))
+        return cudaErrorInvalidResourceHandle;
+    if (thing.fd > 0)
+        close(thing.fd - 1);
+    return cudaSuccess;
 }
 
 static cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
@@ -577,10 +636,12 @@ static cudaError_t dtrain__cuda_emulated_unmap(int kind, void *pointer)
         dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
     }
     munmap(thing.map, thing.map_bytes);
+    if (thing.fd > 0)
+        close(thing.fd - 1);
     return dtrain__cuda_emulated.lasting;
 }
 
-static cudaError_t cudaMalloc(void **pointer, size_t bytes)
+static cudaError_t dtrain__cuda_emulated_allocate(int kind, void **pointer, size_t bytes)
 {
     size_t limit = dtrain__cuda_emulated_limit();
     int full;
@@ -590,13 +651,30 @@ static cudaError_t cudaMalloc(void **pointer, size_t bytes)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
     if (full)
         return cudaErrorMemoryAllocation;
-    cudaError_t error = dtrain__cuda_emulated_map(cudaMemoryTypeDevice, pointer, bytes);
+    cudaError_t error = dtrain__cuda_emulated_map(kind, pointer, bytes);
     if (error != 0) {
         pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
         dtrain__cuda_emulated.used -= bytes;
         pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
     }
     return error;
+}
+
+static cudaError_t cudaMalloc(void **pointer, size_t bytes)
+{
+    return dtrain__cuda_emulated_allocate(cudaMemoryTypeDevice, pointer, bytes);
+}
+
+/* What a program may have beside: memory that cannot be opened by other processes. cudaFree frees it. */
+__attribute__((unused)) static cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t stream)
+{
+    cudaError_t error = dtrain__cuda_emulated_stream(stream);
+    return error != 0 ? error : dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes);
+}
+
+__attribute__((unused)) static cudaError_t cudaMallocManaged(void **pointer, size_t bytes)
+{
+    return dtrain__cuda_emulated_allocate(cudaMemoryTypeManaged, pointer, bytes);
 }
 
 static cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags)
@@ -607,7 +685,11 @@ static cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags)
 
 static cudaError_t cudaFree(void *pointer)
 {
-    return dtrain__cuda_emulated_unmap(cudaMemoryTypeDevice, pointer);
+    static const int kinds[] = {cudaMemoryTypeDevice, DTRAIN__CUDA_EMULATED_POOL, cudaMemoryTypeManaged};
+    int i = 0;
+    while (i < 2 && !dtrain__cuda_emulated_find(kinds[i], pointer, 0, NULL))
+        i++;
+    return dtrain__cuda_emulated_unmap(kinds[i], pointer);
 }
 
 static cudaError_t cudaFreeHost(void *pointer)
@@ -619,6 +701,8 @@ static cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, c
 {
     dtrain__cuda_emulated_thing thing;
     int found = dtrain__cuda_emulated_find(-1, pointer, 0, &thing);
+    if (found && dtrain__cuda_emulated_guarded(thing.kind))
+        thing.kind = cudaMemoryTypeDevice;
     attributes->type = found ? thing.kind : cudaMemoryTypeUnregistered;
     attributes->device = found ? thing.gpu : -2;
     return dtrain__cuda_emulated.lasting;
@@ -633,6 +717,222 @@ static cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, int
     dtrain__cuda_emulated_enter();
     memcpy(to, from, bytes);
     dtrain__cuda_emulated_leave();
+    return cudaSuccess;
+}
+#endif
+
+#endif
+
+/* ---- >>cuda-emulate-share ----
+ * DTRAIN_CUDA_EMULATE: memory and events between processes. An allocation that is to be shared moves into a file
+ * without a name, which others find by this process' number and the descriptor, as long as both are: a process that is
+ * killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives its owner. */
+#ifndef DTRAIN__CUDA_EMULATE_SHARE
+#define DTRAIN__CUDA_EMULATE_SHARE
+
+#ifdef DTRAIN_CUDA_EMULATE
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/stat.h>
+
+/* What the bytes of a handle are. */
+typedef struct dtrain__cuda_emulated_token {
+    uint64_t device, file; /* numbers of the file, which no other file has while it is */
+    uint64_t map_bytes, at, bytes;
+    int32_t process, fd, gpu;
+} dtrain__cuda_emulated_token;
+
+/* The driver's cuPointerGetAttribute, of BUFFER_ID, IS_LEGACY_CUDA_IPC_CAPABLE, RANGE_START_ADDR, RANGE_SIZE and
+ * MEMPOOL_HANDLE. */
+static int dtrain__cuda_emulated_attribute(void *data, int attribute, unsigned long long pointer)
+{
+    dtrain__cuda_emulated_thing thing;
+    if (!dtrain__cuda_emulated_find(-1, (const void *)(uintptr_t)pointer, 0, &thing))
+        return cudaErrorInvalidValue;
+    switch (attribute) {
+    case 7: *(unsigned long long *)data = (unsigned long long)thing.id; return 0;
+    case 10: *(int *)data = thing.kind == cudaMemoryTypeDevice; return 0;
+    case 11: *(unsigned long long *)data = (unsigned long long)(uintptr_t)thing.pointer; return 0;
+    case 12: *(size_t *)data = thing.bytes; return 0;
+    case 17: *(void **)data = thing.kind == DTRAIN__CUDA_EMULATED_POOL ? &dtrain__cuda_emulated : NULL; return 0;
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+/* Moves an allocation into a file; the mutex is held, and nothing runs. */
+static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), room = thing->map_bytes - 2 * page;
+    cudaError_t error = dtrain__cuda_emulated_file(&thing->fd, room);
+    if (error != 0)
+        return error;
+    char *copy = (char *)mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, thing->fd - 1, 0);
+    if (copy != MAP_FAILED) {
+        mprotect(thing->map + page, room, PROT_READ);
+        memcpy(copy, thing->map + page, room);
+        munmap(copy, room);
+        if (mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED)
+            return cudaSuccess;
+    }
+    mprotect(thing->map + page, room, PROT_NONE);
+    close(thing->fd - 1);
+    thing->fd = 0;
+    return cudaErrorMemoryAllocation;
+}
+
+/* The token of an allocation, or of an event that was made for this. */
+static cudaError_t dtrain__cuda_emulated_give(int kind, const void *pointer, cudaIpcMemHandle_t *handle)
+{
+    dtrain__cuda_emulated_token token;
+    struct stat file;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    if (error == 0 && dtrain__cuda_emulated.no_ipc)
+        error = cudaErrorNotSupported;
+    if (error != 0)
+        return error;
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    while (dtrain__cuda_emulated.open > 0) { /* kernels of other threads, whose memory must not move */
+        pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+        sched_yield();
+        pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    }
+    dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
+    while (thing != NULL && (thing->kind != kind || thing->pointer != (const char *)pointer))
+        thing = thing->next;
+    error = thing != NULL ? cudaSuccess : cudaErrorInvalidValue;
+    if (thing != NULL && thing->fd == 0)
+        error = kind == 'e' ? cudaErrorInvalidResourceHandle : dtrain__cuda_emulated_move(thing);
+    if (error == 0 && fstat(thing->fd - 1, &file) == 0) {
+        memset(&token, 0, sizeof token);
+        token.device = (uint64_t)file.st_dev, token.file = (uint64_t)file.st_ino;
+        token.map_bytes = (uint64_t)thing->map_bytes, token.bytes = (uint64_t)thing->bytes;
+        token.at = (uint64_t)(thing->pointer - thing->map);
+        token.process = (int32_t)getpid(), token.fd = thing->fd - 1, token.gpu = thing->gpu;
+        memset(handle, 0, sizeof *handle);
+        memcpy(handle, &token, sizeof token);
+    }
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    return error;
+}
+
+/* Opens a token's file: an error for one of this process', one that is gone, and one of a process that is. */
+static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, dtrain__cuda_emulated_token *token,
+                                              int *fd)
+{
+    char path[64];
+    struct stat file;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    if (error == 0 && dtrain__cuda_emulated.no_ipc)
+        error = cudaErrorNotSupported;
+    memcpy(token, handle, sizeof *token);
+    if (error == 0 && token->process == (int32_t)getpid())
+        error = cudaErrorDeviceUninitialized;
+    if (error != 0)
+        return error;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)token->process, (int)token->fd);
+    *fd = stat(path, &file) == 0 && S_ISREG(file.st_mode) ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (*fd < 0)
+        return cudaErrorInvalidResourceHandle;
+    if (fstat(*fd, &file) == 0 && (uint64_t)file.st_dev == token->device && (uint64_t)file.st_ino == token->file)
+        return cudaSuccess;
+    close(*fd);
+    return cudaErrorInvalidResourceHandle;
+}
+
+static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer)
+{
+    return dtrain__cuda_emulated_give(cudaMemoryTypeDevice, pointer, handle);
+}
+
+/* What was opened before is opened again where it is. */
+static int dtrain__cuda_emulated_again(const dtrain__cuda_emulated_token *token, void **pointer)
+{
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
+    while (thing != NULL && (thing->kind != DTRAIN__CUDA_EMULATED_OPENED || thing->id != token->file ||
+                             thing->opened_of != (long)token->process))
+        thing = thing->next;
+    if (thing != NULL) {
+        thing->opened++;
+        *pointer = thing->pointer;
+    }
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    return thing != NULL;
+}
+
+static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned flags)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    dtrain__cuda_emulated_token token;
+    dtrain__cuda_emulated_thing *thing = NULL;
+    int fd;
+    cudaError_t error = dtrain__cuda_emulated_take(&handle, &token, &fd);
+    (void)flags;
+    if (error != 0)
+        return error;
+    if (dtrain__cuda_emulated_again(&token, pointer)) {
+        close(fd);
+        return cudaSuccess;
+    }
+    error = dtrain__cuda_emulated_add(DTRAIN__CUDA_EMULATED_OPENED, (size_t)token.bytes, &thing);
+    char *map =
+        (char *)mmap(NULL, (size_t)token.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (error == 0 && (map == MAP_FAILED || mmap(map + page, (size_t)token.map_bytes - 2 * page, PROT_NONE,
+                                                 MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED))
+        error = cudaErrorMemoryAllocation;
+    close(fd);
+    if (error != 0) {
+        if (map != MAP_FAILED)
+            munmap(map, (size_t)token.map_bytes);
+        free(thing);
+        return error;
+    }
+    thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
+    thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
+    dtrain__cuda_emulated_link(thing);
+    dtrain__cuda_emulated_enter(); /* as the rest is, if something runs */
+    dtrain__cuda_emulated_leave();
+    *pointer = thing->pointer;
+    return cudaSuccess;
+}
+
+static cudaError_t cudaIpcCloseMemHandle(void *pointer)
+{
+    int left = -1;
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    dtrain__cuda_emulated_thing **link = &dtrain__cuda_emulated.things, *thing;
+    while ((thing = *link) != NULL &&
+           (thing->kind != DTRAIN__CUDA_EMULATED_OPENED || thing->pointer != (char *)pointer))
+        link = &thing->next;
+    if (thing != NULL && (left = --thing->opened) == 0) {
+        *link = thing->next;
+        munmap(thing->map, thing->map_bytes);
+        free(thing);
+    }
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    return left >= 0 ? dtrain__cuda_emulated.lasting : cudaErrorInvalidValue;
+}
+
+static cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event)
+{
+    return dtrain__cuda_emulated_give('e', event, handle);
+}
+
+/* Streams run at once, so that the event has passed as soon as its owner speaks of it. */
+static cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle)
+{
+    dtrain__cuda_emulated_token token;
+    dtrain__cuda_emulated_thing *thing;
+    int fd;
+    cudaError_t error = dtrain__cuda_emulated_take(&handle, &token, &fd);
+    if (error != 0)
+        return error;
+    close(fd);
+    error = dtrain__cuda_emulated_add('e', 0, &thing);
+    if (error != 0)
+        return error;
+    dtrain__cuda_emulated_link(thing);
+    *event = thing;
     return cudaSuccess;
 }
 #endif
@@ -1182,6 +1482,133 @@ static dtrain_status dtrain__cuda_event_done(dtrain_device *device, void *event,
         return DTRAIN_OK;
     }
     return dtrain__cuda_status(device, "device_event_done", error);
+}
+
+#endif
+
+/* ---- >>cuda-share ----
+ * Memory and events of a GPU as other processes of the host have them, by CUDA's legacy IPC: a handle names a whole
+ * allocation of cudaMalloc's, and where in it a pointer is travels beside. */
+#ifndef DTRAIN__CUDA_SHARE
+#define DTRAIN__CUDA_SHARE
+
+#define DTRAIN__CUDA_CURE                                                                                              \
+    "allocate it with dtrain_device_alloc or cudaMalloc, or make the group with DTRAIN_DEVICE_STAGED"
+
+/* What says that processes, or GPUs, cannot share: UNSUPPORTED, but for a lost GPU and want of memory. */
+static dtrain_status dtrain__cuda_apart(dtrain_device *device, const char *call, cudaError_t error)
+{
+    if (error == cudaSuccess || error == cudaErrorMemoryAllocation || dtrain__cuda_lost(error))
+        return dtrain__cuda_status(device, call, error);
+    (void)cudaGetLastError();
+    return dtrain_error_set(
+        DTRAIN_ERR_UNSUPPORTED,
+        "%s on %s: %s (%s, error %d); processes share memory where each sees the other's GPU, which "
+        "can reach it, on one host and in one container or with the host's IPC and process names",
+        call, device->name, cudaGetErrorString(error), cudaGetErrorName(error), (int)error);
+}
+
+static dtrain_status dtrain__cuda_unshared(dtrain_device *device, const void *pointer, const char *what)
+{
+    return dtrain_error_set(
+        DTRAIN_ERR_UNSUPPORTED,
+        "%p on %s is %s, which no other process can open by cudaIpcGetMemHandle; " DTRAIN__CUDA_CURE, pointer,
+        device->name, what);
+}
+
+/* Refuses memory that other processes cannot have, by what it is. */
+static dtrain_status dtrain__cuda_sharable(dtrain_device *device, const void *pointer)
+{
+    enum { legacy = 10, pool = 17 }; /* CU_POINTER_ATTRIBUTE_... */
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    unsigned long long at = (unsigned long long)(uintptr_t)pointer;
+    cudaPointerAttributes found;
+    void *of_pool = NULL;
+    int is_legacy = 0;
+    dtrain_status status = dtrain__cuda_memory(device, "memory_share", "memory", pointer, 1);
+    if (status != DTRAIN_OK)
+        return status;
+    cudaError_t error = cudaPointerGetAttributes(&found, pointer);
+    if (error != cudaSuccess)
+        return dtrain__cuda_status(device, "memory_share", error);
+    if (found.type == cudaMemoryTypeManaged)
+        return dtrain__cuda_unshared(device, pointer, "managed memory (cudaMallocManaged)");
+    if (found.type != cudaMemoryTypeDevice)
+        return dtrain__cuda_unshared(device, pointer, "pinned memory of the CPU's");
+    if (queue->attribute == NULL || queue->attribute(&is_legacy, legacy, at) != 0)
+        return dtrain__cuda_unshared(device, pointer, "memory of which the driver tells nothing");
+    if (is_legacy)
+        return DTRAIN_OK;
+    if (queue->attribute(&of_pool, pool, at) == 0 && of_pool != NULL)
+        return dtrain__cuda_unshared(device, pointer, "memory of a pool (cudaMallocAsync)");
+    return dtrain__cuda_unshared(device, pointer,
+                                 "memory mapped piece by piece (cuMemCreate; PyTorch's expandable segments)");
+}
+
+static dtrain_status dtrain__cuda_memory_share(dtrain_device *device, const void *pointer, dtrain_device_shared *shared)
+{
+    enum { id = 7, range_start = 11, range_bytes = 12 }; /* CU_POINTER_ATTRIBUTE_... */
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    unsigned long long at = (unsigned long long)(uintptr_t)pointer, start = 0, number = 0;
+    size_t bytes = 0;
+    cudaIpcMemHandle_t handle;
+    dtrain_status status = dtrain__cuda_sharable(device, pointer);
+    if (status != DTRAIN_OK)
+        return status;
+    if (queue->attribute(&start, range_start, at) != 0 || queue->attribute(&bytes, range_bytes, at) != 0 ||
+        queue->attribute(&number, id, at) != 0)
+        return dtrain__cuda_unshared(device, pointer, "memory of which the driver tells no bounds");
+    status = dtrain__cuda_apart(device, "cudaIpcGetMemHandle", cudaIpcGetMemHandle(&handle, (void *)(uintptr_t)start));
+    memset(shared, 0, sizeof *shared);
+    memcpy(shared->handle, &handle, sizeof shared->handle);
+    shared->base = (uint64_t)start;
+    shared->id = (uint64_t)number;
+    shared->bytes = (uint64_t)bytes;
+    shared->offset = (uint64_t)(at - start);
+    return status;
+}
+
+static dtrain_status dtrain__cuda_memory_open(dtrain_device *device, const dtrain_device_shared *shared, void **base)
+{
+    cudaIpcMemHandle_t handle;
+    *base = NULL;
+    memcpy(&handle, shared->handle, sizeof handle);
+    return dtrain__cuda_apart(device, "cudaIpcOpenMemHandle",
+                              cudaIpcOpenMemHandle(base, handle, cudaIpcMemLazyEnablePeerAccess));
+}
+
+static void dtrain__cuda_memory_close(dtrain_device *device, void *base)
+{
+    (void)device;
+    if (base != NULL)
+        dtrain__cuda_drop(cudaIpcCloseMemHandle(base));
+}
+
+static dtrain_status dtrain__cuda_event_create_shared(dtrain_device *device, void **event)
+{
+    cudaEvent_t made = NULL;
+    cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming | cudaEventInterprocess);
+    *event = error == cudaSuccess ? (void *)made : NULL;
+    return dtrain__cuda_apart(device, "cudaEventCreateWithFlags (between processes)", error);
+}
+
+static dtrain_status dtrain__cuda_event_share(dtrain_device *device, void *event, unsigned char *handle)
+{
+    cudaIpcEventHandle_t made;
+    memset(&made, 0, sizeof made);
+    cudaError_t error = cudaIpcGetEventHandle(&made, (cudaEvent_t)event);
+    memcpy(handle, &made, DTRAIN_DEVICE_HANDLE_BYTES);
+    return dtrain__cuda_apart(device, "cudaIpcGetEventHandle", error);
+}
+
+static dtrain_status dtrain__cuda_event_open(dtrain_device *device, const unsigned char *handle, void **event)
+{
+    cudaIpcEventHandle_t theirs;
+    cudaEvent_t made = NULL;
+    memcpy(&theirs, handle, sizeof theirs);
+    cudaError_t error = cudaIpcOpenEventHandle(&made, theirs);
+    *event = error == cudaSuccess ? (void *)made : NULL;
+    return dtrain__cuda_apart(device, "cudaIpcOpenEventHandle", error);
 }
 
 #endif
@@ -4656,6 +5083,21 @@ DTRAIN__CUDA_ROW(unpack,
                  (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count,
                   int add),
                  (device, code, block, in, out, count, add))
+DTRAIN__CUDA_ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),
+                 (device, pointer, shared))
+DTRAIN__CUDA_ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),
+                 (device, shared, base))
+DTRAIN__CUDA_VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))
+DTRAIN__CUDA_ROW(event_create_shared, (dtrain_device * device, void **event), (device, event))
+DTRAIN__CUDA_ROW(event_share, (dtrain_device * device, void *event, unsigned char *handle), (device, event, handle))
+DTRAIN__CUDA_ROW(event_open, (dtrain_device * device, const unsigned char *handle, void **event),
+                 (device, handle, event))
+
+#ifdef DTRAIN_CUDA_EMULATE
+#define DTRAIN__CUDA_HANDLES "cuda ipc, emulated"
+#else
+#define DTRAIN__CUDA_HANDLES "cuda ipc"
+#endif
 
 /* A stream of its own on the same GPU. */
 static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_device **made)
@@ -4694,6 +5136,13 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_unpack,
     dtrain__cuda_queue_create,
     dtrain_cuda_destroy,
+    DTRAIN__CUDA_HANDLES,
+    dtrain__cuda_row_memory_share,
+    dtrain__cuda_row_memory_open,
+    dtrain__cuda_row_memory_close,
+    dtrain__cuda_row_event_create_shared,
+    dtrain__cuda_row_event_share,
+    dtrain__cuda_row_event_open,
 };
 
 DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
@@ -4736,6 +5185,7 @@ static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
     retain_fn retain = dtrain__cuda_emulated_retain;
     queue->push = dtrain__cuda_emulated_push;
     queue->pop = dtrain__cuda_emulated_pop;
+    queue->attribute = dtrain__cuda_emulated_attribute;
 #else
     get_fn get = (get_fn)dtrain__cuda_driver("cuDeviceGet");
     retain_fn retain = (retain_fn)dtrain__cuda_driver("cuDevicePrimaryCtxRetain");

@@ -20,6 +20,11 @@ typedef struct dtrain__device_note {
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     void *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
+    char handles[32]
+        __attribute__((aligned(8))); /* of the device's table: see >>device_processes, as of the next ones */
+    uint64_t process, page_fd, page_key[2];
+    dtrain_device_shared shared_probe;
+    unsigned char shared_events[2][DTRAIN_DEVICE_HANDLE_BYTES];
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
 } dtrain__device_note;
 
@@ -32,6 +37,8 @@ typedef struct dtrain__device_buffers {
 } dtrain__device_buffers;
 
 #define DTRAIN__DEVICE_BUFFER_WORDS (sizeof(dtrain__device_buffers) / sizeof(uint64_t))
+
+typedef struct dtrain__processes dtrain__processes;
 
 struct dtrain_device_group {
     dtrain_comm *comm;
@@ -48,8 +55,9 @@ struct dtrain_device_group {
     size_t *counts;                   /* of every rank's part of a chunk */
     const void **ins;
     void **outs;
-    unsigned char *pinned; /* slots of chunk_bytes */
-    void **slot_events;    /* each says when the copies to and from its slot are done */
+    dtrain__processes *processes; /* what ranks share that are processes of one host; NULL: they are not */
+    unsigned char *pinned;        /* slots of chunk_bytes */
+    void **slot_events;           /* each says when the copies to and from its slot are done */
 };
 
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */

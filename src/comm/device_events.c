@@ -1,27 +1,56 @@
 /* ---- >>device_events ----
- * Collectives of devices on each other's memory, between ranks that are threads. Every rank records an event after what
- * its queue holds, and tells the others where its buffers are; each queue awaits the others' events, folds or copies
- * its rank's share of all inputs to all outputs, and records a second event; when all have, each queue awaits those.
- * Records come before the exchange, and waits after it: no queue waits for what was never recorded. An event is
- * recorded again when all ranks have named it: the first after the exchange that ends a call, the second after the one
- * that begins the next.
+ * Collectives of devices on each other's memory, between ranks that are threads, or processes of one host. Every rank
+ * records an event after what its queue holds, and tells the others where its buffers are; each queue awaits the
+ * others' events, folds or copies its rank's share of all inputs to all outputs, and records a second event; when all
+ * have, each queue awaits those. Records come before the exchange, and waits after it: no queue waits for what was
+ * never recorded. An event is recorded again when all ranks have named it: the first after the exchange that ends a
+ * call, the second after the one that begins the next.
  *
- * When the group is broken in the midst of it, a device may be inside another rank's memory. So a rank raises
- * `device_inside` in its slot of the board before it queues anything there, unless the board is broken, and one that
- * fails breaks the board before it looks at the others'; it returns when no device is in its memory, nor its device in
- * theirs. `device_turn` counts the calls whose second event a rank has recorded. */
+ * When the group is broken in the midst of it, a device may be inside another rank's memory. So a rank raises `inside`
+ * in its word before it queues anything there, unless the group is broken, and one that fails breaks the group before
+ * it looks at the others'; it returns when no device is in its memory, nor its device in theirs. `turn` counts the
+ * calls whose second event a rank has recorded. Words, and what says that the group is broken, are the board's between
+ * threads, and those of >>device_processes between processes. */
 #ifndef DTRAIN__DEVICE_EVENTS_C
 #define DTRAIN__DEVICE_EVENTS_C
 #include "device_call.c"
+#include "device_processes.c"
 
 #define DTRAIN__EVENTS_LINE 256 /* bytes: shares of vectors begin at multiples of so many */
 
 enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };
 
+static dtrain__device_word *dtrain__events_word(dtrain_device_group *group, int rank)
+{
+    return group->processes != NULL ? &group->processes->page->ranks[rank].device
+                                    : &group->comm->transport.board->slots[rank].device;
+}
+
 static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
 {
-    dtrain__slot *slot = &group->comm->transport.board->slots[group->comm->rank];
-    __atomic_store_n(&slot->device_inside, inside, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->inside, inside, __ATOMIC_SEQ_CST);
+}
+
+/* Whether nobody may go into the others' memory any more. */
+static int dtrain__events_ended(dtrain_device_group *group)
+{
+    return group->processes != NULL ? __atomic_load_n(&group->processes->page->broken, __ATOMIC_SEQ_CST) != 0
+                                    : dtrain__board_broken(group->comm->transport.board);
+}
+
+static dtrain__error dtrain__events_cause(dtrain_device_group *group)
+{
+    if (group->processes == NULL)
+        return *dtrain__board_cause(group->comm->transport.board);
+    dtrain__process_page *page = group->processes->page;
+    return page->ranks[__atomic_load_n(&page->broken, __ATOMIC_SEQ_CST) - 1].why;
+}
+
+/* Sees to it that no rank enters after this; the group is broken, and this thread's last error says why. */
+static void dtrain__events_end(dtrain_device_group *group)
+{
+    if (group->processes != NULL)
+        dtrain__processes_break(group, &dtrain__thread_error);
 }
 
 /* Waits until no peer is further in than `inside`; what they do meanwhile waits for nobody. */
@@ -29,9 +58,18 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
     const dtrain_comm *comm = group->comm;
     for (int rank = 0; rank < comm->size; rank++)
-        while (rank != comm->rank &&
-               __atomic_load_n(&comm->transport.board->slots[rank].device_inside, __ATOMIC_SEQ_CST) > inside)
-            sched_yield();
+        if (rank != comm->rank && group->processes != NULL)
+            dtrain__processes_settle(group, rank, inside);
+        else
+            while (rank != comm->rank &&
+                   __atomic_load_n(&dtrain__events_word(group, rank)->inside, __ATOMIC_SEQ_CST) > inside)
+                sched_yield();
+}
+
+/* A peer's event, as this rank's device knows it. */
+static void *dtrain__events_event(const dtrain_device_group *group, int rank, int second)
+{
+    return group->processes != NULL ? group->processes->peers[rank].events[second] : group->notes[rank].events[second];
 }
 
 /* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
@@ -40,9 +78,10 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
     const dtrain_comm *comm = group->comm;
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        uint64_t theirs = __atomic_load_n(&comm->transport.board->slots[rank].device_turn, __ATOMIC_SEQ_CST);
-        if (rank != comm->rank && (!second || theirs >= turn))
-            status = dtrain_device_event_await(group->device, group->notes[rank].events[second]);
+        uint64_t theirs = __atomic_load_n(&dtrain__events_word(group, rank)->turn, __ATOMIC_SEQ_CST);
+        int gone = group->processes != NULL && group->processes->peers[rank].gone;
+        if (rank != comm->rank && (!second || theirs >= turn) && !gone)
+            status = dtrain_device_event_await(group->device, dtrain__events_event(group, rank, second));
     }
     return status;
 }
@@ -54,10 +93,13 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
 static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
 {
     dtrain__error cause = dtrain__thread_error;
+    dtrain__events_end(group);
     dtrain_device_wait(group->device);
     dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
     dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
-    int recorded = group->comm->transport.board->slots[group->comm->rank].device_turn == turn;
+    if (group->processes != NULL)
+        dtrain__processes_look(group);
+    int recorded = dtrain__events_word(group, group->comm->rank)->turn == turn;
     if (recorded && dtrain__events_await(group, turn, 1) == DTRAIN_OK)
         dtrain_device_wait(group->device);
     dtrain__events_set(group, DTRAIN__EVENTS_FREE);
@@ -70,11 +112,12 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
 {
     dtrain_comm *comm = group->comm;
     dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
-    if (!dtrain__board_broken(comm->transport.board))
-        return DTRAIN_OK;
-    dtrain__error cause = *dtrain__board_cause(comm->transport.board);
-    return dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
-                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+    if (!dtrain__events_ended(group))
+        return group->processes != NULL ? dtrain__processes_reach(group, whole) : DTRAIN_OK;
+    dtrain__error cause = dtrain__events_cause(group);
+    dtrain_status status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
+                                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+    return group->processes != NULL ? dtrain__device_break(group) : status;
 }
 
 /* This rank's share of a vector that every rank has whole, in elements. */
@@ -156,6 +199,8 @@ static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrai
 {
     dtrain__device_buffers mine;
     dtrain__op op;
+    if (group->processes != NULL)
+        return dtrain__processes_meet(group, whole);
     memset(&mine, 0, sizeof mine);
     mine.in = whole->in;
     mine.out = whole->out;
@@ -172,24 +217,30 @@ static dtrain_status dtrain__events_part(dtrain_device_group *group, const dtrai
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_break(group);
 }
 
+/* Whether a step that has failed has left the group usable. */
+static int dtrain__events_whole(dtrain_device_group *group)
+{
+    return group->processes != NULL ? group->comm->broken.status == DTRAIN_OK : !dtrain__events_ended(group);
+}
+
 static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
-    uint64_t turn = slot->device_turn + 1;
+    dtrain__device_word *word = dtrain__events_word(group, comm->rank);
+    uint64_t turn = word->turn + 1;
     dtrain_status status = dtrain_device_event_record(group->device, group->mine.events[0]);
     if (status != DTRAIN_OK)
         return dtrain__device_failed(group, op, comm->number + 1, status);
     status = dtrain__events_meet(group, op);
     if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
-        return dtrain__board_broken(comm->transport.board) ? dtrain__events_retreat(group, turn, status) : status;
+        return dtrain__events_whole(group) ? status : dtrain__events_retreat(group, turn, status);
     status = dtrain__events_enter(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, status);
     status = dtrain__events_work(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
-    __atomic_store_n(&slot->device_turn, turn, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
     status = dtrain__events_part(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, status);
@@ -217,12 +268,16 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
 {
     dtrain_device *device = group->device;
     void *probe = NULL;
-    dtrain_status status = dtrain_device_event_create(device, &group->mine.events[0]);
-    if (status == DTRAIN_OK)
-        status = dtrain_device_event_create(device, &group->mine.events[1]);
+    int threads = group->comm->transport.board != NULL;
+    dtrain_status status = threads ? DTRAIN_OK : dtrain__processes_join(group);
+    for (int i = 0; i < 2 && status == DTRAIN_OK; i++)
+        status = threads ? dtrain_device_event_create(device, &group->mine.events[i])
+                         : device->ops->event_create_shared(device, &group->mine.events[i]);
     if (status == DTRAIN_OK)
         status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, DTRAIN__EVENTS_PROBE_BYTES, &probe);
     group->mine.probe = (unsigned char *)probe;
+    if (status == DTRAIN_OK && !threads)
+        status = dtrain__processes_share(group);
     if (status == DTRAIN_OK)
         status = dtrain_device_event_record(device, group->mine.events[0]);
     return status;
@@ -233,16 +288,23 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
 {
     const dtrain_comm *comm = group->comm;
     size_t own = (size_t)comm->rank;
-    dtrain_status status = dtrain__events_await(group, 0, 0);
-    for (int rank = 0; rank < comm->size; rank++) {
-        group->ins[rank] = group->notes[rank].probe + own;
-        group->outs[rank] = group->notes[rank].probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
+    dtrain_status status = group->processes != NULL ? dtrain__processes_open_peers(group) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__events_await(group, 0, 0);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        unsigned char *probe =
+            group->processes != NULL ? group->processes->peers[rank].probe : group->notes[rank].probe;
+        group->ins[rank] = probe + own;
+        group->outs[rank] = probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
     }
     if (status == DTRAIN_OK)
         status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
                                       comm->size, 0, 1);
+    dtrain__error said = dtrain__thread_error;
     dtrain_status waited = dtrain_device_wait(group->device);
-    return status == DTRAIN_OK ? waited : status;
+    if (group->processes != NULL)
+        dtrain__processes_close_all(group); /* before their owners know that they were tried, and free them */
+    return status == DTRAIN_OK ? waited : dtrain__report(&said);
 }
 
 #endif

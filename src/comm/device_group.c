@@ -6,6 +6,7 @@
 #define DTRAIN__DEVICE_GROUP
 #include "device_call.c"
 #include "device_staged.c"
+#include "device_processes.c"
 #include "device_events.c"
 #include "device_async.c"
 
@@ -84,6 +85,9 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
+    if (group->mine.ops != 0 && group->comm->socket != NULL && desc->mode != DTRAIN_DEVICE_STAGED &&
+        dtrain__processes_has_all(group->device))
+        dtrain__processes_offer(group);
 }
 
 static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
@@ -120,8 +124,9 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
 {
     const dtrain__device_note *first = &group->notes[0];
     *rank = group->comm->rank;
-    if (group->comm->transport.board == NULL)
-        return "its group is not one of threads (of dtrain_run_threads or dtrain_threads_create)";
+    int threads = group->comm->transport.board != NULL;
+    if (!threads && group->comm->socket == NULL)
+        return "its group is neither one of threads nor of dtrain_comm_create";
     if (group->comm->size > DTRAIN__DEVICE_MOST)
         return "it is among more than 64 ranks";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
@@ -130,8 +135,11 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
             return "it has no device";
         if (note->ops == 0)
             return "its device's table lacks allocate, release, wait, reduce or events";
-        if (note->ops != first->ops)
+        if (threads && note->ops != first->ops)
             return "its device is of another kind than that of rank 0";
+        const char *why = threads ? NULL : dtrain__processes_hindrance(group, *rank);
+        if (why != NULL)
+            return why;
     }
     return NULL;
 }
@@ -150,26 +158,12 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
     group->mine.probe = NULL;
 }
 
-/* Finds out whether the devices reach each other's memory; *reached: they do. */
-static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
+/* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
+ * EVENTS was asked for. */
+static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *reached)
 {
     int asked = group->mode == DTRAIN_DEVICE_EVENTS;
-    dtrain__device_note_status(group, dtrain__events_make(group));
-    dtrain_status status = dtrain__device_meet(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_verdict(group);
-    if (status == DTRAIN_OK) {
-        dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
-        dtrain__device_note_status(
-            group, dtrain__board_broken(group->comm->transport.board) ? DTRAIN_OK : dtrain__events_try(group));
-        dtrain__events_set(group, DTRAIN__EVENTS_FREE);
-        status = dtrain__device_meet(group);
-        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
-            status = dtrain__device_break(group);
-            dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
-        }
-    }
-    dtrain__device_end_probe(group);
+    dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
         dtrain__device_note *note = &group->notes[rank];
         note->text[sizeof note->text - 1] = 0;
@@ -177,6 +171,39 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
         if (note->status != DTRAIN_OK && asked)
             status = dtrain__device_no_events(group, rank, note->text);
     }
+    return status;
+}
+
+/* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
+static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int *reached)
+{
+    dtrain__device_note_status(group, dtrain__events_make(group));
+    dtrain_status status = dtrain__device_meet(group);
+    dtrain__processes_close_offer(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++)
+        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK)
+            return dtrain__device_verdict(group);
+    return status == DTRAIN_OK ? dtrain__device_reached(group, reached) : status;
+}
+
+/* Finds out whether the devices reach each other's memory; *reached: they do. */
+static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
+{
+    dtrain_status status = dtrain__device_make_events(group, reached);
+    if (status == DTRAIN_OK && *reached) {
+        dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
+        dtrain__device_note_status(group, dtrain__events_ended(group) ? DTRAIN_OK : dtrain__events_try(group));
+        dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+        status = dtrain__device_meet(group);
+        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
+            status = dtrain__device_break(group);
+            dtrain__events_end(group);
+            dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+        } else {
+            status = dtrain__device_reached(group, reached);
+        }
+    }
+    dtrain__device_end_probe(group);
     dtrain__device_note_status(group, DTRAIN_OK);
     return status;
 }
@@ -209,6 +236,8 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
     reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
     if (reached)
         status = dtrain__device_try_events(group, &reached);
+    if (!reached && status == DTRAIN_OK)
+        dtrain__processes_free(group);
     group->mode = reached ? DTRAIN_DEVICE_EVENTS : DTRAIN_DEVICE_STAGED;
     if (status != DTRAIN_OK || reached || group->no_devices)
         return status;
@@ -348,9 +377,10 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
         dtrain__free(group->comm->allocator, group, group->bytes);
         return;
     }
-    if (group->mine.events[0] != NULL)
+    if (group->mine.events[0] != NULL && (group->processes != NULL || group->comm->transport.board != NULL))
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     dtrain_device_wait(group->device);
+    dtrain__processes_free(group);
     for (int i = 0; i < 2; i++)
         dtrain_device_event_destroy(group->device, group->mine.events[i]);
     for (int slot = 0; slot < group->slots; slot++)

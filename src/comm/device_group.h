@@ -29,8 +29,10 @@ typedef struct dtrain_device_group dtrain_device_group;
 /* Makes a rank's end of a group of devices. Memory and events are made here, and nothing later.
  *
  * EVENTS can be where all ranks, 64 at most, are threads of dtrain_run_threads or dtrain_threads_create (or of a group
- * that comes of such a one) with devices of one table, each of which can touch the others' memory: each tries it here,
- * on 256 bytes of every rank, in its queue's order. One that cannot makes it STAGED.
+ * that comes of such a one) with devices of one table, or a process each, of dtrain_comm_create, on one host (Linux) and
+ * under one user, with devices whose tables share memory between processes, as dtrain_cuda.h's do; and where each can
+ * touch the others' memory: each tries it here, on 256 bytes of every rank, in its queue's order. One that cannot makes
+ * it STAGED.
  *
  *   comm     must outlive it; other calls on it may come between the group's
  *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
@@ -57,17 +59,23 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  * all copies from the device, and so for what was queued before; in EVENTS for no device.
  *
  *   in, out, data   memory of the device, which in EVENTS the others' devices touch, up to the end of the call in the
- *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait
+ *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
+ *                   each other's allocations once and keep them: what is freed is given back to the system when the
+ *                   group is destroyed, or others of the rank's stand in its place. Allocate once, not for each call
  *   errors          those of the CPU's collectives, whose texts quote this call
  *                   DTRAIN_ERR_IO       a device failed: the group is broken on every rank (ABORTED on the others over
  *                                       a transport of your own), and the text names the rank and the device; where a
  *                                       device says another status, that one
+ *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
+ *                                       pinned, mapped piece by piece), in EVENTS; the text, on all ranks, says which
+ *                                       and the cure; the group is usable
  *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken
  *
  * A call that breaks the group in EVENTS, whatever phase the others are in, returns when its rank's device has left
  * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
  * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
- * they do not get on. The contents of out are undefined.
+ * they do not get on. A process that was killed is not waited for once the system has taken down what it had on its
+ * device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk */
 DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,

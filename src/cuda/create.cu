@@ -2,8 +2,10 @@
  * The table of operations, and devices made and freed. Stands last: it knows every operation. */
 #ifndef DTRAIN__CUDA_CREATE
 #define DTRAIN__CUDA_CREATE
+#include "emulate_share.h"
 #include "queue.cu"
 #include "copy.cu"
+#include "share.cu"
 #include "convert.cu"
 #include "fold.cu"
 #include "elementwise.cu"
@@ -87,6 +89,21 @@ DTRAIN__CUDA_ROW(unpack,
                  (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count,
                   int add),
                  (device, code, block, in, out, count, add))
+DTRAIN__CUDA_ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),
+                 (device, pointer, shared))
+DTRAIN__CUDA_ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),
+                 (device, shared, base))
+DTRAIN__CUDA_VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))
+DTRAIN__CUDA_ROW(event_create_shared, (dtrain_device * device, void **event), (device, event))
+DTRAIN__CUDA_ROW(event_share, (dtrain_device * device, void *event, unsigned char *handle), (device, event, handle))
+DTRAIN__CUDA_ROW(event_open, (dtrain_device * device, const unsigned char *handle, void **event),
+                 (device, handle, event))
+
+#ifdef DTRAIN_CUDA_EMULATE
+#define DTRAIN__CUDA_HANDLES "cuda ipc, emulated"
+#else
+#define DTRAIN__CUDA_HANDLES "cuda ipc"
+#endif
 
 /* A stream of its own on the same GPU. */
 static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_device **made)
@@ -125,6 +142,13 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_unpack,
     dtrain__cuda_queue_create,
     dtrain_cuda_destroy,
+    DTRAIN__CUDA_HANDLES,
+    dtrain__cuda_row_memory_share,
+    dtrain__cuda_row_memory_open,
+    dtrain__cuda_row_memory_close,
+    dtrain__cuda_row_event_create_shared,
+    dtrain__cuda_row_event_share,
+    dtrain__cuda_row_event_open,
 };
 
 DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
@@ -167,6 +191,7 @@ static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
     retain_fn retain = dtrain__cuda_emulated_retain;
     queue->push = dtrain__cuda_emulated_push;
     queue->pop = dtrain__cuda_emulated_pop;
+    queue->attribute = dtrain__cuda_emulated_attribute;
 #else
     get_fn get = (get_fn)dtrain__cuda_driver("cuDeviceGet");
     retain_fn retain = (retain_fn)dtrain__cuda_driver("cuDevicePrimaryCtxRetain");

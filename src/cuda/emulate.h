@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #ifndef MAP_ANONYMOUS
@@ -37,6 +38,7 @@ enum {
     cudaErrorInvalidDeviceFunction = 98,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorDeviceUninitialized = 201, /* what opens a handle of its own process' */
     cudaErrorNoKernelImageForDevice = 209,
     cudaErrorJitCompilerNotFound = 221,
     cudaErrorUnsupportedPtxVersion = 222,
@@ -45,16 +47,31 @@ enum {
     cudaErrorNotReady = 600,
     cudaErrorIllegalAddress = 700,
     cudaErrorContextIsDestroyed = 709,
+    cudaErrorNotSupported = 801,
     cudaErrorSystemDriverMismatch = 803,
     cudaErrorCompatNotSupportedOnDevice = 804
 };
 enum { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
-enum { cudaMemcpyDefault = 4, cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHostAllocDefault = 0 };
-enum { cudaDevAttrMultiProcessorCount = 16 };
+enum {
+    cudaMemcpyDefault = 4,
+    cudaEventDisableTiming = 2,
+    cudaEventInterprocess = 4,
+    cudaStreamNonBlocking = 1,
+    cudaHostAllocDefault = 0
+};
+enum { cudaDevAttrMultiProcessorCount = 16, cudaIpcMemLazyEnablePeerAccess = 1 };
 
 typedef struct cudaPointerAttributes {
     int type, device;
 } cudaPointerAttributes;
+
+typedef struct cudaIpcMemHandle_t {
+    char reserved[64];
+} cudaIpcMemHandle_t;
+typedef cudaIpcMemHandle_t cudaIpcEventHandle_t;
+
+/* Kinds of things beside the memory types: memory of a pool, and of another process. */
+enum { DTRAIN__CUDA_EMULATED_POOL = 10, DTRAIN__CUDA_EMULATED_OPENED };
 
 /* One allocation, stream or event of the emulation. */
 typedef struct dtrain__cuda_emulated_thing {
@@ -62,7 +79,11 @@ typedef struct dtrain__cuda_emulated_thing {
     char *map; /* of memory: guard pages at both ends, the allocation before the last */
     char *pointer;
     size_t map_bytes, bytes;
-    int kind, gpu; /* a memory type, 's' or 'e' */
+    int kind, gpu;  /* a memory type or one of the above, 's' or 'e' */
+    int fd;         /* + 1, of what another process may open; 0: nothing */
+    uint64_t id;    /* of memory; of what is another process', its file's */
+    long opened_of; /* that process */
+    int opened;     /* how often */
 } dtrain__cuda_emulated_thing;
 
 static struct dtrain__cuda_emulation {
@@ -74,7 +95,9 @@ static struct dtrain__cuda_emulation {
     cudaError_t lasting;
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0};
+    int no_ipc; /* for tests: a GPU that shares nothing between processes */
+    uint64_t made;
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
 static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
@@ -101,11 +124,17 @@ static cudaError_t dtrain__cuda_emulated_error(void)
     return error;
 }
 
+/* What the CPU must not touch. */
+static int dtrain__cuda_emulated_guarded(int kind)
+{
+    return kind == cudaMemoryTypeDevice || kind == DTRAIN__CUDA_EMULATED_POOL || kind == DTRAIN__CUDA_EMULATED_OPENED;
+}
+
 static void dtrain__cuda_emulated_protect(int protection)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
-        if (thing->kind == cudaMemoryTypeDevice)
+        if (dtrain__cuda_emulated_guarded(thing->kind))
             mprotect(thing->map + page, thing->map_bytes - 2 * page, protection);
 }
 
@@ -141,6 +170,7 @@ static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cud
 static void dtrain__cuda_emulated_link(dtrain__cuda_emulated_thing *thing)
 {
     pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    thing->id = thing->id != 0 ? thing->id : ++dtrain__cuda_emulated.made;
     thing->next = dtrain__cuda_emulated.things;
     dtrain__cuda_emulated.things = thing;
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
@@ -161,7 +191,8 @@ static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, d
             *found = *thing;
         if (hit && take) {
             *link = thing->next;
-            dtrain__cuda_emulated.used -= thing->kind == cudaMemoryTypeDevice ? thing->bytes : 0;
+            int counts = thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED;
+            dtrain__cuda_emulated.used -= counts ? thing->bytes : 0;
             free(thing);
             break;
         }
@@ -196,6 +227,7 @@ static const char *cudaGetErrorName(cudaError_t error)
     case cudaErrorNoDevice: return "cudaErrorNoDevice";
     case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
     case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    case cudaErrorNotSupported: return "cudaErrorNotSupported";
     default: return "cudaError";
     }
 }
@@ -208,6 +240,7 @@ static const char *cudaGetErrorString(cudaError_t error)
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorNotSupported: return "operation not supported";
     default: return "emulated error";
     }
 }
@@ -308,15 +341,36 @@ static cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     return dtrain__cuda_emulated_stream(stream);
 }
 
+/* A file without a name; fd + 1. */
+static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
+{
+    int made = -1;
+#ifdef __NR_memfd_create
+    if (!dtrain__cuda_emulated.no_ipc)
+        made = (int)syscall(__NR_memfd_create, "dtrain-cuda", 1u); /* close-on-exec */
+#endif
+    if (made < 0)
+        return cudaErrorNotSupported;
+    if (ftruncate(made, (off_t)bytes) != 0) {
+        close(made);
+        return cudaErrorMemoryAllocation;
+    }
+    *fd = made + 1;
+    return cudaSuccess;
+}
+
 static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 {
-    dtrain__cuda_emulated_thing *thing;
+    dtrain__cuda_emulated_thing *thing = NULL;
     cudaError_t error = dtrain__cuda_emulated_error();
-    (void)flags;
     if (error == 0)
         error = dtrain__cuda_emulated_add('e', 0, &thing);
-    if (error != 0)
+    if (error == 0 && (flags & cudaEventInterprocess))
+        error = dtrain__cuda_emulated_file(&thing->fd, 0);
+    if (error != 0) {
+        free(thing);
         return error;
+    }
     dtrain__cuda_emulated_link(thing);
     *event = thing;
     return cudaSuccess;
@@ -324,7 +378,12 @@ static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 
 static cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
-    return dtrain__cuda_emulated_find('e', event, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    dtrain__cuda_emulated_thing thing;
+    if (!dtrain__cuda_emulated_find('e', event, 1, &thing))
+        return cudaErrorInvalidResourceHandle;
+    if (thing.fd > 0)
+        close(thing.fd - 1);
+    return cudaSuccess;
 }
 
 static cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
@@ -408,10 +467,12 @@ static cudaError_t dtrain__cuda_emulated_unmap(int kind, void *pointer)
         dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
     }
     munmap(thing.map, thing.map_bytes);
+    if (thing.fd > 0)
+        close(thing.fd - 1);
     return dtrain__cuda_emulated.lasting;
 }
 
-static cudaError_t cudaMalloc(void **pointer, size_t bytes)
+static cudaError_t dtrain__cuda_emulated_allocate(int kind, void **pointer, size_t bytes)
 {
     size_t limit = dtrain__cuda_emulated_limit();
     int full;
@@ -421,13 +482,30 @@ static cudaError_t cudaMalloc(void **pointer, size_t bytes)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
     if (full)
         return cudaErrorMemoryAllocation;
-    cudaError_t error = dtrain__cuda_emulated_map(cudaMemoryTypeDevice, pointer, bytes);
+    cudaError_t error = dtrain__cuda_emulated_map(kind, pointer, bytes);
     if (error != 0) {
         pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
         dtrain__cuda_emulated.used -= bytes;
         pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
     }
     return error;
+}
+
+static cudaError_t cudaMalloc(void **pointer, size_t bytes)
+{
+    return dtrain__cuda_emulated_allocate(cudaMemoryTypeDevice, pointer, bytes);
+}
+
+/* What a program may have beside: memory that cannot be opened by other processes. cudaFree frees it. */
+__attribute__((unused)) static cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t stream)
+{
+    cudaError_t error = dtrain__cuda_emulated_stream(stream);
+    return error != 0 ? error : dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes);
+}
+
+__attribute__((unused)) static cudaError_t cudaMallocManaged(void **pointer, size_t bytes)
+{
+    return dtrain__cuda_emulated_allocate(cudaMemoryTypeManaged, pointer, bytes);
 }
 
 static cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags)
@@ -438,7 +516,11 @@ static cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags)
 
 static cudaError_t cudaFree(void *pointer)
 {
-    return dtrain__cuda_emulated_unmap(cudaMemoryTypeDevice, pointer);
+    static const int kinds[] = {cudaMemoryTypeDevice, DTRAIN__CUDA_EMULATED_POOL, cudaMemoryTypeManaged};
+    int i = 0;
+    while (i < 2 && !dtrain__cuda_emulated_find(kinds[i], pointer, 0, NULL))
+        i++;
+    return dtrain__cuda_emulated_unmap(kinds[i], pointer);
 }
 
 static cudaError_t cudaFreeHost(void *pointer)
@@ -450,6 +532,8 @@ static cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, c
 {
     dtrain__cuda_emulated_thing thing;
     int found = dtrain__cuda_emulated_find(-1, pointer, 0, &thing);
+    if (found && dtrain__cuda_emulated_guarded(thing.kind))
+        thing.kind = cudaMemoryTypeDevice;
     attributes->type = found ? thing.kind : cudaMemoryTypeUnregistered;
     attributes->device = found ? thing.gpu : -2;
     return dtrain__cuda_emulated.lasting;

@@ -45,6 +45,17 @@ typedef struct dtrain_device_sgd_step {
  * dtrain_device_selection_create made of it. */
 typedef struct dtrain_device_selection dtrain_device_selection;
 
+/* Memory of a device as another process of the host can have it: a handle of the whole allocation, and where in that it
+ * is. `base` and `id` are of the process that has it: the allocation's address, and what tells it from others that were
+ * there before. */
+#define DTRAIN_DEVICE_HANDLE_BYTES 64
+
+typedef struct dtrain_device_shared {
+    unsigned char handle[DTRAIN_DEVICE_HANDLE_BYTES];
+    uint64_t base, id, bytes; /* bytes: of the allocation */
+    uint64_t offset;          /* of the memory, from base */
+} dtrain_device_shared;
+
 /* What a device can do. All work is queued: inputs are read and outputs written in the order of the calls. The
  * arguments have been checked but for where their memory is. */
 typedef struct dtrain_device_ops {
@@ -83,6 +94,16 @@ typedef struct dtrain_device_ops {
                             size_t count, int add);
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
+    /* Between processes of a host, all or none. Nobody opens what is of his own process; what is opened may be opened
+     * again, and is closed as often. Shared events and opened ones are destroyed by event_destroy. UNSUPPORTED: this
+     * memory, or this process, cannot; the text says why. */
+    const char *handles; /* whose handles are: tables of one name open each other's; NULL: none */
+    dtrain_status (*memory_share)(dtrain_device *device, const void *pointer, dtrain_device_shared *shared);
+    dtrain_status (*memory_open)(dtrain_device *device, const dtrain_device_shared *shared, void **base);
+    void (*memory_close)(dtrain_device *device, void *base);
+    dtrain_status (*event_create_shared)(dtrain_device *device, void **event);
+    dtrain_status (*event_share)(dtrain_device *device, void *event, unsigned char *handle);
+    dtrain_status (*event_open)(dtrain_device *device, const unsigned char *handle, void **event);
 } dtrain_device_ops;
 
 struct dtrain_device {

@@ -32,6 +32,12 @@ typedef struct dtrain__post {
     unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
 } dtrain__post;
 
+/* How far a rank's device is with its peers' memory: see >>device_events. */
+typedef struct dtrain__device_word {
+    uint64_t turn;   /* calls in which the device has been given all that it has to do */
+    uint32_t inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+} dtrain__device_word;
+
 typedef struct dtrain__slot {
     uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
     uint64_t finished; /* turn of the last operation whose buffers this rank has left */
@@ -45,8 +51,7 @@ typedef struct dtrain__slot {
     dtrain__error why;      /* it left; readable once left is set */
     void *recorder;         /* the rank's, which peers read until the board is freed */
     size_t recorder_bytes;  /* 0: none */
-    uint64_t device_turn;   /* what this rank's device was last given to do on its peers' memory: see >>device_events */
-    uint32_t device_inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+    dtrain__device_word device;
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
 } dtrain__slot;

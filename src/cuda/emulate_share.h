@@ -1,0 +1,216 @@
+/* ---- >>cuda-emulate-share ----
+ * DTRAIN_CUDA_EMULATE: memory and events between processes. An allocation that is to be shared moves into a file
+ * without a name, which others find by this process' number and the descriptor, as long as both are: a process that is
+ * killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives its owner. */
+#ifndef DTRAIN__CUDA_EMULATE_SHARE
+#define DTRAIN__CUDA_EMULATE_SHARE
+#include "emulate.h"
+
+#ifdef DTRAIN_CUDA_EMULATE
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/stat.h>
+
+/* What the bytes of a handle are. */
+typedef struct dtrain__cuda_emulated_token {
+    uint64_t device, file; /* numbers of the file, which no other file has while it is */
+    uint64_t map_bytes, at, bytes;
+    int32_t process, fd, gpu;
+} dtrain__cuda_emulated_token;
+
+/* The driver's cuPointerGetAttribute, of BUFFER_ID, IS_LEGACY_CUDA_IPC_CAPABLE, RANGE_START_ADDR, RANGE_SIZE and
+ * MEMPOOL_HANDLE. */
+static int dtrain__cuda_emulated_attribute(void *data, int attribute, unsigned long long pointer)
+{
+    dtrain__cuda_emulated_thing thing;
+    if (!dtrain__cuda_emulated_find(-1, (const void *)(uintptr_t)pointer, 0, &thing))
+        return cudaErrorInvalidValue;
+    switch (attribute) {
+    case 7: *(unsigned long long *)data = (unsigned long long)thing.id; return 0;
+    case 10: *(int *)data = thing.kind == cudaMemoryTypeDevice; return 0;
+    case 11: *(unsigned long long *)data = (unsigned long long)(uintptr_t)thing.pointer; return 0;
+    case 12: *(size_t *)data = thing.bytes; return 0;
+    case 17: *(void **)data = thing.kind == DTRAIN__CUDA_EMULATED_POOL ? &dtrain__cuda_emulated : NULL; return 0;
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+/* Moves an allocation into a file; the mutex is held, and nothing runs. */
+static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), room = thing->map_bytes - 2 * page;
+    cudaError_t error = dtrain__cuda_emulated_file(&thing->fd, room);
+    if (error != 0)
+        return error;
+    char *copy = (char *)mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, thing->fd - 1, 0);
+    if (copy != MAP_FAILED) {
+        mprotect(thing->map + page, room, PROT_READ);
+        memcpy(copy, thing->map + page, room);
+        munmap(copy, room);
+        if (mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED)
+            return cudaSuccess;
+    }
+    mprotect(thing->map + page, room, PROT_NONE);
+    close(thing->fd - 1);
+    thing->fd = 0;
+    return cudaErrorMemoryAllocation;
+}
+
+/* The token of an allocation, or of an event that was made for this. */
+static cudaError_t dtrain__cuda_emulated_give(int kind, const void *pointer, cudaIpcMemHandle_t *handle)
+{
+    dtrain__cuda_emulated_token token;
+    struct stat file;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    if (error == 0 && dtrain__cuda_emulated.no_ipc)
+        error = cudaErrorNotSupported;
+    if (error != 0)
+        return error;
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    while (dtrain__cuda_emulated.open > 0) { /* kernels of other threads, whose memory must not move */
+        pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+        sched_yield();
+        pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    }
+    dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
+    while (thing != NULL && (thing->kind != kind || thing->pointer != (const char *)pointer))
+        thing = thing->next;
+    error = thing != NULL ? cudaSuccess : cudaErrorInvalidValue;
+    if (thing != NULL && thing->fd == 0)
+        error = kind == 'e' ? cudaErrorInvalidResourceHandle : dtrain__cuda_emulated_move(thing);
+    if (error == 0 && fstat(thing->fd - 1, &file) == 0) {
+        memset(&token, 0, sizeof token);
+        token.device = (uint64_t)file.st_dev, token.file = (uint64_t)file.st_ino;
+        token.map_bytes = (uint64_t)thing->map_bytes, token.bytes = (uint64_t)thing->bytes;
+        token.at = (uint64_t)(thing->pointer - thing->map);
+        token.process = (int32_t)getpid(), token.fd = thing->fd - 1, token.gpu = thing->gpu;
+        memset(handle, 0, sizeof *handle);
+        memcpy(handle, &token, sizeof token);
+    }
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    return error;
+}
+
+/* Opens a token's file: an error for one of this process', one that is gone, and one of a process that is. */
+static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, dtrain__cuda_emulated_token *token,
+                                              int *fd)
+{
+    char path[64];
+    struct stat file;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    if (error == 0 && dtrain__cuda_emulated.no_ipc)
+        error = cudaErrorNotSupported;
+    memcpy(token, handle, sizeof *token);
+    if (error == 0 && token->process == (int32_t)getpid())
+        error = cudaErrorDeviceUninitialized;
+    if (error != 0)
+        return error;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)token->process, (int)token->fd);
+    *fd = stat(path, &file) == 0 && S_ISREG(file.st_mode) ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (*fd < 0)
+        return cudaErrorInvalidResourceHandle;
+    if (fstat(*fd, &file) == 0 && (uint64_t)file.st_dev == token->device && (uint64_t)file.st_ino == token->file)
+        return cudaSuccess;
+    close(*fd);
+    return cudaErrorInvalidResourceHandle;
+}
+
+static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer)
+{
+    return dtrain__cuda_emulated_give(cudaMemoryTypeDevice, pointer, handle);
+}
+
+/* What was opened before is opened again where it is. */
+static int dtrain__cuda_emulated_again(const dtrain__cuda_emulated_token *token, void **pointer)
+{
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
+    while (thing != NULL && (thing->kind != DTRAIN__CUDA_EMULATED_OPENED || thing->id != token->file ||
+                             thing->opened_of != (long)token->process))
+        thing = thing->next;
+    if (thing != NULL) {
+        thing->opened++;
+        *pointer = thing->pointer;
+    }
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    return thing != NULL;
+}
+
+static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned flags)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    dtrain__cuda_emulated_token token;
+    dtrain__cuda_emulated_thing *thing = NULL;
+    int fd;
+    cudaError_t error = dtrain__cuda_emulated_take(&handle, &token, &fd);
+    (void)flags;
+    if (error != 0)
+        return error;
+    if (dtrain__cuda_emulated_again(&token, pointer)) {
+        close(fd);
+        return cudaSuccess;
+    }
+    error = dtrain__cuda_emulated_add(DTRAIN__CUDA_EMULATED_OPENED, (size_t)token.bytes, &thing);
+    char *map =
+        (char *)mmap(NULL, (size_t)token.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (error == 0 && (map == MAP_FAILED || mmap(map + page, (size_t)token.map_bytes - 2 * page, PROT_NONE,
+                                                 MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED))
+        error = cudaErrorMemoryAllocation;
+    close(fd);
+    if (error != 0) {
+        if (map != MAP_FAILED)
+            munmap(map, (size_t)token.map_bytes);
+        free(thing);
+        return error;
+    }
+    thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
+    thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
+    dtrain__cuda_emulated_link(thing);
+    dtrain__cuda_emulated_enter(); /* as the rest is, if something runs */
+    dtrain__cuda_emulated_leave();
+    *pointer = thing->pointer;
+    return cudaSuccess;
+}
+
+static cudaError_t cudaIpcCloseMemHandle(void *pointer)
+{
+    int left = -1;
+    pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
+    dtrain__cuda_emulated_thing **link = &dtrain__cuda_emulated.things, *thing;
+    while ((thing = *link) != NULL &&
+           (thing->kind != DTRAIN__CUDA_EMULATED_OPENED || thing->pointer != (char *)pointer))
+        link = &thing->next;
+    if (thing != NULL && (left = --thing->opened) == 0) {
+        *link = thing->next;
+        munmap(thing->map, thing->map_bytes);
+        free(thing);
+    }
+    pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    return left >= 0 ? dtrain__cuda_emulated.lasting : cudaErrorInvalidValue;
+}
+
+static cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event)
+{
+    return dtrain__cuda_emulated_give('e', event, handle);
+}
+
+/* Streams run at once, so that the event has passed as soon as its owner speaks of it. */
+static cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle)
+{
+    dtrain__cuda_emulated_token token;
+    dtrain__cuda_emulated_thing *thing;
+    int fd;
+    cudaError_t error = dtrain__cuda_emulated_take(&handle, &token, &fd);
+    if (error != 0)
+        return error;
+    close(fd);
+    error = dtrain__cuda_emulated_add('e', 0, &thing);
+    if (error != 0)
+        return error;
+    dtrain__cuda_emulated_link(thing);
+    *event = thing;
+    return cudaSuccess;
+}
+#endif
+
+#endif

@@ -1,0 +1,639 @@
+/* Ranks that are processes of one host with a queue each on one GPU: collectives on each other's memory by handles of
+ * CUDA's IPC give the bits of the CPU's; what cannot be shared is refused or staged; who is killed is lost to the rest.
+ */
+#include "dtrain.h"
+#include "cuda_device.h"
+#include "processes.h"
+#include <pthread.h>
+
+enum { MOST = 70001, VICTIM = 1 };
+
+/* ---- a device that counts what the group asks of its table, and does something at one call ---- */
+
+static dtrain_device_ops ops; /* of the rank's device */
+static dtrain_device_ops real;
+static int asked, at_call,
+    signal_at; /* at_call: the number of that call; signal_at: SIGKILL, SIGSTOP or 0, a failure */
+static const char *asked_last;
+
+static dtrain_status asks(const char *what)
+{
+    asked_last = what;
+    if (++asked != at_call)
+        return DTRAIN_OK;
+    if (signal_at != 0)
+        kill(getpid(), signal_at);
+    return signal_at != 0 ? DTRAIN_OK : dtrain_error_set(DTRAIN_ERR_IO, "%s breaks", what);
+}
+
+#define COUNTED(name, parameters, arguments)                                                                           \
+    static dtrain_status counted_##name parameters                                                                     \
+    {                                                                                                                  \
+        dtrain_status status = asks(#name);                                                                            \
+        return status == DTRAIN_OK ? real.name arguments : status;                                                     \
+    }
+
+COUNTED(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer),
+        (device, memory, bytes, pointer))
+COUNTED(wait, (dtrain_device * device), (device))
+COUNTED(event_record, (dtrain_device * device, void *event), (device, event))
+COUNTED(event_await, (dtrain_device * device, void *event), (device, event))
+COUNTED(reduce,
+        (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
+         void *const *out, int m, size_t begin, size_t count),
+        (device, dtype, op, divisor, in, n, out, m, begin, count))
+COUNTED(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),
+        (device, pointer, shared))
+COUNTED(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base), (device, shared, base))
+COUNTED(event_create_shared, (dtrain_device * device, void **event), (device, event))
+COUNTED(event_share, (dtrain_device * device, void *event, unsigned char *handle), (device, event, handle))
+COUNTED(event_open, (dtrain_device * device, const unsigned char *handle, void **event), (device, handle, event))
+
+/* This process' device, whose table is `ops` from now on. */
+static dtrain_device *counted_device(void)
+{
+    dtrain_device *device = cuda_device(0);
+    if (device == NULL)
+        exit(1);
+    real = ops = *device->ops;
+    ops.allocate = counted_allocate;
+    ops.wait = counted_wait;
+    ops.event_record = counted_event_record;
+    ops.event_await = counted_event_await;
+    ops.reduce = counted_reduce;
+    ops.memory_share = counted_memory_share;
+    ops.memory_open = counted_memory_open;
+    ops.event_create_shared = counted_event_create_shared;
+    ops.event_share = counted_event_share;
+    ops.event_open = counted_event_open;
+    asked = at_call = signal_at = 0;
+    return device;
+}
+
+static const dtrain_device_ops *own_ops;
+
+static dtrain_device *device_begin(void)
+{
+    dtrain_device *device = counted_device();
+    own_ops = device->ops;
+    device->ops = &ops;
+    return device;
+}
+
+/* The companion destroys what has its own table. */
+static void device_finish(dtrain_device *device)
+{
+    device->ops = own_ops;
+    dtrain_cuda_destroy(device);
+}
+
+/* Files without a name that this process has open. */
+static int memory_files(void)
+{
+    int count = 0;
+    for (int fd = 0; fd < 1024; fd++) {
+        char path[40], name[16] = "";
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        count += readlink(path, name, sizeof name - 1) > 0 && strncmp(name, "/memfd:", 7) == 0;
+    }
+    return count;
+}
+
+#ifndef __CUDACC__
+/* Allocations of other processes that this one's emulated GPU has open. */
+static int opened(void)
+{
+    int count = 0;
+    for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
+        count += thing->kind == DTRAIN__CUDA_EMULATED_OPENED;
+    return count;
+}
+#endif
+
+/* ---- results ---- */
+
+static float number(int rank, size_t i)
+{
+    return dtrain_random_normal((uint64_t)rank + 1, i);
+}
+
+static int differ(const float *got, const float *expected, size_t count)
+{
+    return count > 0 && memcmp(got, expected, count * sizeof *got) != 0;
+}
+
+typedef struct place {
+    float *a, *b; /* of the device: MOST + 8 each */
+    float *in, *out, *got;
+    size_t offset;
+    int in_place;
+} place;
+
+/* The group's all-reduce and what follows from it against the CPU's; returns how many results are wrong. */
+static int reduces(dtrain_comm *world, dtrain_device *device, dtrain_device_group *group, const place *p, size_t count)
+{
+    float *from = p->a + p->offset, *to = p->in_place ? from : p->b + 3 - p->offset;
+    size_t begin, mine = dtrain_shard(world, count, dtrain_comm_rank(world), &begin);
+    int wrong = 0;
+    CHECK_OK(dtrain_device_copy(device, from, p->in, count * sizeof(float)));
+    CHECK_OK(dtrain_device_group_all_reduce(group, from, to, count, DTRAIN_F32, DTRAIN_MEAN));
+    CHECK_OK(dtrain_device_copy(device, p->got, to, count * sizeof(float)));
+    CHECK_OK(dtrain_all_reduce(world, p->in, p->out, count, DTRAIN_F32, DTRAIN_MEAN));
+    wrong += differ(p->got, p->out, count);
+    CHECK_OK(dtrain_device_copy(device, from, p->in, count * sizeof(float)));
+    to = p->in_place ? from + begin : to;
+    CHECK_OK(dtrain_device_group_reduce_scatter(group, from, to, count, DTRAIN_F32, DTRAIN_SUM));
+    CHECK_OK(dtrain_device_copy(device, p->got, to, mine * sizeof(float)));
+    CHECK_OK(dtrain_reduce_scatter(world, p->in, p->out, count, DTRAIN_F32, DTRAIN_SUM));
+    return wrong + differ(p->got, p->out, mine);
+}
+
+static int copies(dtrain_comm *world, dtrain_device *device, dtrain_device_group *group, const place *p, size_t count)
+{
+    float *all = p->b + p->offset, *from = p->a + 3 - p->offset;
+    size_t begin, mine = dtrain_shard(world, count, dtrain_comm_rank(world), &begin);
+    int wrong = 0, root = dtrain_comm_size(world) - 1;
+    from = p->in_place ? all + begin : from;
+    CHECK_OK(dtrain_device_copy(device, from, p->in, mine * sizeof(float)));
+    CHECK_OK(dtrain_device_group_all_gather(group, from, all, count, DTRAIN_F32));
+    CHECK_OK(dtrain_device_copy(device, p->got, all, count * sizeof(float)));
+    CHECK_OK(dtrain_all_gather(world, p->in, p->out, count, DTRAIN_F32));
+    wrong += differ(p->got, p->out, count);
+    CHECK_OK(dtrain_device_copy(device, from, p->in, mine * sizeof(float)));
+    CHECK_OK(dtrain_device_group_broadcast(group, all, count, DTRAIN_F32, root));
+    if (dtrain_comm_rank(world) == root)
+        memcpy(p->out, p->got, count * sizeof(float));
+    CHECK_OK(dtrain_broadcast(world, p->out, count, DTRAIN_F32, root));
+    CHECK_OK(dtrain_device_copy(device, p->got, all, count * sizeof(float)));
+    return wrong + differ(p->got, p->out, count);
+}
+
+static place place_new(dtrain_comm *world, dtrain_device *device)
+{
+    place p;
+    memset(&p, 0, sizeof p);
+    p.a = (float *)device_put(device, NULL, (MOST + 8) * sizeof(float));
+    p.b = (float *)device_put(device, NULL, (MOST + 8) * sizeof(float));
+    p.in = (float *)calloc(3 * (size_t)MOST, sizeof(float));
+    p.out = p.in + MOST;
+    p.got = p.out + MOST;
+    for (size_t i = 0; i < MOST; i++)
+        p.in[i] = number(dtrain_comm_rank(world), i);
+    return p;
+}
+
+static void place_free(place *p, dtrain_device *device)
+{
+    device_drop(device, p->a);
+    device_drop(device, p->b);
+    free(p->in);
+}
+
+/* Makes a group and tries it with all kinds of calls. */
+static void works(dtrain_comm *world, dtrain_device *device, dtrain_device_mode mode, dtrain_device_mode expected)
+{
+    static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097, MOST};
+    dtrain_device_group *group = NULL;
+    dtrain_device_group_desc desc;
+    place p = place_new(world, device);
+    int wrong = 0;
+    memset(&desc, 0, sizeof desc);
+    desc.mode = mode;
+    CHECK_OK(dtrain_device_group_create(&group, world, device, &desc));
+    CHECK_EQ(dtrain_device_group_mode(group), expected);
+    for (size_t i = 0; i < 2 * sizeof counts / sizeof counts[0] && group != NULL; i++) {
+        p.offset = i % 4;
+        p.in_place = (int)(i % 2);
+        wrong += reduces(world, device, group, &p, counts[i / 2]);
+        wrong += copies(world, device, group, &p, counts[i / 2]);
+    }
+    CHECK_EQ(wrong, 0);
+    dtrain_device_group_destroy(group);
+    place_free(&p, device);
+}
+
+static dtrain_device_mode wanted, becomes;
+
+static int tries(dtrain_comm *world, scene *s)
+{
+    dtrain_device *device = device_begin();
+    (void)s;
+    works(world, device, wanted, becomes);
+    works(world, device, wanted, becomes);
+    CHECK_EQ(memory_files(), 0);
+    device_finish(device);
+    return 0;
+}
+
+static void tries_on(int ranks, dtrain_device_mode mode, dtrain_device_mode expected)
+{
+    scene s;
+    wanted = mode;
+    becomes = expected;
+    scene_begin(&s, ranks, ranks % 2);
+    run_ranks(&s, tries);
+}
+
+TEST(processes_on_one_gpu_go_by_events_and_give_the_cpus_bits)
+{
+    for (int ranks = 1; ranks <= 4; ranks++)
+        tries_on(ranks, DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_EVENTS);
+    tries_on(4, DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_EVENTS);
+}
+
+TEST(processes_on_one_gpu_give_the_cpus_bits_staged)
+{
+    tries_on(2, DTRAIN_DEVICE_STAGED, DTRAIN_DEVICE_STAGED);
+}
+
+/* Memory comes and goes, at old addresses and new: what was opened before is not taken for it. */
+static int reuses(dtrain_comm *world, scene *s)
+{
+    dtrain_device *device = device_begin();
+    dtrain_device_group *group = NULL;
+    int rank = dtrain_comm_rank(world), size = dtrain_comm_size(world);
+    (void)s;
+    CHECK_OK(dtrain_device_group_create(&group, world, device, NULL));
+    CHECK_EQ(dtrain_device_group_mode(group), DTRAIN_DEVICE_EVENTS);
+    for (int i = 0; i < 40; i++) {
+        float one = (float)(rank + i), got = 0;
+        float *x = (float *)device_put(device, NULL, (size_t)(1000 + i % 3 * 1024) * 4);
+        CHECK_OK(dtrain_device_fill(device, x, &one, 4, 1000));
+        CHECK_OK(dtrain_device_group_all_reduce(group, x, x, 1000, DTRAIN_F32, DTRAIN_SUM));
+        CHECK_OK(dtrain_device_copy(device, &got, x + 999, 4));
+        CHECK(got == (float)(size * i + size * (size - 1) / 2));
+        device_drop(device, x);
+    }
+#ifndef __CUDACC__
+    CHECK(opened() <= 3 * (size - 1));
+    CHECK(opened() > 0);
+    dtrain_device_group_destroy(group);
+    CHECK_EQ(opened(), 0);
+#else
+    dtrain_device_group_destroy(group);
+#endif
+    device_finish(device);
+    return 0;
+}
+
+TEST(memory_that_was_freed_is_not_taken_for_what_is_in_its_place)
+{
+    scene s;
+    scene_begin(&s, 3, 0);
+    run_ranks(&s, reuses);
+}
+
+/* ---- what cannot be shared ---- */
+
+enum { POOL, MANAGED, PINNED, CPUS, MEMORIES };
+
+static void *bad_memory(dtrain_device *device, int kind, size_t bytes)
+{
+    void *made = NULL;
+    if (kind == POOL)
+        CHECK_EQ(cudaMallocAsync(&made, bytes, (cudaStream_t)dtrain_cuda_stream(device)), cudaSuccess);
+    else if (kind == MANAGED)
+        CHECK_EQ(cudaMallocManaged(&made, bytes), cudaSuccess);
+    else
+        CHECK_OK(dtrain_device_alloc(kind == CPUS ? NULL : device, DTRAIN_MEMORY_PINNED, bytes, &made));
+    return made;
+}
+
+static void bad_free(dtrain_device *device, int kind, void *memory)
+{
+    if (kind == POOL || kind == MANAGED)
+        CHECK_EQ(cudaFree(memory), cudaSuccess);
+    else
+        dtrain_device_free(kind == CPUS ? NULL : device, DTRAIN_MEMORY_PINNED, memory);
+}
+
+static int refuses(dtrain_comm *world, scene *s)
+{
+    static const char *const texts[] = {"cudaMallocAsync", "cudaMallocManaged", "pinned", "the CPU's"};
+    dtrain_device *device = device_begin();
+    dtrain_device_group *group = NULL;
+    (void)s;
+    float *good = (float *)device_put(device, NULL, 4000), *in = (float *)device_put(device, NULL, 4000), one = 1,
+          got = 0;
+    CHECK_OK(dtrain_device_group_create(&group, world, device, NULL));
+    for (int kind = 0; kind < MEMORIES; kind++) {
+        int bad = dtrain_comm_rank(world) == VICTIM;
+        float *x = bad ? (float *)bad_memory(device, kind, 4000) : good;
+        dtrain_status status = kind == CPUS ? DTRAIN_ERR_INVALID : DTRAIN_ERR_UNSUPPORTED;
+        CHECK_ERROR(dtrain_device_group_all_reduce(group, x, x, 1000, DTRAIN_F32, DTRAIN_SUM), status,
+                    "rank 1's memory");
+        CHECK_CONTAINS(dtrain_last_error(), texts[kind]);
+        CHECK_CONTAINS(dtrain_last_error(), "dtrain_device_alloc");
+        CHECK_CONTAINS(dtrain_last_error(), "device_group_all_reduce");
+        if (kind != CPUS)
+            CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_DEVICE_STAGED");
+        CHECK_ERROR(dtrain_device_group_all_gather(group, in, x, 1000, DTRAIN_F32), status, texts[kind]);
+        CHECK_OK(dtrain_device_fill(device, good, &one, 4, 1000));
+        CHECK_OK(dtrain_device_group_all_reduce(group, good, good, 1000, DTRAIN_F32, DTRAIN_SUM));
+        CHECK_OK(dtrain_device_copy(device, &got, good + 999, 4));
+        CHECK(got == (float)dtrain_comm_size(world));
+        if (bad)
+            bad_free(device, kind, x);
+    }
+    dtrain_device_group_destroy(group);
+    device_drop(device, good);
+    device_drop(device, in);
+    device_finish(device);
+    return 0;
+}
+
+TEST(memory_that_cannot_be_shared_is_refused_on_all_ranks_with_the_cure)
+{
+    scene s;
+    scene_begin(&s, 3, 0);
+    run_ranks(&s, refuses);
+}
+
+enum { NO_IPC, OTHER_HANDLES, NO_HANDLES, NO_DEVICE, HANDS_OUT_NONSENSE, WAYS };
+
+static int way;
+
+static dtrain_status nonsense(dtrain_device *device, void *event, unsigned char *handle)
+{
+    (void)device, (void)event;
+    memset(handle, 0x55, DTRAIN_DEVICE_HANDLE_BYTES);
+    return DTRAIN_OK;
+}
+
+static int no_way(dtrain_comm *world, scene *s)
+{
+    static const char *const texts[] = {"", "of another kind", "shares nothing", "no device", "cudaIpcOpenEventHandle"};
+    dtrain_device *device = device_begin();
+    dtrain_device_group *group = NULL;
+    dtrain_device_group_desc desc;
+    int victim = dtrain_comm_rank(world) == VICTIM;
+    (void)s;
+    if (victim && way == OTHER_HANDLES)
+        ops.handles = "of somebody else's";
+    if (victim && way == NO_HANDLES)
+        ops.handles = NULL;
+    if (victim && way == HANDS_OUT_NONSENSE)
+        ops.event_share = nonsense;
+#ifndef __CUDACC__
+    dtrain__cuda_emulated.no_ipc = victim && way == NO_IPC;
+#endif
+    dtrain_device *mine = victim && way == NO_DEVICE ? NULL : device;
+    memset(&desc, 0, sizeof desc);
+    desc.mode = DTRAIN_DEVICE_EVENTS;
+    CHECK_ERROR(dtrain_device_group_create(&group, world, mine, &desc), DTRAIN_ERR_UNSUPPORTED, texts[way]);
+    CHECK(group == NULL);
+    CHECK_CONTAINS(dtrain_last_error(), way == HANDS_OUT_NONSENSE ? "rank 0: cuda" : "rank 1");
+    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_DEVICE_STAGED");
+    if (mine != NULL)
+        works(world, mine, DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED);
+    else
+        works(world, NULL, DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED);
+    CHECK_EQ(memory_files(), 0);
+    device_finish(device);
+    return 0;
+}
+
+TEST(where_processes_cannot_reach_each_other_the_group_is_staged_and_events_unsupported)
+{
+#ifdef __CUDACC__
+    way = OTHER_HANDLES;
+#else
+    way = NO_IPC;
+#endif
+    for (; way < WAYS; way++) {
+        scene s;
+        scene_begin(&s, 3, 0);
+        run_ranks(&s, no_way);
+    }
+}
+
+/* Two ranks of one process do not open what is their own. */
+static void *one_of_two(void *user)
+{
+    scene *s = (scene *)user;
+    static int next;
+    dtrain_comm_desc desc = scene_desc(s, __atomic_fetch_add(&next, 1, __ATOMIC_SEQ_CST));
+    dtrain_comm *world = NULL;
+    dtrain_device_group *group = NULL;
+    dtrain_device_group_desc events;
+    dtrain_device *device = cuda_device(0);
+    memset(&events, 0, sizeof events);
+    events.mode = DTRAIN_DEVICE_EVENTS;
+    CHECK_OK(dtrain_comm_create(&world, &desc));
+    CHECK_ERROR(dtrain_device_group_create(&group, world, device, &events), DTRAIN_ERR_UNSUPPORTED, "in one process");
+    works(world, device, DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED);
+    dtrain_comm_destroy(world);
+    dtrain_cuda_destroy(device);
+    return NULL;
+}
+
+static int two_in_one(dtrain_comm *world, scene *s)
+{
+    scene two;
+    pthread_t threads[2];
+    (void)world, (void)s;
+    scene_begin(&two, 2, 0);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(pthread_create(&threads[i], NULL, one_of_two, &two), 0);
+    for (int i = 0; i < 2; i++)
+        pthread_join(threads[i], NULL);
+    return 0;
+}
+
+TEST(ranks_of_a_transport_of_processes_that_are_in_one_process_stage)
+{
+    scene s;
+    scene_begin(&s, 1, 0);
+    run_ranks(&s, two_in_one);
+}
+
+/* Handles are of allocations, and are opened by others only, once or again, while there is something to open. */
+static int hands_over(dtrain_comm *world, scene *s)
+{
+    dtrain_device *device = device_begin();
+    dtrain_device_shared shared, all[2];
+    unsigned char events[2][DTRAIN_DEVICE_HANDLE_BYTES], event_handle[DTRAIN_DEVICE_HANDLE_BYTES];
+    int rank = dtrain_comm_rank(world), peer = 1 - rank;
+    void *first = NULL, *again = NULL, *event = NULL, *plain = NULL, *theirs = NULL;
+    unsigned char *own = (unsigned char *)device_put(device, NULL, 5000), byte = (unsigned char)(7 + rank),
+                  got[2] = {0};
+    (void)s;
+    CHECK_OK(dtrain_device_fill(device, own, &byte, 1, 5000));
+    CHECK_OK(ops.memory_share(device, own + 4321, &shared));
+    CHECK_EQ(shared.offset, 4321);
+    CHECK_EQ(shared.base, (uintptr_t)own);
+    CHECK_EQ(shared.bytes, 5000);
+    CHECK_OK(ops.event_create_shared(device, &event));
+    CHECK_OK(dtrain_device_event_create(device, &plain));
+    CHECK_OK(ops.event_share(device, event, event_handle));
+    CHECK_EQ(ops.event_share(device, plain, events[0]), DTRAIN_ERR_UNSUPPORTED);
+    CHECK_OK(dtrain_all_gather(world, &shared, all, 2 * sizeof shared, DTRAIN_U8));
+    CHECK_OK(dtrain_all_gather(world, event_handle, events, 2 * sizeof event_handle, DTRAIN_U8));
+    CHECK_EQ(ops.memory_open(device, &all[rank], &first), DTRAIN_ERR_UNSUPPORTED);
+    CHECK_EQ(ops.event_open(device, events[rank], &theirs), DTRAIN_ERR_UNSUPPORTED);
+    CHECK_OK(ops.memory_open(device, &all[peer], &first));
+    CHECK_OK(ops.memory_open(device, &all[peer], &again));
+    CHECK(first == again);
+    ops.memory_close(device, again);
+    CHECK_OK(dtrain_device_copy(device, got, (unsigned char *)first + 4999, 1));
+    CHECK_EQ(got[0], 7 + peer);
+    CHECK_OK(dtrain_barrier(world));
+    byte = (unsigned char)(17 + rank); /* into the peer's */
+    CHECK_OK(dtrain_device_fill(device, (unsigned char *)first + 4999, &byte, 1, 1));
+    CHECK_OK(dtrain_device_wait(device));
+    CHECK_OK(dtrain_barrier(world));
+    CHECK_OK(dtrain_device_copy(device, got, own + 4998, 2));
+    CHECK_EQ(got[0], 7 + rank);
+    CHECK_EQ(got[1], 17 + peer);
+    CHECK_OK(ops.event_open(device, events[peer], &theirs));
+    CHECK_OK(dtrain_device_event_await(device, theirs));
+    CHECK_OK(dtrain_device_wait(device));
+    dtrain_device_event_destroy(device, theirs);
+    ops.memory_close(device, first);
+    CHECK_OK(dtrain_barrier(world));
+    device_drop(device, own);
+    dtrain_device_event_destroy(device, event);
+    dtrain_device_event_destroy(device, plain);
+    CHECK_OK(dtrain_barrier(world));
+    CHECK(ops.memory_open(device, &all[peer], &first) != DTRAIN_OK);
+    CHECK(ops.event_open(device, events[peer], &theirs) != DTRAIN_OK);
+    device_finish(device);
+    CHECK_EQ(memory_files(), 0);
+    return 0;
+}
+
+TEST(handles_are_of_allocations_and_open_for_others_alone_while_they_last)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, hands_over);
+}
+
+/* ---- ranks that die ---- */
+
+static int when, how;
+
+/* Makes a group and calls of all kinds on it until something fails. */
+static dtrain_status calls_until_it_breaks(dtrain_comm *world, dtrain_device *device, dtrain_device_mode mode)
+{
+    float *x = (float *)device_put(device, NULL, MOST * 4), *y = (float *)device_put(device, NULL, MOST * 4);
+    dtrain_device_group *group = NULL;
+    dtrain_device_group_desc desc;
+    char text[512];
+    if (dtrain_comm_rank(world) == VICTIM)
+        asked = 0, at_call = when, signal_at = how;
+    memset(&desc, 0, sizeof desc);
+    desc.mode = mode;
+    dtrain_status status = dtrain_device_group_create(&group, world, device, &desc);
+    for (int i = 0; status == DTRAIN_OK; i++)
+        switch (i % 4) {
+        case 0: status = dtrain_device_group_all_reduce(group, x, y, MOST, DTRAIN_F32, DTRAIN_SUM); break;
+        case 1: status = dtrain_device_group_reduce_scatter(group, x, y, MOST, DTRAIN_F32, DTRAIN_SUM); break;
+        case 2: status = dtrain_device_group_all_gather(group, y, x, MOST, DTRAIN_F32); break;
+        default:
+            status = dtrain_device_group_broadcast(group, x, MOST, DTRAIN_F32, i / 4 % dtrain_comm_size(world));
+            break;
+        }
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    device_drop(device, x); /* no device is in there any more */
+    device_drop(device, y);
+    dtrain_device_group_destroy(group);
+    return dtrain_error_set(status, "%s", text);
+}
+
+static int one_goes(dtrain_comm *world, scene *s)
+{
+    dtrain_device *device = device_begin();
+    dtrain_comm *rest = NULL;
+    CHECK_OK(dtrain_barrier(world)); /* all are there before one dies */
+    double begun = now_s();
+    CHECK_EQ(calls_until_it_breaks(world, device, DTRAIN_DEVICE_MODE_AUTO), DTRAIN_ERR_PEER_LOST);
+    if (dtrain_comm_rank(world) == VICTIM)
+        return 0; /* it was stopped, and is out */
+    CHECK_CONTAINS(dtrain_last_error(), "rank 1");
+    CHECK(now_s() - begun < (double)s->desc.heartbeat_ms * 1e-3 + 5);
+    CHECK_OK(dtrain_comm_shrink(world, &rest));
+    if (rest != NULL)
+        works(rest, device, DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_EVENTS);
+    dtrain_comm_destroy(rest);
+    device_finish(device);
+    return 0;
+}
+
+/* The victim's last call is the when'th of its table; after_us: it is killed so much later than it was started. */
+static void goes(int ranks, unsigned after_us, dtrain_progress progress)
+{
+    scene s;
+    pid_t pids[MAX_PROCESSES];
+    int before = test_failures;
+    scene_begin(&s, ranks, 0);
+    dtrain_set_log(quiet, NULL);
+    s.desc.progress = progress;
+    s.desc.heartbeat_ms = how == SIGSTOP ? 1000 : 0;
+    for (int rank = 0; rank < ranks; rank++)
+        pids[rank] = start_rank(&s, rank, one_goes);
+    if (after_us > 0) {
+        usleep(after_us);
+        kill(pids[VICTIM], how);
+    }
+    for (int rank = 0; rank < ranks; rank++)
+        if (rank != VICTIM)
+            CHECK_EQ(end_of(pids[rank], 60), 0);
+    if (how == SIGSTOP)
+        kill(pids[VICTIM], SIGCONT);
+    CHECK_EQ(end_of(pids[VICTIM], 30), how == SIGSTOP ? 0 : 128 + SIGKILL);
+    if (test_failures != before)
+        TEST_FAIL("%d ranks, call %d of the table, after %u us, signal %d", ranks, when, after_us, how);
+}
+
+TEST(a_killed_process_is_lost_to_the_others_in_any_phase_and_they_go_on_without_it)
+{
+    how = SIGKILL;
+    for (when = 1; when <= 64; when += 1 + when / 16)
+        goes(4, 0, when % 2 ? DTRAIN_PROGRESS_THREAD : DTRAIN_PROGRESS_POLL);
+}
+
+TEST(a_process_killed_at_any_time_is_lost_to_the_others)
+{
+    how = SIGKILL;
+    when = 0;
+    for (unsigned i = 0; i < 12; i++)
+        goes(2 + (int)(i % 3), 60000 + i * 7919, DTRAIN_PROGRESS_THREAD);
+}
+
+TEST(a_stopped_process_is_lost_to_the_others_after_the_heartbeats_time)
+{
+    static const int at[] = {9, 31};
+    how = SIGSTOP;
+    for (size_t i = 0; i < sizeof at / sizeof *at; i++) {
+        when = at[i];
+        goes(3, 0, i % 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD);
+    }
+}
+
+/* A device that breaks at the n-th call of its table. */
+static int one_breaks(dtrain_comm *world, scene *s)
+{
+    dtrain_device *device = device_begin();
+    (void)s;
+    dtrain_status status = calls_until_it_breaks(world, device, DTRAIN_DEVICE_EVENTS);
+    CHECK(status == DTRAIN_ERR_IO ||
+          (status == DTRAIN_ERR_UNSUPPORTED && strstr(dtrain_last_error(), "EVENTS") != NULL));
+    CHECK_CONTAINS(dtrain_last_error(), "breaks");
+    CHECK_CONTAINS(dtrain_last_error(), "rank 1");
+    device_finish(device);
+    return 0;
+}
+
+TEST(a_device_that_breaks_ends_the_group_on_all_processes)
+{
+    how = 0;
+    for (when = 1; when <= 60; when += 3) {
+        scene s;
+        int before = test_failures;
+        scene_begin(&s, 3, 0);
+        run_ranks(&s, one_breaks);
+        if (test_failures != before)
+            TEST_FAIL("call %d", when);
+    }
+}
