@@ -6,6 +6,7 @@ enum { MOST = 70001 };
 
 typedef struct run {
     dtrain_device_mode mode;
+    int async; /* the group has a queue and a thread of its own */
     int failures;
 } run;
 
@@ -60,6 +61,7 @@ static dtrain_status one_rank(dtrain_comm *world, void *user)
     int wrong = 0;
     memset(&desc, 0, sizeof desc);
     desc.mode = r->mode;
+    desc.async = r->async;
     CHECK_OK(dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, (MOST + 4) * sizeof(float), &there));
     CHECK_OK(dtrain_device_group_create(&group, world, device, &desc));
     CHECK_EQ(dtrain_device_group_mode(group), r->mode == DTRAIN_DEVICE_STAGED ? r->mode : DTRAIN_DEVICE_EVENTS);
@@ -72,12 +74,12 @@ static dtrain_status one_rank(dtrain_comm *world, void *user)
     return DTRAIN_OK;
 }
 
-static void ranks_of(dtrain_device_mode mode)
+static void ranks_of(dtrain_device_mode mode, int async)
 {
     static const int sizes[] = {1, 2, 3, 4, 8};
     dtrain_cuda_destroy(cuda_device(0)); /* ends here without a GPU */
     for (int i = 0; i < 5; i++) {
-        run r = {mode, 0};
+        run r = {mode, async, 0};
         CHECK_OK(dtrain_run_threads(sizes[i], one_rank, &r, NULL));
         CHECK_EQ(r.failures, 0);
     }
@@ -85,10 +87,16 @@ static void ranks_of(dtrain_device_mode mode)
 
 TEST(threads_on_one_gpu_go_by_events_and_give_the_cpus_bits)
 {
-    ranks_of(DTRAIN_DEVICE_MODE_AUTO);
+    ranks_of(DTRAIN_DEVICE_MODE_AUTO, 0);
 }
 
 TEST(threads_on_one_gpu_give_the_cpus_bits_staged)
 {
-    ranks_of(DTRAIN_DEVICE_STAGED);
+    ranks_of(DTRAIN_DEVICE_STAGED, 0);
+}
+
+TEST(groups_with_a_queue_and_a_thread_of_their_own_give_the_cpus_bits)
+{
+    ranks_of(DTRAIN_DEVICE_MODE_AUTO, 1);
+    ranks_of(DTRAIN_DEVICE_STAGED, 1);
 }
