@@ -621,6 +621,39 @@ typedef struct dtrain_device_shared {
     uint64_t base, id, bytes; /* bytes: of the allocation */
     uint64_t offset;          /* of the memory, from base */
 } dtrain_device_shared;
+/* What collectives in one kernel a rank (DTRAIN_DEVICE_FLAGS) must know of a device. */
+typedef struct dtrain_device_flag_traits {
+    uint64_t identity;  /* differs between the physical devices of a host, and is that of every queue on one */
+    int blocks;         /* that run at the same time, whatever the kernel */
+    size_t block_bytes; /* that a block holds of one array at a time */
+} dtrain_device_flag_traits;
+
+/* One rank's part of a collective of several devices, in one go, which waits for the other ranks' on the device:
+ *
+ *     for every block: words[p][(block * 2) * ranks + rank] = epoch, at all ranks p but this, which releases what the
+ *     queue has done so far to all devices; await epoch in words[rank][(block * 2) * ranks + p]; reduce in to out, as
+ *     dtrain_device_reduce; the same again in the words at (block * 2 + 1) * ranks, before the block ends
+ *
+ * Epochs count up and wrap: a word has come when word - epoch, as a number with a sign, is 0 or more. With
+ * at_once a block reads all of its inputs before it releases the second words, and writes its outputs after it has
+ * awaited them, so that outputs may be other ranks' inputs; blocks * block_bytes bytes are enough for count, and all
+ * pointers agree modulo 16 and are multiples of the dtype's width.
+ * A block that waits longer than deadline_ns, or finds errors[rank] not 0, which it looks at before it begins and while
+ * it waits, leaves its work undone. The one that has waited too long writes epoch << 32 | (rank + 1) << 16 | (p + 1) to
+ * all errors that are 0, p the rank it has waited for. */
+typedef struct dtrain_device_flags {
+    uint32_t *const *words;  /* of every rank, memory of its device */
+    uint64_t *const *errors; /* of every rank, pinned memory */
+    uint64_t deadline_ns;    /* 0: none */
+    uint32_t epoch;
+    int rank, ranks, blocks, at_once;
+    dtrain_dtype dtype;
+    dtrain_op op;
+    const void *const *in;
+    void *const *out;
+    int n, m; /* inputs and outputs; 0 where count is */
+    size_t begin, count;
+} dtrain_device_flags;
 
 /* What a device can do. All work is queued: inputs are read and outputs written in the order of the calls. The
  * arguments have been checked but for where their memory is. */
@@ -670,6 +703,8 @@ typedef struct dtrain_device_ops {
     dtrain_status (*event_create_shared)(dtrain_device *device, void **event);
     dtrain_status (*event_share)(dtrain_device *device, void *event, unsigned char *handle);
     dtrain_status (*event_open)(dtrain_device *device, const unsigned char *handle, void **event);
+    dtrain_status (*flag_traits)(dtrain_device *device, dtrain_device_flag_traits *traits);
+    dtrain_status (*flags)(dtrain_device *device, const dtrain_device_flags *part);
 } dtrain_device_ops;
 
 struct dtrain_device {
@@ -1638,7 +1673,8 @@ extern "C" {
 typedef enum dtrain_device_mode {
     DTRAIN_DEVICE_MODE_AUTO = 0,
     DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory: any devices, any transport, ranks without a device */
-    DTRAIN_DEVICE_EVENTS         /* each rank's device reads and writes the others' memory, ordered by events */
+    DTRAIN_DEVICE_EVENTS,        /* each rank's device reads and writes the others' memory, ordered by events */
+    DTRAIN_DEVICE_FLAGS          /* the same, by kernels that wait for each other: a physical device for each rank */
 } dtrain_device_mode;
 
 typedef struct dtrain_device_group_desc {
@@ -1658,13 +1694,17 @@ typedef struct dtrain_device_group dtrain_device_group;
  * touch the others' memory: each tries it here, on 256 bytes of every rank, in its queue's order. One that cannot makes
  * it STAGED.
  *
+ * FLAGS, which is used where it is asked for, takes besides that each rank's device is a physical one of its own. A call
+ * is one kernel a rank, which keeps its device until all ranks' kernels are there: where a device belongs to several
+ * groups, calls on them must be queued in one order on all devices.
+ *
  *   comm     must outlive it; other calls on it may come between the group's
  *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
  *   desc     NULL: all defaults; the same on every rank
  *   errors   the same on every rank but for a rank's own NULLs, fuse and first memory:
  *            DTRAIN_ERR_INVALID      a NULL, an open fuse, or a field out of range; the text names the rank
  *            DTRAIN_ERR_MISMATCH     descs differ; the text names the field and both ranks
- *            DTRAIN_ERR_UNSUPPORTED  EVENTS was asked for where it cannot be; the text names the rank and why
+ *            DTRAIN_ERR_UNSUPPORTED  EVENTS or FLAGS was asked for where it cannot be; the text names the rank and why
  *            DTRAIN_ERR_MEMORY, what a device says; others as dtrain_all_gather
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times */
@@ -1680,10 +1720,12 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *
  * In the order of the device's queue: what was queued before is done first, what is queued after sees the result;
  * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED also for
- * all copies from the device, and so for what was queued before; in EVENTS for no device.
+ * all copies from the device, and so for what was queued before; in EVENTS and FLAGS for no device. In FLAGS a device
+ * waits for the others for timeout_ms at most, and then leaves its part undone: dtrain_device_group_wait, or the next
+ * call, says so.
  *
- *   in, out, data   memory of the device, which in EVENTS the others' devices touch, up to the end of the call in the
- *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
+ *   in, out, data   memory of the device, which in EVENTS and FLAGS the others' devices touch, up to the end of the call
+ *                   in the queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
  *                   each other's allocations once and keep them: what is freed is given back to the system when the
  *                   group is destroyed, or others of the rank's stand in its place. Allocate once, not for each call
  *   errors          those of the CPU's collectives, whose texts quote this call
@@ -1693,9 +1735,11 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
  *                                       pinned, mapped piece by piece), in EVENTS; the text, on all ranks, says which
  *                                       and the cure; the group is usable
- *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken
+ *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken; in
+ *                                       FLAGS also that a device waited so long in an earlier call: the text names it
+ *                                       and the rank that it waited for
  *
- * A call that breaks the group in EVENTS, whatever phase the others are in, returns when its rank's device has left
+ * A call that breaks the group in EVENTS or FLAGS, whatever phase the others are in, returns when its rank's device has left
  * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
  * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
  * they do not get on. A process that was killed is not waited for once the system has taken down what it had on its
@@ -1768,6 +1812,13 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_gr
 DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device);
 DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work);
 DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns);
+
+/* Waits for the device's queue, and says whether all calls so far have done what they should.
+ *
+ *   errors   what dtrain_device_wait says; DTRAIN_ERR_TIMEOUT  FLAGS: a device has waited too long for another's
+ *
+ * one thread per object; blocks as dtrain_device_wait */
+DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group);
 
 /* Frees a rank's end, once its queue has ended; NULL is legal. Waits for no peer but those that are about to return
  * from a call that this rank has returned from. Before comm and the device are destroyed.
@@ -7955,6 +8006,17 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
                                    (device, dtype, op, (double)n, in, n, out, m, begin, count));
     dtrain__fold(dtype, op, (double)n, in, n, out, m, begin, count);
     return DTRAIN_OK;
+}
+
+/* For >>device_flags, which has checked its arguments. */
+static dtrain_status dtrain__device_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
+{
+    return DTRAIN__DEVICE_CALL(device, "device_flag_traits", flag_traits, (device, traits));
+}
+
+static dtrain_status dtrain__device_flags(dtrain_device *device, const dtrain_device_flags *part)
+{
+    return DTRAIN__DEVICE_CALL(device, "device_flags", flags, (device, part));
 }
 
 DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
@@ -19523,6 +19585,8 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
 #define DTRAIN__DEVICE_NOTE_TEXT 256
 #define DTRAIN__DEVICE_SLOTS 64 /* at most */
 
+typedef struct dtrain__flags_board dtrain__flags_board; /* see >>device_flags */
+
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
     uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
@@ -19535,6 +19599,8 @@ typedef struct dtrain__device_note {
     uint64_t process, page_fd, page_key[2];
     dtrain_device_shared shared_probe;
     unsigned char shared_events[2][DTRAIN_DEVICE_HANDLE_BYTES];
+    uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
+    dtrain__flags_board *flags __attribute__((aligned(8)));
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
 } dtrain__device_note;
 
@@ -19566,8 +19632,15 @@ struct dtrain_device_group {
     const void **ins;
     void **outs;
     dtrain__processes *processes; /* what ranks share that are processes of one host; NULL: they are not */
-    unsigned char *pinned;        /* slots of chunk_bytes */
-    void **slot_events;           /* each says when the copies to and from its slot are done */
+    unsigned char *pinned;                      /* slots of chunk_bytes */
+    void **slot_events;                         /* each says when the copies to and from its slot are done */
+    dtrain__flags_board *flags;                 /* FLAGS, as all that follows; else NULL */
+    uint32_t *words;                            /* this rank's, of its device */
+    uint64_t *failure;                          /* what a kernel has left for the CPU; 0: nothing */
+    uint32_t epoch;                             /* of the call under way, or the last */
+    int blocks;                                 /* that run at the same time on every device */
+    size_t block_bytes;                         /* that one holds of an array at a time */
+    int part_blocks, part_at_once, part_queued; /* of the call under way */
 };
 
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
@@ -19586,6 +19659,19 @@ static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__o
     op.digest = dtrain__device_digest(whole, 0);
     op.number = number;
     return dtrain__op_text(comm, &op);
+}
+
+/* Queues this rank's part of a call under FLAGS; what it is made of stands before it. */
+static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count);
+
+/* Queues this rank's share of a call, of the first n inputs and m outputs of the group's arrays. */
+static dtrain_status dtrain__device_share(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count)
+{
+    if (group->flags != NULL)
+        return dtrain__flags_reduce(group, dtype, op, n, m, begin, count);
+    return dtrain_device_reduce(group->device, dtype, op, group->ins, n, group->outs, m, begin, count);
 }
 
 /* Runs one of the CPU's collectives as a step of a call. */
@@ -20473,8 +20559,7 @@ static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrai
     }
     if (!whole)
         group->outs[0] = op->out;
-    return dtrain_device_reduce(group->device, op->dtype, op->op, group->ins, comm->size, group->outs,
-                                whole ? comm->size : 1, begin, n);
+    return dtrain__device_share(group, op->dtype, op->op, comm->size, whole ? comm->size : 1, begin, n);
 }
 
 /* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
@@ -20495,7 +20580,7 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
     if (m == 0)
         return DTRAIN_OK;
     group->ins[0] = gathers ? op->in : (const unsigned char *)group->buffers[op->root].in + begin;
-    return dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, 1, group->outs, m, 0, n);
+    return dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n);
 }
 
 /* All that a queue is given between the two exchanges. */
@@ -20624,6 +20709,316 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
 
 #endif
 
+/* ---- >>device_flags ----
+ * Collectives of devices that wait for each other themselves, between ranks that are threads with a device each: one
+ * kernel a rank does all of a call, between two rounds of flags in memory of the rank that waits for them. The CPU's
+ * part is one exchange, of where buffers are, as in >>device_events.
+ *
+ * Epochs number a group's calls, and begin a little before they wrap, so that every long run has seen it. A call for
+ * which few blocks are enough uses no more; one in so many uses all, so that no flag's epoch is older than a difference
+ * of 32 bits can tell.
+ *
+ * A device may be at a call long after the CPU has returned from it, and so inside another rank's memory. What a rank
+ * was last seen at is on the group's board, which all ranks share and the last to leave frees: INSIDE while it gives
+ * its device something to do there, unless the communicator is broken, LEFT when its event marks the end of that, NAMED
+ * while it asks for events of ranks that have LEFT, and FREE. A rank that fails breaks the communicator before it looks
+ * at the others; it returns when its device is done and no peer is INSIDE, nor has LEFT something that goes on. */
+#ifndef DTRAIN__DEVICE_FLAGS_C
+#define DTRAIN__DEVICE_FLAGS_C
+
+#define DTRAIN__FLAGS_EPOCH 0xfffffff0u             /* the one before the first */
+#define DTRAIN__FLAGS_ALL 4096                      /* one call in so many uses all blocks */
+#define DTRAIN__FLAGS_BLOCKS 256                    /* at most */
+#define DTRAIN__FLAGS_AT_ONCE ((size_t)256 << 10)   /* bytes, up to which every rank may fold all for itself, */
+#define DTRAIN__FLAGS_AT_ONCE_ALL ((size_t)2 << 20) /* and what all ranks' inputs have together: 8 ranks of 256 KiB */
+
+enum { DTRAIN__FLAGS_FREE = 0, DTRAIN__FLAGS_NAMED, DTRAIN__FLAGS_INSIDE, DTRAIN__FLAGS_LEFT };
+
+struct dtrain__flags_board {
+    int members;
+    uint32_t state[DTRAIN__DEVICE_MOST];
+    void *event[DTRAIN__DEVICE_MOST];
+    uint32_t *words[DTRAIN__DEVICE_MOST];
+    uint64_t *errors[DTRAIN__DEVICE_MOST];
+};
+
+static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
+{
+    __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+}
+
+/* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
+static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
+{
+    uint32_t state = __atomic_load_n(&group->flags->state[rank], __ATOMIC_SEQ_CST);
+    int done = 0;
+    if (state != DTRAIN__FLAGS_LEFT)
+        return state == DTRAIN__FLAGS_INSIDE;
+    return dtrain_device_event_done(group->device, group->flags->event[rank], &done) == DTRAIN_OK && !done;
+}
+
+/* Waits until this rank's device has left the others' memory, and theirs its own. */
+static void dtrain__flags_settle(dtrain_device_group *group)
+{
+    dtrain__error kept = dtrain__thread_error;
+    dtrain_device_wait(group->device);
+    dtrain__flags_set(group, DTRAIN__FLAGS_NAMED);
+    for (int rank = 0; rank < group->comm->size; rank++)
+        while (rank != group->comm->rank && dtrain__flags_is_in(group, rank))
+            sched_yield();
+    dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
+    dtrain__thread_error = kept;
+}
+
+static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_status status)
+{
+    dtrain__flags_settle(group);
+    return status;
+}
+
+/* ---- making and leaving ---- */
+
+/* Fills in what the others must know of this rank's device; leaves blocks 0 where it lacks something. */
+static dtrain_status dtrain__flags_note(dtrain_device_group *group)
+{
+    dtrain_device_flag_traits traits;
+    const dtrain_device_ops *ops = group->device != NULL ? group->device->ops : NULL;
+    if (ops == NULL || ops->flags == NULL || ops->flag_traits == NULL || ops->fill == NULL || ops->event_done == NULL)
+        return DTRAIN_OK;
+    memset(&traits, 0, sizeof traits);
+    dtrain_status status = dtrain__device_flag_traits(group->device, &traits);
+    if (status != DTRAIN_OK || traits.blocks < 1)
+        return status;
+    group->mine.identity = traits.identity;
+    group->mine.blocks = (uint64_t)traits.blocks;
+    group->mine.block_bytes = (uint64_t)traits.block_bytes;
+    return DTRAIN_OK;
+}
+
+/* Why there can be no FLAGS where there could be EVENTS; NULL: there can. */
+static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int *rank)
+{
+    if (group->comm->transport.board == NULL)
+        return "its group is not one of threads (of dtrain_run_threads or dtrain_threads_create)";
+    for (*rank = 0; *rank < group->comm->size; ++*rank) {
+        if (group->notes[*rank].blocks == 0)
+            return "its device's table lacks flags, flag_traits, fill or event_done";
+        for (int other = 0; other < *rank; other++)
+            if (group->notes[other].identity == group->notes[*rank].identity)
+                return "another rank has a queue on the same physical device, where kernels that wait for each other "
+                       "may never run side by side";
+    }
+    return NULL;
+}
+
+/* Makes this rank's flags, and on rank 0 the board. The communicator's first note of all ranks is in. */
+static dtrain_status dtrain__flags_make(dtrain_device_group *group)
+{
+    const uint32_t before = DTRAIN__FLAGS_EPOCH;
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t count, size = (size_t)group->comm->size;
+    void *words = NULL, *error = NULL;
+    group->blocks = DTRAIN__FLAGS_BLOCKS;
+    group->block_bytes = SIZE_MAX;
+    for (size_t rank = 0; rank < size; rank++) {
+        const dtrain__device_note *note = &group->notes[rank];
+        group->blocks = note->blocks < (uint64_t)group->blocks ? (int)note->blocks : group->blocks;
+        group->block_bytes = note->block_bytes < group->block_bytes ? (size_t)note->block_bytes : group->block_bytes;
+    }
+    group->epoch = before;
+    count = (size_t)group->blocks * 2 * size;
+    dtrain_status status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_DEVICE, count * sizeof before, &words);
+    group->words = (uint32_t *)words;
+    if (status == DTRAIN_OK)
+        status = dtrain_device_fill(group->device, words, &before, sizeof before, count);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, sizeof *group->failure, &error);
+    group->failure = (uint64_t *)error;
+    if (status != DTRAIN_OK)
+        return status;
+    *group->failure = 0;
+    if (group->comm->rank != 0)
+        return DTRAIN_OK;
+    group->flags = (dtrain__flags_board *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
+    if (group->flags == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
+    memset(group->flags, 0, sizeof *group->flags);
+    group->flags->members = 1;
+    group->mine.flags = group->flags;
+    return DTRAIN_OK;
+}
+
+/* Joins rank 0's board, which is there as long as this rank is inside: see dtrain__device_try_events. */
+static void dtrain__flags_join(dtrain_device_group *group)
+{
+    int rank = group->comm->rank;
+    if (rank != 0) {
+        group->flags = group->notes[0].flags;
+        __atomic_add_fetch(&group->flags->members, 1, __ATOMIC_SEQ_CST);
+    }
+    group->flags->event[rank] = group->mine.events[1];
+    group->flags->words[rank] = group->words;
+    group->flags->errors[rank] = group->failure;
+}
+
+/* Frees this rank's flags, before its events are destroyed. */
+static void dtrain__flags_leave(dtrain_device_group *group)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain__flags_board *board = group->flags;
+    if (board != NULL) {
+        dtrain__flags_settle(group);
+        for (int rank = 0; rank < group->comm->size; rank++)
+            while (__atomic_load_n(&board->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
+                sched_yield();
+        if (__atomic_sub_fetch(&board->members, 1, __ATOMIC_SEQ_CST) == 0)
+            dtrain__resize(&heap, board, sizeof *board, 0);
+        group->flags = NULL;
+    }
+    dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->words);
+    dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->failure);
+}
+
+/* ---- calls ---- */
+
+/* Can every rank fold all of a call for itself? The same answer on all ranks. */
+static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain__op *op)
+{
+    size_t size = (size_t)group->comm->size, width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t room = (size_t)group->blocks * group->block_bytes, most = DTRAIN__FLAGS_AT_ONCE_ALL / size;
+    uintptr_t first = (uintptr_t)group->buffers[0].in, differ = 0;
+    most = most < DTRAIN__FLAGS_AT_ONCE ? most : DTRAIN__FLAGS_AT_ONCE;
+    if (op->kind != DTRAIN__ALL_REDUCE || op->count > (most < room ? most : room) / width)
+        return 0;
+    for (size_t rank = 0; rank < size; rank++)
+        differ |= (first ^ (uintptr_t)group->buffers[rank].in) | (first ^ (uintptr_t)group->buffers[rank].out);
+    return differ % 16 == 0 && first % width == 0;
+}
+
+/* How many blocks a call uses, the same on all ranks. */
+static int dtrain__flags_blocks(const dtrain_device_group *group, const dtrain__op *op, int at_once)
+{
+    size_t bytes = op->count * (dtrain_dtype_bits(op->dtype) / 8);
+    size_t enough = (at_once ? bytes : bytes / (size_t)group->comm->size) / group->block_bytes + 1;
+    if (group->epoch % DTRAIN__FLAGS_ALL == 0 || enough > (size_t)group->blocks)
+        return group->blocks;
+    return (int)enough;
+}
+
+/* Queues this rank's part of the call under way, of n inputs and m outputs in the group's arrays; both may be 0. */
+static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain_device_flags part;
+    memset(&part, 0, sizeof part);
+    part.words = group->flags->words;
+    part.errors = group->flags->errors;
+    part.deadline_ns = comm->desc.timeout_ms < 0 ? 0 : (uint64_t)dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+    part.epoch = group->epoch;
+    part.rank = comm->rank;
+    part.ranks = comm->size;
+    part.blocks = group->part_blocks;
+    part.at_once = group->part_at_once;
+    part.dtype = dtype;
+    part.op = op;
+    part.in = group->ins;
+    part.out = group->outs;
+    part.n = n;
+    part.m = m;
+    part.begin = begin;
+    part.count = count;
+    group->part_queued = 1;
+    return dtrain__device_flags(group->device, &part);
+}
+
+/* Queues this rank's part of a call, and what marks its end. */
+static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_status status;
+    int size = group->comm->size;
+    group->epoch++;
+    group->part_at_once = dtrain__flags_at_once(group, op);
+    group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
+    group->part_queued = 0;
+    if (group->part_at_once) {
+        for (int rank = 0; rank < size; rank++)
+            group->ins[rank] = group->buffers[rank].in;
+        group->outs[0] = op->out;
+        status = dtrain__flags_reduce(group, op->dtype, op->op, op->count > 0 ? size : 0, op->count > 0, 0, op->count);
+    } else {
+        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
+        if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
+            status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
+    }
+    return status == DTRAIN_OK ? dtrain_device_event_record(group->device, group->mine.events[1]) : status;
+}
+
+/* Makes an error of what a kernel has left, which ends the group on every rank: the first cause is all ranks'. */
+static dtrain_status dtrain__flags_check(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    uint64_t failure = __atomic_load_n(group->failure, __ATOMIC_ACQUIRE);
+    if (failure == 0)
+        return DTRAIN_OK;
+    if (dtrain__board_broken(comm->transport.board)) {
+        dtrain__error cause = *dtrain__board_cause(comm->transport.board);
+        return dtrain__fail(&comm->error, cause.status, "device_group on rank %d: %.400s", comm->rank, cause.text);
+    }
+    dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
+                 "device_group on rank %d: in an earlier call the device of rank %d waited %lld ms for that of rank "
+                 "%d, whose queue did not get there; results since are undefined, make a new group",
+                 comm->rank, (int)(failure >> 16 & 0xffff) - 1, (long long)comm->desc.timeout_ms,
+                 (int)(failure & 0xffff) - 1);
+    return dtrain__device_break(group);
+}
+
+/* Tells the devices that wait for this rank's that it does not come; why is said by the communicator, broken by now. A
+ * rank that is out may be gone; one that is in stays there until this one, INSIDE, is out. */
+static void dtrain__flags_give_up(dtrain_device_group *group)
+{
+    uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
+    for (int other = 0; other < group->comm->size; other++) {
+        uint64_t none = 0;
+        if (__atomic_load_n(&group->flags->state[other], __ATOMIC_SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
+            __atomic_compare_exchange_n(group->flags->errors[other], &none, failure, 0, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST);
+    }
+}
+
+static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__board *board = comm->transport.board;
+    dtrain_status status = dtrain__flags_check(group);
+    if (status != DTRAIN_OK)
+        return dtrain__flags_retreat(group, status);
+    status = dtrain__events_meet(group, op);
+    dtrain_status earlier = status != DTRAIN_OK ? dtrain__flags_check(group) : DTRAIN_OK;
+    if (earlier != DTRAIN_OK) /* what the others may have left for */
+        return dtrain__flags_retreat(group, earlier);
+    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+        return dtrain__board_broken(board) ? dtrain__flags_retreat(group, status) : status;
+    dtrain__flags_set(group, DTRAIN__FLAGS_INSIDE);
+    if (dtrain__board_broken(board)) {
+        dtrain__error cause = *dtrain__board_cause(board);
+        dtrain__flags_give_up(group);
+        status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
+                              dtrain__device_text(comm, op, comm->number).text, comm->rank, cause.text);
+        return dtrain__flags_retreat(group, status);
+    }
+    status = dtrain__flags_work(group, op);
+    if (status != DTRAIN_OK) {
+        status = dtrain__device_failed(group, op, comm->number, status);
+        dtrain__flags_give_up(group);
+        return dtrain__flags_retreat(group, status);
+    }
+    dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
+    return DTRAIN_OK;
+}
+
+#endif
+
 /* ---- >>device_async ----
  * Calls on memory of devices that go on beside the caller's queue. A group that has them has a queue of its own, in
  * whose order it works, and a thread that makes the calls there, blocking, in the order in which they were started. The
@@ -20680,6 +21075,8 @@ static dtrain_status dtrain__device_run(dtrain_device_group *group, const dtrain
     }
     if (op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER)
         dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
+    if (group->mode == DTRAIN_DEVICE_FLAGS)
+        return dtrain__flags_run(group, op);
     return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
 }
 
@@ -21151,10 +21548,10 @@ static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
 {
     if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
-        desc->mode != DTRAIN_DEVICE_EVENTS)
+        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED or "
-                            "DTRAIN_DEVICE_EVENTS",
+                            "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
+                            "DTRAIN_DEVICE_EVENTS or DTRAIN_DEVICE_FLAGS",
                             (int)desc->mode);
     if (desc->chunk_bytes != 0 &&
         (desc->chunk_bytes < DTRAIN__DEVICE_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__DEVICE_CHUNK_MOST))
@@ -21188,6 +21585,8 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     if (group->mine.ops != 0 && group->comm->socket != NULL && desc->mode != DTRAIN_DEVICE_STAGED &&
         dtrain__processes_has_all(group->device))
         dtrain__processes_offer(group);
+    if (group->mine.status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS)
+        dtrain__device_note_status(group, dtrain__flags_note(group));
 }
 
 static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
@@ -21247,9 +21646,9 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
 static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int rank, const char *why)
 {
     return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
-                        "device_group_create on rank %d: DTRAIN_DEVICE_EVENTS cannot be on rank %d: %s; ask for "
+                        "device_group_create on rank %d: DTRAIN_DEVICE_%s cannot be on rank %d: %s; ask for "
                         "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
-                        group->comm->rank, rank, why);
+                        group->comm->rank, group->mode == DTRAIN_DEVICE_FLAGS ? "FLAGS" : "EVENTS", rank, why);
 }
 
 static void dtrain__device_end_probe(dtrain_device_group *group)
@@ -21262,7 +21661,7 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
  * EVENTS was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *reached)
 {
-    int asked = group->mode == DTRAIN_DEVICE_EVENTS;
+    int asked = group->mode != DTRAIN_DEVICE_MODE_AUTO;
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
         dtrain__device_note *note = &group->notes[rank];
@@ -21277,8 +21676,9 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *rea
 /* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
 static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int *reached)
 {
-    dtrain__device_note_status(group, dtrain__events_make(group));
-    dtrain_status status = dtrain__device_meet(group);
+    dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
+    dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
+    status = dtrain__device_meet(group);
     dtrain__processes_close_offer(group);
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++)
         if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK)
@@ -21292,7 +21692,10 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     dtrain_status status = dtrain__device_make_events(group, reached);
     if (status == DTRAIN_OK && *reached) {
         dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
-        dtrain__device_note_status(group, dtrain__events_ended(group) ? DTRAIN_OK : dtrain__events_try(group));
+        int ended = dtrain__events_ended(group);
+        if (group->mode == DTRAIN_DEVICE_FLAGS && !ended)
+            dtrain__flags_join(group);
+        dtrain__device_note_status(group, ended ? DTRAIN_OK : dtrain__events_try(group));
         dtrain__events_set(group, DTRAIN__EVENTS_FREE);
         status = dtrain__device_meet(group);
         if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
@@ -21331,14 +21734,19 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
     if (status != DTRAIN_OK)
         return status;
     const char *why = dtrain__device_hindrance(group, &rank);
-    if (why != NULL && group->mode == DTRAIN_DEVICE_EVENTS)
+    if (why == NULL && group->mode == DTRAIN_DEVICE_FLAGS)
+        why = dtrain__flags_hindrance(group, &rank);
+    if (why != NULL && (group->mode == DTRAIN_DEVICE_EVENTS || group->mode == DTRAIN_DEVICE_FLAGS))
         return dtrain__device_no_events(group, rank, why);
     reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
     if (reached)
         status = dtrain__device_try_events(group, &reached);
     if (!reached && status == DTRAIN_OK)
         dtrain__processes_free(group);
-    group->mode = reached ? DTRAIN_DEVICE_EVENTS : DTRAIN_DEVICE_STAGED;
+    if (!reached)
+        group->mode = DTRAIN_DEVICE_STAGED;
+    else if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
+        group->mode = DTRAIN_DEVICE_EVENTS;
     if (status != DTRAIN_OK || reached || group->no_devices)
         return status;
     dtrain__device_note_status(group, dtrain__device_make_slots(group));
@@ -21466,6 +21874,20 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *g
     return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
 }
 
+DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
+{
+    if (group == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_group_wait: the group is NULL; was its creation checked?");
+    if (group->async != NULL) /* whose thread then leaves the queue alone */
+        dtrain__async_wait(group->async, group->async->posted, INT64_MAX);
+    dtrain_status status = dtrain_device_wait(group->device);
+    if (status != DTRAIN_OK || group->mode != DTRAIN_DEVICE_FLAGS)
+        return status;
+    status = dtrain__flags_check(group);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__flags_retreat(group, status);
+}
+
 /* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
 {
@@ -21479,6 +21901,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     }
     if (group->mine.events[0] != NULL && (group->processes != NULL || group->comm->transport.board != NULL))
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+    dtrain__flags_leave(group);
     dtrain_device_wait(group->device);
     dtrain__processes_free(group);
     for (int i = 0; i < 2; i++)

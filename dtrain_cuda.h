@@ -42,6 +42,10 @@
  *               or managed memory. Other memory of the CPU, another GPU's, freed memory, and where CUDA can tell a
  *               range that ends beyond its allocation, are DTRAIN_ERR_INVALID, but for dtrain_device_copy, which takes
  *               the CPU's, and therefore cannot tell freed memory of the GPU from it.
+ *     Peers     dtrain_device_reduce and groups of devices take memory of any GPU that theirs reaches: handed some, they
+ *               open that GPU's memory to theirs (cudaDeviceEnablePeerAccess), for the rest of the process. Memory of
+ *               cudaMallocAsync, or mapped by the driver's calls, is open to whom its maker has said. dtrain_device_copy
+ *               copies between any two. Elsewhere another GPU's memory is DTRAIN_ERR_INVALID.
  *               Any alignment will do but where the norm and top-k are concerned, and for what a call counts or
  *               reports in: those lie at multiples of their elements' width, or are DTRAIN_ERR_INVALID.
  *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before, and no other GPU
@@ -188,7 +192,9 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
 #error "DTRAIN_CUDA_EMULATE: include dtrain_cuda.h before any system header, or compile with -D_DEFAULT_SOURCE"
 #endif
 
+#ifndef DTRAIN__CUDA_EMULATED_GPUS
 #define DTRAIN__CUDA_EMULATED_GPUS 2
+#endif
 #define DTRAIN__CUDA_EMULATED_FREE 0xee /* bytes that nobody has written */
 
 typedef int cudaError_t;
@@ -215,6 +221,7 @@ enum {
     cudaErrorInvalidResourceHandle = 400,
     cudaErrorNotReady = 600,
     cudaErrorIllegalAddress = 700,
+    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorContextIsDestroyed = 709,
     cudaErrorNotSupported = 801,
     cudaErrorSystemDriverMismatch = 803,
@@ -228,7 +235,13 @@ enum {
     cudaStreamNonBlocking = 1,
     cudaHostAllocDefault = 0
 };
-enum { cudaDevAttrMultiProcessorCount = 16, cudaIpcMemLazyEnablePeerAccess = 1 };
+enum {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrPciBusId = 33,
+    cudaDevAttrPciDeviceId = 34,
+    cudaDevAttrPciDomainId = 50
+};
+enum { cudaIpcMemLazyEnablePeerAccess = 1 };
 
 typedef struct cudaPointerAttributes {
     int type, device;
@@ -266,7 +279,9 @@ static struct dtrain__cuda_emulation {
     int after;
     int no_ipc; /* for tests: a GPU that shares nothing between processes */
     uint64_t made;
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0};
+    int apart;                                                         /* for tests: 1: no GPU reaches another's memory */
+    char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, {{0}}};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
 static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
@@ -474,9 +489,22 @@ static int dtrain__cuda_emulated_pop(void **context)
 
 static cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int gpu)
 {
-    (void)attribute, (void)gpu;
-    *value = 4;
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : attribute == cudaDevAttrPciBusId ? gpu + 1 : 0;
     return dtrain__cuda_emulated_error();
+}
+
+static cudaError_t cudaDeviceCanAccessPeer(int *can, int gpu, int peer)
+{
+    *can = !dtrain__cuda_emulated.apart && gpu != peer;
+    return dtrain__cuda_emulated_error();
+}
+
+static cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
+{
+    (void)flags;
+    if (__atomic_exchange_n(&dtrain__cuda_emulated.peers[dtrain__cuda_emulated_gpu][peer], 1, __ATOMIC_SEQ_CST) == 0)
+        return dtrain__cuda_emulated_error();
+    return dtrain__cuda_emulated_last = cudaErrorPeerAccessAlreadyEnabled;
 }
 
 static cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
@@ -1011,9 +1039,40 @@ static __thread unsigned dtrain__cuda_turn;
         free(own);                                                                                                     \
         return status;                                                                                                 \
     }
+
+/* Defines name_launch(stream, blocks, args) likewise, of a kernel whose blocks all run at the same time, so that one may
+ * wait for what others, of any device, do: no block begins a phase before all have ended the one before it. */
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+    __attribute__((unused)) static cudaError_t name##_launch(cudaStream_t stream, size_t blocks,                       \
+                                                             const args_type *args)                                    \
+    {                                                                                                                  \
+        size_t all = blocks * (thread_count);                                                                          \
+        shared_type *shared = (shared_type *)malloc(blocks * sizeof *shared);                                          \
+        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
+        unsigned turn = dtrain__cuda_turn++;                                                                           \
+        cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
+        if (shared == NULL || own == NULL)                                                                             \
+            status = cudaErrorMemoryAllocation;                                                                        \
+        dtrain__cuda_emulated_enter();                                                                                 \
+        if (status == 0) {                                                                                             \
+            memset(shared, 0xa5, blocks * sizeof *shared);                                                             \
+            memset(own, 0xa5, all * sizeof *own);                                                                      \
+        }                                                                                                              \
+        for (int phase = 0; status == 0 && phase < (phases); phase++)                                                  \
+            for (size_t i = 0; i < all; i++) {                                                                         \
+                size_t at_all = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i;                                   \
+                size_t b = at_all / (thread_count), t = at_all % (thread_count);                                       \
+                dtrain__cuda_at at = {b, blocks, (uint32_t)t, (thread_count)};                                         \
+                name##_body(args, at, shared + b, own + at_all, phase);                                                \
+            }                                                                                                          \
+        dtrain__cuda_emulated_leave();                                                                                 \
+        free(shared);                                                                                                  \
+        free(own);                                                                                                     \
+        return status;                                                                                                 \
+    }
 #else
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
-    static __global__ void __launch_bounds__(thread_count) name(const __grid_constant__ args_type args)                \
+#define DTRAIN__CUDA_KERNEL_BY(launch, bounds, name, args_type, shared_type, own_type, thread_count, phases)           \
+    static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args)                       \
     {                                                                                                                  \
         __shared__ shared_type shared;                                                                                 \
         own_type own;                                                                                                  \
@@ -1032,8 +1091,14 @@ static __thread unsigned dtrain__cuda_turn;
             return cudaSuccess;                                                                                        \
         if (blocks > 0x7fffffffu)                                                                                      \
             return cudaErrorInvalidConfiguration;                                                                      \
-        return cudaLaunchKernel((const void *)name, dim3((unsigned)blocks), dim3(thread_count), list, 0, stream);      \
+        return launch((const void *)name, dim3((unsigned)blocks), dim3(thread_count), list, 0, stream);                \
     }
+#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
+    DTRAIN__CUDA_KERNEL_BY(cudaLaunchKernel, (thread_count), name, args_type, shared_type, own_type, thread_count,     \
+                           phases)
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+    DTRAIN__CUDA_KERNEL_BY(cudaLaunchCooperativeKernel, (thread_count, 1), name, args_type, shared_type, own_type,     \
+                           thread_count, phases)
 #endif
 
 /* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own
@@ -1143,6 +1208,7 @@ typedef struct dtrain__cuda_queue {
     cudaStream_t stream;
     int index, own_stream;
     int processors; /* of the GPU */
+    uint64_t peers; /* bit g: memory of GPU g is open to this one */
     char name[16];
     dtrain__cuda_attribute_fn attribute; /* NULL: where allocations end is not known */
     void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */
@@ -1326,6 +1392,78 @@ static dtrain_status dtrain__cuda_whole(dtrain_device *device, const char *call,
                             "%s on %s: %s (%p) must be at a multiple of %zu bytes; copy it to one with "
                             "dtrain_device_copy",
                             call, device->name, what, pointer, width);
+}
+
+#endif
+
+/* ---- >>cuda-peers ----
+ * Memory of another GPU that this one can reach. A GPU's memory is opened to another when the other is first handed
+ * some of it by a reduction, as groups of devices do; it stays open, as it is the process's. */
+#ifndef DTRAIN__CUDA_PEERS
+#define DTRAIN__CUDA_PEERS
+
+/* Opens a peer's memory, which this and that GPU's program may have done before. *can: whether it is open now. */
+static cudaError_t dtrain__cuda_open_peer(dtrain__cuda_queue *queue, int peer, int *can)
+{
+    uint64_t bit = peer < 64 ? (uint64_t)1 << peer : 0;
+    *can = 1;
+    if (queue->peers & bit)
+        return cudaSuccess;
+    cudaError_t error = cudaDeviceCanAccessPeer(can, queue->index, peer);
+    if (error != cudaSuccess || !*can)
+        return error;
+    error = cudaDeviceEnablePeerAccess(peer, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+        (void)cudaGetLastError();
+        error = cudaSuccess;
+    }
+    if (error == cudaSuccess)
+        queue->peers |= bit;
+    return error;
+}
+
+/* Memory of a pool, or mapped piece by piece, is open to whom its maker has said. */
+static int dtrain__cuda_is_open(const dtrain__cuda_queue *queue, const void *pointer)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    (void)queue, (void)pointer;
+    return 1;
+#else
+    enum { plain = 10, access = 16, read_write = 3 }; /* CU_POINTER_ATTRIBUTE_... */
+    unsigned long long at = (unsigned long long)(uintptr_t)pointer, flags = 0;
+    int is_plain = 0;
+    if (queue->attribute == NULL || queue->attribute(&is_plain, plain, at) != 0 || is_plain)
+        return 1;
+    return queue->attribute(&flags, access, at) != 0 || (flags & read_write) == read_write;
+#endif
+}
+
+/* dtrain__cuda_memory, for a call that may be handed a peer's. */
+static dtrain_status dtrain__cuda_reach(dtrain_device *device, const char *call, const char *what, const void *pointer,
+                                        size_t bytes)
+{
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    cudaPointerAttributes found;
+    int can = 0;
+    if (bytes == 0)
+        return DTRAIN_OK;
+    cudaError_t error = cudaPointerGetAttributes(&found, pointer);
+    if (error != cudaSuccess || found.type != cudaMemoryTypeDevice || found.device == queue->index) {
+        if (error == cudaErrorInvalidValue)
+            (void)cudaGetLastError();
+        return dtrain__cuda_memory(device, call, what, pointer, bytes);
+    }
+    error = dtrain__cuda_open_peer(queue, found.device, &can);
+    if (error != cudaSuccess)
+        return dtrain__cuda_status(device, call, error);
+    if (!can || !dtrain__cuda_is_open(queue, pointer))
+        return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                "%s on %s: %s (%p) is memory of cuda:%d, which %s; copy it over with "
+                                "dtrain_device_copy",
+                                call, device->name, what, pointer, found.device,
+                                can ? "its pool or mapping opens to others only (cudaMemPoolSetAccess)"
+                                    : "this GPU cannot reach (cudaDeviceCanAccessPeer)");
+    return dtrain__cuda_fits(device, call, what, pointer, bytes);
 }
 
 #endif
@@ -2592,44 +2730,336 @@ static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__c
     for (int k = 0; k < args->n && status == DTRAIN_OK; k++) {
         args->in[k] = (const unsigned char *)in[k] + begin * width;
         heads &= dtrain__cuda_heads(args->in[k], width, lanes);
-        status = dtrain__cuda_memory(device, "device_reduce", "an input", args->in[k], count * width);
+        status = dtrain__cuda_reach(device, "device_reduce", "an input", args->in[k], count * width);
     }
     for (int k = 0; k < args->m && status == DTRAIN_OK; k++) {
         args->out[k] = (unsigned char *)out[k] + begin * width;
         heads &= dtrain__cuda_heads(args->out[k], width, lanes);
-        status = dtrain__cuda_memory(device, "device_reduce", "an output", args->out[k], count * width);
+        status = dtrain__cuda_reach(device, "device_reduce", "an output", args->out[k], count * width);
     }
     args->walk = dtrain__cuda_walk_make(heads, lanes, count);
     return status;
+}
+
+/* Makes the arguments of a reduction, of none too, and says by which kernel it goes, whose threads hold *unroll groups. */
+static dtrain_status dtrain__cuda_fold_make(dtrain_device *device, dtrain__cuda_fold *args, dtrain_dtype dtype,
+                                            dtrain_op op, double divisor, const void *const *in, void *const *out,
+                                            size_t begin, size_t count, dtrain__cuda_fold_launch *launch,
+                                            size_t *unroll)
+{
+    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
+    *unroll = 1;
+    *launch = sum ? dtrain__cuda_fold_sum(dtype, args->n, unroll) : NULL;
+    if (*launch == NULL)
+        *launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
+    args->op = (int)(sum ? DTRAIN_SUM : op);
+    args->flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
+    if (op == DTRAIN_MEAN)
+        dtrain__cuda_fold_finish(args, dtype, divisor);
+    return dtrain__cuda_fold_pointers(device, args, in, out, dtrain_dtype_bits(dtype) / 8, begin, count);
 }
 
 static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
                                          const void *const *in, int n, void *const *out, int m, size_t begin,
                                          size_t count)
 {
-    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
-    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
-    size_t width = dtrain_dtype_bits(dtype) / 8, unroll = 1;
-    dtrain__cuda_fold_launch launch = sum ? dtrain__cuda_fold_sum(dtype, n, &unroll) : NULL;
+    dtrain__cuda_fold_launch launch;
     dtrain__cuda_fold args;
-    dtrain_status status;
+    size_t unroll;
     if (count == 0)
         return DTRAIN_OK;
     memset(&args, 0, sizeof args);
     args.n = n;
     args.m = m;
-    args.op = (int)(sum ? DTRAIN_SUM : op);
-    args.flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
-    if (op == DTRAIN_MEAN)
-        dtrain__cuda_fold_finish(&args, dtype, divisor);
-    status = dtrain__cuda_fold_pointers(device, &args, in, out, width, begin, count);
+    dtrain_status status =
+        dtrain__cuda_fold_make(device, &args, dtype, op, divisor, in, out, begin, count, &launch, &unroll);
     if (status != DTRAIN_OK)
         return status;
-    if (launch == NULL)
-        launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
     return dtrain__cuda_status(
         device, "device_reduce",
         launch(dtrain__cuda_queue_of(device)->stream, dtrain__cuda_walk_blocks(device, &args.walk, unroll), &args));
+}
+
+#endif
+
+/* ---- >>cuda-flags ----
+ * Collectives of several GPUs in one kernel a rank: the folds of >>cuda-fold between two rounds of flags. A flag is a
+ * word in memory of the rank that waits for it, one for every block, round and peer, written by the same block of the
+ * peer's kernel: so all blocks of all ranks' kernels must run at the same time, and each rank's on a GPU of its own.
+ * Thread p of a block sees to peer p; the barriers between phases carry what it releases and acquires to the others. */
+#ifndef DTRAIN__CUDA_FLAGS
+#define DTRAIN__CUDA_FLAGS
+#ifdef DTRAIN_CUDA_EMULATE
+#include <sched.h>
+#include <time.h>
+#endif
+
+#define DTRAIN__CUDA_FLAGS_GLANCE 100000 /* ns between looks at the error word, which lies in the CPU's memory */
+
+typedef struct dtrain__cuda_flags {
+    dtrain__cuda_fold fold;
+    uint32_t *words[DTRAIN__CUDA_FOLD_MOST];
+    uint64_t *errors[DTRAIN__CUDA_FOLD_MOST];
+    uint64_t deadline_ns;
+    uint32_t epoch;
+    int rank, ranks, at_once;
+} dtrain__cuda_flags;
+
+typedef struct dtrain__cuda_flags_block {
+    int stop; /* 1: the block leaves its work undone */
+} dtrain__cuda_flags_block;
+
+/* ---- memory that several GPUs and the CPU share ---- */
+
+DTRAIN__CUDA_FN void dtrain__cuda_release_u32(uint32_t *to, uint32_t value)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    __atomic_store_n(to, value, __ATOMIC_RELEASE);
+#else
+    asm volatile("st.release.sys.u32 [%0], %1;" : : "l"(to), "r"(value) : "memory");
+#endif
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_acquire_u32(const uint32_t *from)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    return __atomic_load_n(from, __ATOMIC_ACQUIRE);
+#else
+    uint32_t value;
+    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+#endif
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_error_store(uint64_t *to, uint64_t value)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    __atomic_store_n(to, value, __ATOMIC_RELAXED);
+#else
+    asm volatile("st.relaxed.sys.u64 [%0], %1;" : : "l"(to), "l"(value) : "memory");
+#endif
+}
+
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_error_load(const uint64_t *from)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    return __atomic_load_n(from, __ATOMIC_RELAXED);
+#else
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+#endif
+}
+
+/* The device's clock, in ns. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_clock(void)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+#else
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+#endif
+}
+
+/* ---- rounds ---- */
+
+DTRAIN__CUDA_FN int dtrain__cuda_flags_is_peer(const dtrain__cuda_flags *args, dtrain__cuda_at at)
+{
+    return (int)at.thread < args->ranks && (int)at.thread != args->rank;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_flags_signal(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round)
+{
+    size_t word = (at.block * 2 + (size_t)round) * (size_t)args->ranks + (size_t)args->rank;
+    if (dtrain__cuda_flags_is_peer(args, at))
+        dtrain__cuda_release_u32(args->words[at.thread] + word, args->epoch);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_flags_report(const dtrain__cuda_flags *args, uint32_t peer)
+{
+    uint64_t error = (uint64_t)args->epoch << 32 | (uint64_t)(uint32_t)(args->rank + 1) << 16 | (peer + 1);
+    for (int rank = 0; rank < args->ranks; rank++)
+        if (dtrain__cuda_error_load(args->errors[rank]) == 0)
+            dtrain__cuda_error_store(args->errors[rank], error);
+}
+
+/* Waits for the peer of this thread; sets *stop where it is not to be waited for any longer. */
+DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round, int *stop)
+{
+    const uint32_t *word;
+    uint64_t begin, glance, now;
+    if (!dtrain__cuda_flags_is_peer(args, at))
+        return;
+    word = args->words[args->rank] + (at.block * 2 + (size_t)round) * (size_t)args->ranks + at.thread;
+    begin = glance = dtrain__cuda_clock();
+    while ((int32_t)(dtrain__cuda_acquire_u32(word) - args->epoch) < 0) {
+#ifdef DTRAIN_CUDA_EMULATE
+        sched_yield();
+#endif
+        now = dtrain__cuda_clock();
+        if (now - glance < DTRAIN__CUDA_FLAGS_GLANCE)
+            continue;
+        glance = now;
+        if (dtrain__cuda_error_load(args->errors[args->rank]) != 0) {
+            *stop = 1;
+            return;
+        }
+        if (args->deadline_ns > 0 && now - begin > args->deadline_ns) {
+            dtrain__cuda_flags_report(args, at.thread);
+            *stop = 1;
+            return;
+        }
+    }
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_flags_begin(const dtrain__cuda_flags *args, dtrain__cuda_at at, int *stop)
+{
+    if (at.thread == 0)
+        *stop = dtrain__cuda_error_load(args->errors[args->rank]) != 0;
+    dtrain__cuda_flags_signal(args, at, 0);
+}
+
+/* ---- kernels ---- */
+
+#define DTRAIN__CUDA_FLAGS_PHASES 6
+
+/* The kernel name_flags about the fold `name`, whose threads hold held_type of a group of `lanes` elements. */
+#define DTRAIN__CUDA_FLAGS_KERNEL(name, held_type, lanes)                                                              \
+    typedef struct name##_kept {                                                                                       \
+        held_type group, single;                                                                                       \
+    } name##_kept;                                                                                                     \
+    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_flags *args, dtrain__cuda_at at,                         \
+                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase)              \
+    {                                                                                                                  \
+        const dtrain__cuda_fold *fold = &args->fold;                                                                   \
+        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head;              \
+        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes);                              \
+        if (phase == 0)                                                                                                \
+            dtrain__cuda_flags_begin(args, at, &shared->stop);                                                         \
+        else if (shared->stop)                                                                                         \
+            return;                                                                                                    \
+        else if (phase == 1 || phase == 4)                                                                             \
+            dtrain__cuda_flags_await(args, at, phase == 4, &shared->stop);                                             \
+        else if (phase == 3)                                                                                           \
+            dtrain__cuda_flags_signal(args, at, 1);                                                                    \
+        else if (phase == 2 && !args->at_once)                                                                         \
+            name##_body(fold, at, NULL, NULL, 0);                                                                      \
+        else if (phase == 2) {                                                                                         \
+            if (i < groups)                                                                                            \
+                own->group = name##_load(fold, element, 1);                                                            \
+            if (i < fold->walk.singles)                                                                                \
+                own->single = name##_load(fold, alone, 0);                                                             \
+        } else if (args->at_once) {                                                                                    \
+            if (i < groups)                                                                                            \
+                name##_store(fold, element, 1, &own->group);                                                           \
+            if (i < fold->walk.singles)                                                                                \
+                name##_store(fold, alone, 0, &own->single);                                                            \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_flags, dtrain__cuda_flags_block, name##_kept,                     \
+                          DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FLAGS_PHASES)
+
+/* What is done with every fold: each(name, held_type, lanes). */
+#define DTRAIN__CUDA_FLAGS_EACH(each)                                                                                  \
+    each(dtrain__cuda_sum_f32_1, dtrain__cuda_sum_f32_1_held, 4)                                                       \
+        each(dtrain__cuda_sum_f32_2, dtrain__cuda_sum_f32_2_held, 4) each(dtrain__cuda_sum_f32_4,                      \
+                                                                          dtrain__cuda_sum_f32_4_held, 4)              \
+            each(dtrain__cuda_sum_f32_8, dtrain__cuda_sum_f32_8_held, 4) each(dtrain__cuda_sum_f16_1,                  \
+                                                                              dtrain__cuda_sum_f16_1_held, 8)          \
+                each(dtrain__cuda_sum_f16_2, dtrain__cuda_sum_f16_2_held, 8) each(dtrain__cuda_sum_f16_4,              \
+                                                                                  dtrain__cuda_sum_f16_4_held, 8)      \
+                    each(dtrain__cuda_sum_f16_8, dtrain__cuda_sum_f16_8_held, 8) each(dtrain__cuda_sum_bf16_1,         \
+                                                                                      dtrain__cuda_sum_bf16_1_held, 8) \
+                        each(dtrain__cuda_sum_bf16_2, dtrain__cuda_sum_bf16_2_held, 8)                                 \
+                            each(dtrain__cuda_sum_bf16_4, dtrain__cuda_sum_bf16_4_held, 8)                             \
+                                each(dtrain__cuda_sum_bf16_8, dtrain__cuda_sum_bf16_8_held, 8)                         \
+                                    each(dtrain__cuda_tree_f64, dtrain__cuda_vector, 2) each(dtrain__cuda_tree_f32,    \
+                                                                                             dtrain__cuda_vector, 4)   \
+                                        each(dtrain__cuda_tree_f16, dtrain__cuda_wide, 8) each(dtrain__cuda_tree_bf16, \
+                                                                                               dtrain__cuda_wide, 8)   \
+                                            each(dtrain__cuda_row_f64, dtrain__cuda_vector, 2)                         \
+                                                each(dtrain__cuda_row_f32, dtrain__cuda_vector, 4)                     \
+                                                    each(dtrain__cuda_row_f16, dtrain__cuda_wide, 8)                   \
+                                                        each(dtrain__cuda_row_bf16, dtrain__cuda_wide, 8)              \
+                                                            each(dtrain__cuda_row_u8, dtrain__cuda_vector, 16)         \
+                                                                each(dtrain__cuda_row_u32, dtrain__cuda_vector, 4)     \
+                                                                    each(dtrain__cuda_row_u64, dtrain__cuda_vector, 2)
+
+DTRAIN__CUDA_FLAGS_EACH(DTRAIN__CUDA_FLAGS_KERNEL)
+
+/* ---- the operation ---- */
+
+typedef cudaError_t (*dtrain__cuda_flags_launch)(cudaStream_t stream, size_t blocks, const dtrain__cuda_flags *args);
+
+/* The kernel that goes by a fold. */
+static dtrain__cuda_flags_launch dtrain__cuda_flags_of(dtrain__cuda_fold_launch fold)
+{
+#define DTRAIN__CUDA_FLAGS_FIND(name, held_type, lanes)                                                                \
+    if (fold == name##_launch)                                                                                         \
+        return name##_flags_launch;
+    DTRAIN__CUDA_FLAGS_EACH(DTRAIN__CUDA_FLAGS_FIND)
+#undef DTRAIN__CUDA_FLAGS_FIND
+    return NULL;
+}
+
+/* A block a processor is resident whatever the kernel, as these take 256 threads and next to no shared memory. */
+static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
+{
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    int domain = 0, bus = 0, slot = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&domain, cudaDevAttrPciDomainId, queue->index);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&bus, cudaDevAttrPciBusId, queue->index);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&slot, cudaDevAttrPciDeviceId, queue->index);
+    traits->identity = (uint64_t)(uint32_t)domain << 32 | (uint64_t)(uint32_t)bus << 8 | (uint64_t)(uint32_t)slot;
+    traits->blocks = queue->processors;
+    traits->block_bytes = DTRAIN__CUDA_THREADS * sizeof(dtrain__cuda_vector);
+    return dtrain__cuda_status(device, "device_flag_traits", error);
+}
+
+/* The kernel's arguments, and which it is. */
+static dtrain_status dtrain__cuda_flags_make(dtrain_device *device, const dtrain_device_flags *part,
+                                             dtrain__cuda_flags *args, dtrain__cuda_flags_launch *launch)
+{
+    dtrain__cuda_fold_launch fold;
+    size_t unroll;
+    memset(args, 0, sizeof *args);
+    args->fold.n = part->n;
+    args->fold.m = part->m;
+    args->deadline_ns = part->deadline_ns;
+    args->epoch = part->epoch;
+    args->rank = part->rank;
+    args->ranks = part->ranks;
+    args->at_once = part->at_once;
+    for (int rank = 0; rank < part->ranks; rank++) {
+        args->words[rank] = part->words[rank];
+        args->errors[rank] = part->errors[rank];
+    }
+    dtrain_status status = dtrain__cuda_fold_make(device, &args->fold, part->dtype, part->op, (double)part->n, part->in,
+                                                  part->out, part->begin, part->count, &fold, &unroll);
+    *launch = dtrain__cuda_flags_of(fold);
+    return status;
+}
+
+static dtrain_status dtrain__cuda_flags_run(dtrain_device *device, const dtrain_device_flags *part)
+{
+    dtrain__cuda_flags_launch launch;
+    dtrain__cuda_flags args;
+    dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < part->ranks && status == DTRAIN_OK; rank++)
+        status = dtrain__cuda_reach(device, "device_flags", "the words of a rank", part->words[rank], sizeof(uint32_t));
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_flags_make(device, part, &args, &launch);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__cuda_status(device, "device_flags",
+                               launch(dtrain__cuda_queue_of(device)->stream, (size_t)part->blocks, &args));
 }
 
 #endif
@@ -5107,6 +5537,8 @@ static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_dev
     desc.stream = NULL;
     return dtrain_cuda_create(made, &desc);
 }
+DTRAIN__CUDA_ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits *traits), (device, traits))
+DTRAIN__CUDA_ROW(flags_run, (dtrain_device * device, const dtrain_device_flags *part), (device, part))
 
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
@@ -5143,6 +5575,8 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_event_create_shared,
     dtrain__cuda_row_event_share,
     dtrain__cuda_row_event_open,
+    dtrain__cuda_row_flag_traits,
+    dtrain__cuda_row_flags_run,
 };
 
 DTRAIN_API dtrain_status dtrain_cuda_count(int *count)

@@ -10,6 +10,7 @@
 #include "device_call.c"
 #include "device_staged.c"
 #include "device_events.c"
+#include "device_flags.c"
 #include "cancel.c"
 
 #define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
@@ -58,6 +59,8 @@ static dtrain_status dtrain__device_run(dtrain_device_group *group, const dtrain
     }
     if (op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER)
         dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
+    if (group->mode == DTRAIN_DEVICE_FLAGS)
+        return dtrain__flags_run(group, op);
     return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
 }
 

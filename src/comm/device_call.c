@@ -13,6 +13,8 @@
 #define DTRAIN__DEVICE_NOTE_TEXT 256
 #define DTRAIN__DEVICE_SLOTS 64 /* at most */
 
+typedef struct dtrain__flags_board dtrain__flags_board; /* see >>device_flags */
+
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
     uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
@@ -25,6 +27,8 @@ typedef struct dtrain__device_note {
     uint64_t process, page_fd, page_key[2];
     dtrain_device_shared shared_probe;
     unsigned char shared_events[2][DTRAIN_DEVICE_HANDLE_BYTES];
+    uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
+    dtrain__flags_board *flags __attribute__((aligned(8)));
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
 } dtrain__device_note;
 
@@ -56,8 +60,15 @@ struct dtrain_device_group {
     const void **ins;
     void **outs;
     dtrain__processes *processes; /* what ranks share that are processes of one host; NULL: they are not */
-    unsigned char *pinned;        /* slots of chunk_bytes */
-    void **slot_events;           /* each says when the copies to and from its slot are done */
+    unsigned char *pinned;                      /* slots of chunk_bytes */
+    void **slot_events;                         /* each says when the copies to and from its slot are done */
+    dtrain__flags_board *flags;                 /* FLAGS, as all that follows; else NULL */
+    uint32_t *words;                            /* this rank's, of its device */
+    uint64_t *failure;                          /* what a kernel has left for the CPU; 0: nothing */
+    uint32_t epoch;                             /* of the call under way, or the last */
+    int blocks;                                 /* that run at the same time on every device */
+    size_t block_bytes;                         /* that one holds of an array at a time */
+    int part_blocks, part_at_once, part_queued; /* of the call under way */
 };
 
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
@@ -76,6 +87,19 @@ static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__o
     op.digest = dtrain__device_digest(whole, 0);
     op.number = number;
     return dtrain__op_text(comm, &op);
+}
+
+/* Queues this rank's part of a call under FLAGS; what it is made of stands before it. */
+static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count);
+
+/* Queues this rank's share of a call, of the first n inputs and m outputs of the group's arrays. */
+static dtrain_status dtrain__device_share(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count)
+{
+    if (group->flags != NULL)
+        return dtrain__flags_reduce(group, dtype, op, n, m, begin, count);
+    return dtrain_device_reduce(group->device, dtype, op, group->ins, n, group->outs, m, begin, count);
 }
 
 /* Runs one of the CPU's collectives as a step of a call. */

@@ -158,8 +158,7 @@ static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrai
     }
     if (!whole)
         group->outs[0] = op->out;
-    return dtrain_device_reduce(group->device, op->dtype, op->op, group->ins, comm->size, group->outs,
-                                whole ? comm->size : 1, begin, n);
+    return dtrain__device_share(group, op->dtype, op->op, comm->size, whole ? comm->size : 1, begin, n);
 }
 
 /* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
@@ -180,7 +179,7 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
     if (m == 0)
         return DTRAIN_OK;
     group->ins[0] = gathers ? op->in : (const unsigned char *)group->buffers[op->root].in + begin;
-    return dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, 1, group->outs, m, 0, n);
+    return dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n);
 }
 
 /* All that a queue is given between the two exchanges. */

@@ -8,6 +8,7 @@
 #include "device_staged.c"
 #include "device_processes.c"
 #include "device_events.c"
+#include "device_flags.c"
 #include "device_async.c"
 
 #define DTRAIN__DEVICE_CHUNK ((size_t)1 << 20)
@@ -51,10 +52,10 @@ static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
 {
     if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
-        desc->mode != DTRAIN_DEVICE_EVENTS)
+        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED or "
-                            "DTRAIN_DEVICE_EVENTS",
+                            "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
+                            "DTRAIN_DEVICE_EVENTS or DTRAIN_DEVICE_FLAGS",
                             (int)desc->mode);
     if (desc->chunk_bytes != 0 &&
         (desc->chunk_bytes < DTRAIN__DEVICE_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__DEVICE_CHUNK_MOST))
@@ -88,6 +89,8 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     if (group->mine.ops != 0 && group->comm->socket != NULL && desc->mode != DTRAIN_DEVICE_STAGED &&
         dtrain__processes_has_all(group->device))
         dtrain__processes_offer(group);
+    if (group->mine.status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS)
+        dtrain__device_note_status(group, dtrain__flags_note(group));
 }
 
 static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
@@ -147,9 +150,9 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
 static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int rank, const char *why)
 {
     return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
-                        "device_group_create on rank %d: DTRAIN_DEVICE_EVENTS cannot be on rank %d: %s; ask for "
+                        "device_group_create on rank %d: DTRAIN_DEVICE_%s cannot be on rank %d: %s; ask for "
                         "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
-                        group->comm->rank, rank, why);
+                        group->comm->rank, group->mode == DTRAIN_DEVICE_FLAGS ? "FLAGS" : "EVENTS", rank, why);
 }
 
 static void dtrain__device_end_probe(dtrain_device_group *group)
@@ -162,7 +165,7 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
  * EVENTS was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *reached)
 {
-    int asked = group->mode == DTRAIN_DEVICE_EVENTS;
+    int asked = group->mode != DTRAIN_DEVICE_MODE_AUTO;
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
         dtrain__device_note *note = &group->notes[rank];
@@ -177,8 +180,9 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *rea
 /* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
 static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int *reached)
 {
-    dtrain__device_note_status(group, dtrain__events_make(group));
-    dtrain_status status = dtrain__device_meet(group);
+    dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
+    dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
+    status = dtrain__device_meet(group);
     dtrain__processes_close_offer(group);
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++)
         if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK)
@@ -192,7 +196,10 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     dtrain_status status = dtrain__device_make_events(group, reached);
     if (status == DTRAIN_OK && *reached) {
         dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
-        dtrain__device_note_status(group, dtrain__events_ended(group) ? DTRAIN_OK : dtrain__events_try(group));
+        int ended = dtrain__events_ended(group);
+        if (group->mode == DTRAIN_DEVICE_FLAGS && !ended)
+            dtrain__flags_join(group);
+        dtrain__device_note_status(group, ended ? DTRAIN_OK : dtrain__events_try(group));
         dtrain__events_set(group, DTRAIN__EVENTS_FREE);
         status = dtrain__device_meet(group);
         if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
@@ -231,14 +238,19 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
     if (status != DTRAIN_OK)
         return status;
     const char *why = dtrain__device_hindrance(group, &rank);
-    if (why != NULL && group->mode == DTRAIN_DEVICE_EVENTS)
+    if (why == NULL && group->mode == DTRAIN_DEVICE_FLAGS)
+        why = dtrain__flags_hindrance(group, &rank);
+    if (why != NULL && (group->mode == DTRAIN_DEVICE_EVENTS || group->mode == DTRAIN_DEVICE_FLAGS))
         return dtrain__device_no_events(group, rank, why);
     reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
     if (reached)
         status = dtrain__device_try_events(group, &reached);
     if (!reached && status == DTRAIN_OK)
         dtrain__processes_free(group);
-    group->mode = reached ? DTRAIN_DEVICE_EVENTS : DTRAIN_DEVICE_STAGED;
+    if (!reached)
+        group->mode = DTRAIN_DEVICE_STAGED;
+    else if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
+        group->mode = DTRAIN_DEVICE_EVENTS;
     if (status != DTRAIN_OK || reached || group->no_devices)
         return status;
     dtrain__device_note_status(group, dtrain__device_make_slots(group));
@@ -366,6 +378,20 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *g
     return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
 }
 
+DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
+{
+    if (group == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_group_wait: the group is NULL; was its creation checked?");
+    if (group->async != NULL) /* whose thread then leaves the queue alone */
+        dtrain__async_wait(group->async, group->async->posted, INT64_MAX);
+    dtrain_status status = dtrain_device_wait(group->device);
+    if (status != DTRAIN_OK || group->mode != DTRAIN_DEVICE_FLAGS)
+        return status;
+    status = dtrain__flags_check(group);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__flags_retreat(group, status);
+}
+
 /* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
 {
@@ -379,6 +405,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     }
     if (group->mine.events[0] != NULL && (group->processes != NULL || group->comm->transport.board != NULL))
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+    dtrain__flags_leave(group);
     dtrain_device_wait(group->device);
     dtrain__processes_free(group);
     for (int i = 0; i < 2; i++)

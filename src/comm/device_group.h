@@ -14,7 +14,8 @@ extern "C" {
 typedef enum dtrain_device_mode {
     DTRAIN_DEVICE_MODE_AUTO = 0,
     DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory: any devices, any transport, ranks without a device */
-    DTRAIN_DEVICE_EVENTS         /* each rank's device reads and writes the others' memory, ordered by events */
+    DTRAIN_DEVICE_EVENTS,        /* each rank's device reads and writes the others' memory, ordered by events */
+    DTRAIN_DEVICE_FLAGS          /* the same, by kernels that wait for each other: a physical device for each rank */
 } dtrain_device_mode;
 
 typedef struct dtrain_device_group_desc {
@@ -34,13 +35,17 @@ typedef struct dtrain_device_group dtrain_device_group;
  * touch the others' memory: each tries it here, on 256 bytes of every rank, in its queue's order. One that cannot makes
  * it STAGED.
  *
+ * FLAGS, which is used where it is asked for, takes besides that each rank's device is a physical one of its own. A call
+ * is one kernel a rank, which keeps its device until all ranks' kernels are there: where a device belongs to several
+ * groups, calls on them must be queued in one order on all devices.
+ *
  *   comm     must outlive it; other calls on it may come between the group's
  *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
  *   desc     NULL: all defaults; the same on every rank
  *   errors   the same on every rank but for a rank's own NULLs, fuse and first memory:
  *            DTRAIN_ERR_INVALID      a NULL, an open fuse, or a field out of range; the text names the rank
  *            DTRAIN_ERR_MISMATCH     descs differ; the text names the field and both ranks
- *            DTRAIN_ERR_UNSUPPORTED  EVENTS was asked for where it cannot be; the text names the rank and why
+ *            DTRAIN_ERR_UNSUPPORTED  EVENTS or FLAGS was asked for where it cannot be; the text names the rank and why
  *            DTRAIN_ERR_MEMORY, what a device says; others as dtrain_all_gather
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times */
@@ -56,10 +61,12 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *
  * In the order of the device's queue: what was queued before is done first, what is queued after sees the result;
  * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED also for
- * all copies from the device, and so for what was queued before; in EVENTS for no device.
+ * all copies from the device, and so for what was queued before; in EVENTS and FLAGS for no device. In FLAGS a device
+ * waits for the others for timeout_ms at most, and then leaves its part undone: dtrain_device_group_wait, or the next
+ * call, says so.
  *
- *   in, out, data   memory of the device, which in EVENTS the others' devices touch, up to the end of the call in the
- *                   queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
+ *   in, out, data   memory of the device, which in EVENTS and FLAGS the others' devices touch, up to the end of the call
+ *                   in the queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
  *                   each other's allocations once and keep them: what is freed is given back to the system when the
  *                   group is destroyed, or others of the rank's stand in its place. Allocate once, not for each call
  *   errors          those of the CPU's collectives, whose texts quote this call
@@ -69,9 +76,11 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
  *                                       pinned, mapped piece by piece), in EVENTS; the text, on all ranks, says which
  *                                       and the cure; the group is usable
- *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken
+ *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken; in
+ *                                       FLAGS also that a device waited so long in an earlier call: the text names it
+ *                                       and the rank that it waited for
  *
- * A call that breaks the group in EVENTS, whatever phase the others are in, returns when its rank's device has left
+ * A call that breaks the group in EVENTS or FLAGS, whatever phase the others are in, returns when its rank's device has left
  * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
  * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
  * they do not get on. A process that was killed is not waited for once the system has taken down what it had on its
@@ -144,6 +153,13 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_gr
 DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device);
 DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work);
 DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns);
+
+/* Waits for the device's queue, and says whether all calls so far have done what they should.
+ *
+ *   errors   what dtrain_device_wait says; DTRAIN_ERR_TIMEOUT  FLAGS: a device has waited too long for another's
+ *
+ * one thread per object; blocks as dtrain_device_wait */
+DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group);
 
 /* Frees a rank's end, once its queue has ended; NULL is legal. Waits for no peer but those that are about to return
  * from a call that this rank has returned from. Before comm and the device are destroyed.

@@ -72,9 +72,40 @@ static __thread unsigned dtrain__cuda_turn;
         free(own);                                                                                                     \
         return status;                                                                                                 \
     }
+
+/* Defines name_launch(stream, blocks, args) likewise, of a kernel whose blocks all run at the same time, so that one may
+ * wait for what others, of any device, do: no block begins a phase before all have ended the one before it. */
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+    __attribute__((unused)) static cudaError_t name##_launch(cudaStream_t stream, size_t blocks,                       \
+                                                             const args_type *args)                                    \
+    {                                                                                                                  \
+        size_t all = blocks * (thread_count);                                                                          \
+        shared_type *shared = (shared_type *)malloc(blocks * sizeof *shared);                                          \
+        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
+        unsigned turn = dtrain__cuda_turn++;                                                                           \
+        cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
+        if (shared == NULL || own == NULL)                                                                             \
+            status = cudaErrorMemoryAllocation;                                                                        \
+        dtrain__cuda_emulated_enter();                                                                                 \
+        if (status == 0) {                                                                                             \
+            memset(shared, 0xa5, blocks * sizeof *shared);                                                             \
+            memset(own, 0xa5, all * sizeof *own);                                                                      \
+        }                                                                                                              \
+        for (int phase = 0; status == 0 && phase < (phases); phase++)                                                  \
+            for (size_t i = 0; i < all; i++) {                                                                         \
+                size_t at_all = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i;                                   \
+                size_t b = at_all / (thread_count), t = at_all % (thread_count);                                       \
+                dtrain__cuda_at at = {b, blocks, (uint32_t)t, (thread_count)};                                         \
+                name##_body(args, at, shared + b, own + at_all, phase);                                                \
+            }                                                                                                          \
+        dtrain__cuda_emulated_leave();                                                                                 \
+        free(shared);                                                                                                  \
+        free(own);                                                                                                     \
+        return status;                                                                                                 \
+    }
 #else
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
-    static __global__ void __launch_bounds__(thread_count) name(const __grid_constant__ args_type args)                \
+#define DTRAIN__CUDA_KERNEL_BY(launch, bounds, name, args_type, shared_type, own_type, thread_count, phases)           \
+    static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args)                       \
     {                                                                                                                  \
         __shared__ shared_type shared;                                                                                 \
         own_type own;                                                                                                  \
@@ -93,8 +124,14 @@ static __thread unsigned dtrain__cuda_turn;
             return cudaSuccess;                                                                                        \
         if (blocks > 0x7fffffffu)                                                                                      \
             return cudaErrorInvalidConfiguration;                                                                      \
-        return cudaLaunchKernel((const void *)name, dim3((unsigned)blocks), dim3(thread_count), list, 0, stream);      \
+        return launch((const void *)name, dim3((unsigned)blocks), dim3(thread_count), list, 0, stream);                \
     }
+#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
+    DTRAIN__CUDA_KERNEL_BY(cudaLaunchKernel, (thread_count), name, args_type, shared_type, own_type, thread_count,     \
+                           phases)
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+    DTRAIN__CUDA_KERNEL_BY(cudaLaunchCooperativeKernel, (thread_count, 1), name, args_type, shared_type, own_type,     \
+                           thread_count, phases)
 #endif
 
 /* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own

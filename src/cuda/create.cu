@@ -8,6 +8,7 @@
 #include "share.cu"
 #include "convert.cu"
 #include "fold.cu"
+#include "flags.cu"
 #include "elementwise.cu"
 #include "optimizer.cu"
 #include "norm.cu"
@@ -113,6 +114,8 @@ static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_dev
     desc.stream = NULL;
     return dtrain_cuda_create(made, &desc);
 }
+DTRAIN__CUDA_ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits *traits), (device, traits))
+DTRAIN__CUDA_ROW(flags_run, (dtrain_device * device, const dtrain_device_flags *part), (device, part))
 
 static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_allocate,
@@ -149,6 +152,8 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_event_create_shared,
     dtrain__cuda_row_event_share,
     dtrain__cuda_row_event_open,
+    dtrain__cuda_row_flag_traits,
+    dtrain__cuda_row_flags_run,
 };
 
 DTRAIN_API dtrain_status dtrain_cuda_count(int *count)

@@ -19,7 +19,9 @@
 #error "DTRAIN_CUDA_EMULATE: include dtrain_cuda.h before any system header, or compile with -D_DEFAULT_SOURCE"
 #endif
 
+#ifndef DTRAIN__CUDA_EMULATED_GPUS
 #define DTRAIN__CUDA_EMULATED_GPUS 2
+#endif
 #define DTRAIN__CUDA_EMULATED_FREE 0xee /* bytes that nobody has written */
 
 typedef int cudaError_t;
@@ -46,6 +48,7 @@ enum {
     cudaErrorInvalidResourceHandle = 400,
     cudaErrorNotReady = 600,
     cudaErrorIllegalAddress = 700,
+    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorContextIsDestroyed = 709,
     cudaErrorNotSupported = 801,
     cudaErrorSystemDriverMismatch = 803,
@@ -59,7 +62,13 @@ enum {
     cudaStreamNonBlocking = 1,
     cudaHostAllocDefault = 0
 };
-enum { cudaDevAttrMultiProcessorCount = 16, cudaIpcMemLazyEnablePeerAccess = 1 };
+enum {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrPciBusId = 33,
+    cudaDevAttrPciDeviceId = 34,
+    cudaDevAttrPciDomainId = 50
+};
+enum { cudaIpcMemLazyEnablePeerAccess = 1 };
 
 typedef struct cudaPointerAttributes {
     int type, device;
@@ -97,7 +106,9 @@ static struct dtrain__cuda_emulation {
     int after;
     int no_ipc; /* for tests: a GPU that shares nothing between processes */
     uint64_t made;
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0};
+    int apart;                                                         /* for tests: 1: no GPU reaches another's memory */
+    char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, {{0}}};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
 static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
@@ -305,9 +316,22 @@ static int dtrain__cuda_emulated_pop(void **context)
 
 static cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int gpu)
 {
-    (void)attribute, (void)gpu;
-    *value = 4;
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : attribute == cudaDevAttrPciBusId ? gpu + 1 : 0;
     return dtrain__cuda_emulated_error();
+}
+
+static cudaError_t cudaDeviceCanAccessPeer(int *can, int gpu, int peer)
+{
+    *can = !dtrain__cuda_emulated.apart && gpu != peer;
+    return dtrain__cuda_emulated_error();
+}
+
+static cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
+{
+    (void)flags;
+    if (__atomic_exchange_n(&dtrain__cuda_emulated.peers[dtrain__cuda_emulated_gpu][peer], 1, __ATOMIC_SEQ_CST) == 0)
+        return dtrain__cuda_emulated_error();
+    return dtrain__cuda_emulated_last = cudaErrorPeerAccessAlreadyEnabled;
 }
 
 static cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)

@@ -7,6 +7,7 @@
 #define DTRAIN__CUDA_FOLD
 #include "walk.cu"
 #include "convert.cu"
+#include "peers.cu"
 
 #define DTRAIN__CUDA_FOLD_MOST 64 /* inputs, and outputs */
 
@@ -495,41 +496,52 @@ static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__c
     for (int k = 0; k < args->n && status == DTRAIN_OK; k++) {
         args->in[k] = (const unsigned char *)in[k] + begin * width;
         heads &= dtrain__cuda_heads(args->in[k], width, lanes);
-        status = dtrain__cuda_memory(device, "device_reduce", "an input", args->in[k], count * width);
+        status = dtrain__cuda_reach(device, "device_reduce", "an input", args->in[k], count * width);
     }
     for (int k = 0; k < args->m && status == DTRAIN_OK; k++) {
         args->out[k] = (unsigned char *)out[k] + begin * width;
         heads &= dtrain__cuda_heads(args->out[k], width, lanes);
-        status = dtrain__cuda_memory(device, "device_reduce", "an output", args->out[k], count * width);
+        status = dtrain__cuda_reach(device, "device_reduce", "an output", args->out[k], count * width);
     }
     args->walk = dtrain__cuda_walk_make(heads, lanes, count);
     return status;
+}
+
+/* Makes the arguments of a reduction, of none too, and says by which kernel it goes, whose threads hold *unroll groups. */
+static dtrain_status dtrain__cuda_fold_make(dtrain_device *device, dtrain__cuda_fold *args, dtrain_dtype dtype,
+                                            dtrain_op op, double divisor, const void *const *in, void *const *out,
+                                            size_t begin, size_t count, dtrain__cuda_fold_launch *launch,
+                                            size_t *unroll)
+{
+    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
+    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
+    *unroll = 1;
+    *launch = sum ? dtrain__cuda_fold_sum(dtype, args->n, unroll) : NULL;
+    if (*launch == NULL)
+        *launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
+    args->op = (int)(sum ? DTRAIN_SUM : op);
+    args->flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
+    if (op == DTRAIN_MEAN)
+        dtrain__cuda_fold_finish(args, dtype, divisor);
+    return dtrain__cuda_fold_pointers(device, args, in, out, dtrain_dtype_bits(dtype) / 8, begin, count);
 }
 
 static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
                                          const void *const *in, int n, void *const *out, int m, size_t begin,
                                          size_t count)
 {
-    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
-    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
-    size_t width = dtrain_dtype_bits(dtype) / 8, unroll = 1;
-    dtrain__cuda_fold_launch launch = sum ? dtrain__cuda_fold_sum(dtype, n, &unroll) : NULL;
+    dtrain__cuda_fold_launch launch;
     dtrain__cuda_fold args;
-    dtrain_status status;
+    size_t unroll;
     if (count == 0)
         return DTRAIN_OK;
     memset(&args, 0, sizeof args);
     args.n = n;
     args.m = m;
-    args.op = (int)(sum ? DTRAIN_SUM : op);
-    args.flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
-    if (op == DTRAIN_MEAN)
-        dtrain__cuda_fold_finish(&args, dtype, divisor);
-    status = dtrain__cuda_fold_pointers(device, &args, in, out, width, begin, count);
+    dtrain_status status =
+        dtrain__cuda_fold_make(device, &args, dtype, op, divisor, in, out, begin, count, &launch, &unroll);
     if (status != DTRAIN_OK)
         return status;
-    if (launch == NULL)
-        launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
     return dtrain__cuda_status(
         device, "device_reduce",
         launch(dtrain__cuda_queue_of(device)->stream, dtrain__cuda_walk_blocks(device, &args.walk, unroll), &args));

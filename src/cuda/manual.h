@@ -42,6 +42,10 @@
  *               or managed memory. Other memory of the CPU, another GPU's, freed memory, and where CUDA can tell a
  *               range that ends beyond its allocation, are DTRAIN_ERR_INVALID, but for dtrain_device_copy, which takes
  *               the CPU's, and therefore cannot tell freed memory of the GPU from it.
+ *     Peers     dtrain_device_reduce and groups of devices take memory of any GPU that theirs reaches: handed some, they
+ *               open that GPU's memory to theirs (cudaDeviceEnablePeerAccess), for the rest of the process. Memory of
+ *               cudaMallocAsync, or mapped by the driver's calls, is open to whom its maker has said. dtrain_device_copy
+ *               copies between any two. Elsewhere another GPU's memory is DTRAIN_ERR_INVALID.
  *               Any alignment will do but where the norm and top-k are concerned, and for what a call counts or
  *               reports in: those lie at multiples of their elements' width, or are DTRAIN_ERR_INVALID.
  *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before, and no other GPU

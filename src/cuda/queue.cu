@@ -16,6 +16,7 @@ typedef struct dtrain__cuda_queue {
     cudaStream_t stream;
     int index, own_stream;
     int processors; /* of the GPU */
+    uint64_t peers; /* bit g: memory of GPU g is open to this one */
     char name[16];
     dtrain__cuda_attribute_fn attribute; /* NULL: where allocations end is not known */
     void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */

@@ -326,6 +326,17 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
     return DTRAIN_OK;
 }
 
+/* For >>device_flags, which has checked its arguments. */
+static dtrain_status dtrain__device_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
+{
+    return DTRAIN__DEVICE_CALL(device, "device_flag_traits", flag_traits, (device, traits));
+}
+
+static dtrain_status dtrain__device_flags(dtrain_device *device, const dtrain_device_flags *part)
+{
+    return DTRAIN__DEVICE_CALL(device, "device_flags", flags, (device, part));
+}
+
 DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
                                              size_t count)
 {

@@ -55,6 +55,39 @@ typedef struct dtrain_device_shared {
     uint64_t base, id, bytes; /* bytes: of the allocation */
     uint64_t offset;          /* of the memory, from base */
 } dtrain_device_shared;
+/* What collectives in one kernel a rank (DTRAIN_DEVICE_FLAGS) must know of a device. */
+typedef struct dtrain_device_flag_traits {
+    uint64_t identity;  /* differs between the physical devices of a host, and is that of every queue on one */
+    int blocks;         /* that run at the same time, whatever the kernel */
+    size_t block_bytes; /* that a block holds of one array at a time */
+} dtrain_device_flag_traits;
+
+/* One rank's part of a collective of several devices, in one go, which waits for the other ranks' on the device:
+ *
+ *     for every block: words[p][(block * 2) * ranks + rank] = epoch, at all ranks p but this, which releases what the
+ *     queue has done so far to all devices; await epoch in words[rank][(block * 2) * ranks + p]; reduce in to out, as
+ *     dtrain_device_reduce; the same again in the words at (block * 2 + 1) * ranks, before the block ends
+ *
+ * Epochs count up and wrap: a word has come when word - epoch, as a number with a sign, is 0 or more. With
+ * at_once a block reads all of its inputs before it releases the second words, and writes its outputs after it has
+ * awaited them, so that outputs may be other ranks' inputs; blocks * block_bytes bytes are enough for count, and all
+ * pointers agree modulo 16 and are multiples of the dtype's width.
+ * A block that waits longer than deadline_ns, or finds errors[rank] not 0, which it looks at before it begins and while
+ * it waits, leaves its work undone. The one that has waited too long writes epoch << 32 | (rank + 1) << 16 | (p + 1) to
+ * all errors that are 0, p the rank it has waited for. */
+typedef struct dtrain_device_flags {
+    uint32_t *const *words;  /* of every rank, memory of its device */
+    uint64_t *const *errors; /* of every rank, pinned memory */
+    uint64_t deadline_ns;    /* 0: none */
+    uint32_t epoch;
+    int rank, ranks, blocks, at_once;
+    dtrain_dtype dtype;
+    dtrain_op op;
+    const void *const *in;
+    void *const *out;
+    int n, m; /* inputs and outputs; 0 where count is */
+    size_t begin, count;
+} dtrain_device_flags;
 
 /* What a device can do. All work is queued: inputs are read and outputs written in the order of the calls. The
  * arguments have been checked but for where their memory is. */
@@ -104,6 +137,8 @@ typedef struct dtrain_device_ops {
     dtrain_status (*event_create_shared)(dtrain_device *device, void **event);
     dtrain_status (*event_share)(dtrain_device *device, void *event, unsigned char *handle);
     dtrain_status (*event_open)(dtrain_device *device, const unsigned char *handle, void **event);
+    dtrain_status (*flag_traits)(dtrain_device *device, dtrain_device_flag_traits *traits);
+    dtrain_status (*flags)(dtrain_device *device, const dtrain_device_flags *part);
 } dtrain_device_ops;
 
 struct dtrain_device {
