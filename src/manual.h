@@ -17,6 +17,7 @@
  *                    of groups, survivors, the store
  *     >>order        the order in which a reduction adds
  *     >>device-group collectives on memory of devices: staged through the CPU's, or on each other's by events
+ *                    or by flags
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules, DDP
  *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
