@@ -14,11 +14,9 @@ static dtrain_device_ops ops; /* of the rank's device */
 static dtrain_device_ops real;
 static int asked, at_call,
     signal_at; /* at_call: the number of that call; signal_at: SIGKILL, SIGSTOP or 0, a failure */
-static const char *asked_last;
 
 static dtrain_status asks(const char *what)
 {
-    asked_last = what;
     if (++asked != at_call)
         return DTRAIN_OK;
     if (signal_at != 0)

@@ -155,8 +155,8 @@ static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group
         for (int other = 0; other < rank; other++)
             if (ranks[other].process == process)
                 return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                    "rank %d and rank %d are in one process, not threads "
-                                    "of one group",
+                                    "rank %d and rank %d are in one process; give it one rank, or make its ranks "
+                                    "threads of one group",
                                     other, rank);
     }
     return DTRAIN_OK;
