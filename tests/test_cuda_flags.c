@@ -401,7 +401,7 @@ TEST(a_rank_that_never_comes_is_an_error_at_the_deadline_on_all_others)
     for (int kind = ALL_REDUCE; kind <= AT_ONCE; kind++) {
         ranks r;
         struct timespec begin, end;
-        call c = {kind, 0, DTRAIN_F32, DTRAIN_SUM, 1000, 0, 50000000, BLOCKS};
+        call c = {kind, 0, DTRAIN_F32, DTRAIN_SUM, 1000, 0, 1000000000, BLOCKS};
         ranks_begin(&r, 4, 0xffffffffu);
         r.epoch++;
         for (int k = 0; k < 4; k++)
@@ -410,7 +410,7 @@ TEST(a_rank_that_never_comes_is_an_error_at_the_deadline_on_all_others)
         run_threads(&r, &c, 2, 0);
         clock_gettime(CLOCK_MONOTONIC, &end);
         double ms = (double)(end.tv_sec - begin.tv_sec) * 1e3 + (double)(end.tv_nsec - begin.tv_nsec) * 1e-6;
-        CHECK(ms >= 50 && ms < 5000);
+        CHECK(ms >= 1000 && ms < 30000);
         for (int k = 0; k < 4; k++) {
             unsigned char got[4000];
             CHECK_EQ(*r.errors[k] >> 32, 0xffffffffu);
@@ -624,7 +624,7 @@ static dtrain_status one_is_not_there(dtrain_comm *comm, void *user)
     CHECK_OK(dtrain_device_group_create(&group, comm, device, &desc));
     dtrain_status status = dtrain_device_group_all_reduce(group, x, x, 5000, DTRAIN_F32, DTRAIN_SUM);
     if (fault == 1 && rank == 1)
-        usleep(500000); /* its own device waits for nobody: the others' have to give up first */
+        usleep(3500000); /* its own device waits for nobody: the others' have to give up first */
     if (status == DTRAIN_OK && !v->destroys)
         status = dtrain_device_group_wait(group);
     if (!v->destroys) {
@@ -657,9 +657,9 @@ TEST(a_device_that_does_not_come_is_a_timeout_that_names_it_on_every_rank)
 {
     victim v = {DTRAIN_ERR_TIMEOUT, {"rank 1, whose queue", "rank 1, whose queue", "rank 1, whose queue", ""}, 0};
     v.text[3] = v.text[0];
-    go_wrong(1, 200, &v);
+    go_wrong(1, 1500, &v);
     v.destroys = 1;
-    go_wrong(1, 200, &v);
+    go_wrong(1, 1500, &v);
 }
 
 TEST(a_device_that_fails_ends_the_call_of_the_others_long_before_the_deadline)
