@@ -89,7 +89,9 @@ build/cuda/dtrain_cuda.o: dtrain_cuda.h | build/cuda nvcc
 	printf '#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >build/cuda/dtrain_cuda.cu
 	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -Xptxas -warn-spills,-warn-lmem-usage -I. -c build/cuda/dtrain_cuda.cu -o $@
 
-$(cuda_examples): build/%: examples/%.cu dtrain_cuda.h | build nvcc
+build/train_gpt_cuda: LIBS := -lcublas $(LIBS)
+
+$(cuda_examples): build/%: examples/%.cu dtrain_cuda.h $(wildcard examples/*.h) | build nvcc
 	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
 
 build/bench_cuda: tools/bench_cuda.cu dtrain_cuda.h | build nvcc

@@ -61,7 +61,8 @@
  *     DTRAIN_CUDA_STUB      no CUDA here: compiles as C or C++, and every call returns DTRAIN_ERR_UNSUPPORTED
  *     DTRAIN_CUDA_EMULATE   two GPUs on the CPU, for tests: compiles as C by gcc or clang, on POSIX. Kernels run thread
  *                           after thread, in changing order. Device memory cannot be touched but by the device, and
- *                           writes beside an allocation end in DTRAIN_ERR_IO when it is freed. In the environment,
+ *                           by a program's own kernels between dtrain_cuda_emulated_open and _close; writes beside an
+ *                           allocation end in DTRAIN_ERR_IO when it is freed. In the environment,
  *                           DTRAIN_CUDA_EMULATED_BYTES is how much of it both have together (2^34 by default)
  */
 
@@ -116,6 +117,15 @@ DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device);
  *
  * any thread */
 DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
+
+#ifdef DTRAIN_CUDA_EMULATE
+/* Emulated, open the devices' memory to the CPU, and close it again: around a kernel of the program's own, which is a
+ * call there. What several threads have opened stays open until the last of them closes.
+ *
+ * any thread */
+DTRAIN_API void dtrain_cuda_emulated_open(void);
+DTRAIN_API void dtrain_cuda_emulated_close(void);
+#endif
 
 #ifdef __cplusplus
 }
@@ -5734,6 +5744,18 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
         return NULL;
     return (void *)((const dtrain__cuda_queue *)device->self)->stream;
 }
+
+#ifdef DTRAIN_CUDA_EMULATE
+DTRAIN_API void dtrain_cuda_emulated_open(void)
+{
+    dtrain__cuda_emulated_enter();
+}
+
+DTRAIN_API void dtrain_cuda_emulated_close(void)
+{
+    dtrain__cuda_emulated_leave();
+}
+#endif
 
 #endif
 

@@ -29,8 +29,8 @@
 #include "gpt_flags.h"
 #include "gpt_mesh.h"
 #include "gpt_save.h"
+#include "gpt_text.h"
 
-#define GPT_VALIDATION 32 /* held-out sequences */
 #define GPT_SAMPLE 200
 #define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
 
@@ -232,17 +232,9 @@ static dtrain_status gpt_micro_batch(gpt *m, const unsigned char *tokens, const 
     return status;
 }
 
-/* The sequences of micro-batch `micro` of `step`: a function of seed, step and micro alone. */
 static void gpt_draw(const gpt_job *job, long step, long micro, unsigned char *tokens, unsigned char *targets)
 {
-    size_t T = (size_t)job->flags.context, B = (size_t)job->flags.batch;
-    for (size_t b = 0; b < B; b++) {
-        uint64_t index = ((uint64_t)step * (uint64_t)job->flags.micro + (uint64_t)micro) * B + b;
-        uint64_t random = dtrain_random_u64((uint64_t)job->flags.seed ^ 0x7465787400000000u, index);
-        const unsigned char *from = job->text + random % (job->train_bytes - T);
-        memcpy(tokens + b * T, from, T);
-        memcpy(targets + b * T, from + 1, T);
-    }
+    gpt_text_draw(&job->flags, job->text, job->train_bytes, step, micro, tokens, targets);
 }
 
 /* Loss over held-out sequences, dealt to the ranks and summed in their own order: the same on any number of ranks. */
@@ -259,7 +251,7 @@ static dtrain_status gpt_validate(const gpt_job *job, gpt *m, dtrain_comm *world
     memset(losses, 0, sizeof losses);
     for (size_t first = 0; first < GPT_VALIDATION && status == DTRAIN_OK; first += ranks) {
         size_t i = first + rank, B = i < GPT_VALIDATION;
-        const unsigned char *from = job->text + job->train_bytes + (B ? i : 0) * (room - 1) / (GPT_VALIDATION - 1);
+        const unsigned char *from = gpt_text_held_out(job->text + job->train_bytes, room, B ? i : 0);
         if (m->mesh != NULL) {
             status = gpt_mesh_evaluate(m->mesh, from, B ? &losses[i] : &spare);
             continue;
@@ -597,18 +589,6 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
     return DTRAIN_OK;
 }
 
-static dtrain_schedule gpt_schedule(const gpt_flags *flags)
-{
-    dtrain_schedule schedule;
-    memset(&schedule, 0, sizeof schedule);
-    schedule.kind = DTRAIN_SCHEDULE_COSINE;
-    schedule.lr = (float)flags->lr;
-    schedule.min_lr = schedule.lr / 10;
-    schedule.total_steps = (uint64_t)flags->steps;
-    schedule.warmup_steps = (uint64_t)flags->steps / 10;
-    return schedule;
-}
-
 static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t planned_bytes, gpt_saver *saver,
                               long first, unsigned char *tokens, double *losses)
 {
@@ -695,31 +675,7 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
 
 static int gpt_read_text(gpt_job *job)
 {
-    FILE *file = fopen(job->flags.text, "rb");
-    size_t room = 1 << 16, got;
-    if (file == NULL)
-        return report_complain("text", job->flags.text, strerror(errno));
-    job->text = (unsigned char *)malloc(room);
-    while (job->text != NULL && (got = fread(job->text + job->text_bytes, 1, room - job->text_bytes, file)) > 0) {
-        job->text_bytes += got;
-        if (job->text_bytes == room) {
-            unsigned char *larger = (unsigned char *)realloc(job->text, room *= 2);
-            if (larger == NULL)
-                free(job->text);
-            job->text = larger;
-        }
-    }
-    int failed = ferror(file);
-    fclose(file);
-    if (job->text == NULL || failed)
-        return report_complain("text", job->flags.text, failed ? "cannot be read" : "does not fit into memory");
-    job->train_bytes = job->text_bytes / 10 * 9;
-    if (job->text_bytes - job->train_bytes < (size_t)job->flags.context + 2 ||
-        job->train_bytes < (size_t)job->flags.context + 2)
-        return report_complain("text", job->flags.text,
-                               job->text_bytes == 0 ? "is empty"
-                                                    : "is too short: a tenth of it must be longer than the context");
-    return 0;
+    return gpt_text_read(&job->flags, &job->text, &job->text_bytes, &job->train_bytes);
 }
 
 /* Whether a mesh fits the ranks and the model; says what would. */

@@ -168,13 +168,15 @@ for death in backward barrier; do
     check $? "survive: after $death the loss goes on falling from where it was"
 done
 
-# An example for nvcc: make builds it by its line, but for the GPUs that it makes code for. The same file as C, its GPU
-# emulated, prints what its last comment says.
-line=$(sed -n '1,/\*\//s|^ \* \(nvcc .*\)|\1|p' examples/device_reduce.cu | sed 's| *&& .*||; s|-arch=[^ ]* ||')
-made=$(make -n -B NVCC=nvcc build/device_reduce 2>/dev/null | tail -1 | sed 's|-gencode=[^ ]* *||g' | tr -s ' ')
-printf 'examples/device_reduce.cu says:  %s\nmake builds it by:   %s\n' "$line" "$made" >"$dir/log"
-[ -n "$line" ] && [ "$line" = "$made" ]
-check $? "device_reduce's own line is that of make"
+# Examples for nvcc: make builds each by its line, but for the GPUs that it makes code for. device_reduce as C, its GPU
+# emulated, prints what its last comment says; tests/test_gpt_cuda.sh runs the other.
+for example in device_reduce train_gpt_cuda; do
+    line=$(sed -n '1,/\*\//s|^ \* \(nvcc .*\)|\1|p' examples/$example.cu | sed 's| *&& .*||; s|-arch=[^ ]* ||')
+    made=$(make -n -B NVCC=nvcc build/$example 2>/dev/null | tail -1 | sed 's|-gencode=[^ ]* *||g' | tr -s ' ')
+    printf 'examples/%s.cu says:  %s\nmake builds it by:   %s\n' $example "$line" "$made" >"$dir/log"
+    [ -n "$line" ] && [ "$line" = "$made" ]
+    check $? "$example's own line is that of make"
+done
 ${CC:-cc} -O1 -DDTRAIN_CUDA_EMULATE -I. -x c examples/device_reduce.cu -x none -o "$dir/device_reduce" -lpthread -lm >"$dir/log" 2>&1
 check $? "device_reduce builds as C with its GPU emulated"
 try "device_reduce runs" run device_reduce

@@ -312,4 +312,16 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
     return (void *)((const dtrain__cuda_queue *)device->self)->stream;
 }
 
+#ifdef DTRAIN_CUDA_EMULATE
+DTRAIN_API void dtrain_cuda_emulated_open(void)
+{
+    dtrain__cuda_emulated_enter();
+}
+
+DTRAIN_API void dtrain_cuda_emulated_close(void)
+{
+    dtrain__cuda_emulated_leave();
+}
+#endif
+
 #endif

@@ -51,6 +51,15 @@ DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device);
  * any thread */
 DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
 
+#ifdef DTRAIN_CUDA_EMULATE
+/* Emulated, open the devices' memory to the CPU, and close it again: around a kernel of the program's own, which is a
+ * call there. What several threads have opened stays open until the last of them closes.
+ *
+ * any thread */
+DTRAIN_API void dtrain_cuda_emulated_open(void);
+DTRAIN_API void dtrain_cuda_emulated_close(void);
+#endif
+
 #ifdef __cplusplus
 }
 #endif

@@ -61,6 +61,7 @@
  *     DTRAIN_CUDA_STUB      no CUDA here: compiles as C or C++, and every call returns DTRAIN_ERR_UNSUPPORTED
  *     DTRAIN_CUDA_EMULATE   two GPUs on the CPU, for tests: compiles as C by gcc or clang, on POSIX. Kernels run thread
  *                           after thread, in changing order. Device memory cannot be touched but by the device, and
- *                           writes beside an allocation end in DTRAIN_ERR_IO when it is freed. In the environment,
+ *                           by a program's own kernels between dtrain_cuda_emulated_open and _close; writes beside an
+ *                           allocation end in DTRAIN_ERR_IO when it is freed. In the environment,
  *                           DTRAIN_CUDA_EMULATED_BYTES is how much of it both have together (2^34 by default)
  */

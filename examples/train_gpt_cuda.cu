@@ -1,0 +1,602 @@
+/* Trains the GPT of train_gpt on GPUs, one to a rank or shared: the same model, first weights and text, and so the same
+ * loss within 1e-4. Layers are kernels of its own and products cuBLAS's.
+ *
+ * nvcc -std=c++17 -O2 -arch=sm_80 -I. examples/train_gpt_cuda.cu -o build/train_gpt_cuda -lcublas -lpthread -lm
+ * build/train_gpt_cuda --ranks 4 --steps 200
+ * build/dtrun -n 4 build/train_gpt_cuda --steps 200
+ * cc -O2 -DDTRAIN_CUDA_EMULATE -x c -I. examples/train_gpt_cuda.cu -o build/train_gpt_cuda_emulated -lpthread -lm
+ *
+ * Rank r computes on GPU r modulo the number of GPUs, of those that --gpus N leaves. With a power of two of
+ * micro-batches, 1, 2, 4 and 8 ranks end with the same weights, bit for bit, as does every run. The last line compiles
+ * it as C, its GPUs emulated.
+ */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#define DTRAIN_CUDA_IMPLEMENTATION
+#include "dtrain_cuda.h"
+
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define REPORT_PROGRAM "train_gpt_cuda"
+#include "gpt.h"
+#include "gpt_flags.h"
+#include "gpt_text.h"
+#include "gpu_kernels.h"
+#include "gpt_cuda_layers.h"
+
+#define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
+
+typedef struct gpt_job {
+    gpt_flags flags;
+    int gpus;            /* that ranks compute on */
+    unsigned char *text; /* its first train_bytes are learned */
+    size_t text_bytes, train_bytes;
+    double *losses; /* [steps], of rank 0 */
+    long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
+    report_file csv, svg;
+    dtrain_comm *world; /* of processes, when a launcher has started several; else NULL */
+} gpt_job;
+
+/* A rank: its model, and what it computes a step from. Pinned memory is copied from and to while the CPU goes on. */
+typedef struct gpt_rank {
+    gpt_cuda c;
+    const gpt_job *job;
+    dtrain_comm *world;
+    size_t slots, each;    /* micro-batches of a step; numbers of each: tokens, targets, order, first */
+    int32_t *ids, *staged; /* [slots, each] on the GPU, and pinned */
+    double *losses, *seen; /* [slots] on the GPU, and pinned */
+    unsigned char *drawn;  /* [2 BT] tokens and targets */
+    double *step_losses;   /* [micro] of all ranks */
+} gpt_rank;
+
+static int64_t gpt_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* ---- a rank's memory ---- */
+
+static dtrain_status gpt_room(gpt_rank *r, dtrain_memory memory, void **at, size_t bytes)
+{
+    return dtrain_device_alloc(r->c.g.device, memory, bytes, at);
+}
+
+/* Lays out what gpt_lay_out does not; returns how many floats all take. */
+static size_t gpt_cuda_lay_out(gpt_cuda *c, float *memory)
+{
+    gpt *m = &c->m;
+    size_t BT = m->B * m->T, at = gpt_lay_out(m, memory);
+    c->datt = gpt_take(memory, &at, m->B * m->H * m->T * m->T);
+    c->parts = gpt_take(memory, &at, (BT + GPT_CUDA_CHUNK - 1) / GPT_CUDA_CHUNK * 4 * m->C);
+    c->row_losses = gpt_take(memory, &at, BT);
+    return at;
+}
+
+static dtrain_status gpt_allocate(gpt_rank *r)
+{
+    gpt_cuda *c = &r->c;
+    size_t BT = c->m.B * c->m.T, units = c->m.L + 2, micro = (size_t)r->job->flags.micro;
+    size_t ranks = (size_t)dtrain_comm_size(r->world), floats = gpt_cuda_lay_out(c, NULL);
+    void *at = NULL, *ids = NULL, *staged = NULL, *losses = NULL, *seen = NULL;
+    r->slots = (micro + ranks - 1) / ranks;
+    r->each = 3 * BT + GPT_VOCAB + 1;
+    c->weights = (float **)calloc(2 * units * GPT_PARAMS, sizeof(float *));
+    r->drawn = (unsigned char *)malloc(2 * BT);
+    r->step_losses = (double *)calloc(micro, sizeof(double));
+    if (c->weights == NULL || r->drawn == NULL || r->step_losses == NULL)
+        return dtrain_error_set(DTRAIN_ERR_MEMORY, "no memory for %zu sequences", c->m.B);
+    c->grads = c->weights + units * GPT_PARAMS;
+    dtrain_status status = gpt_room(r, DTRAIN_MEMORY_DEVICE, &at, floats * sizeof(float));
+    if (status == DTRAIN_OK)
+        status = gpt_room(r, DTRAIN_MEMORY_DEVICE, &ids, r->slots * r->each * sizeof(int32_t));
+    if (status == DTRAIN_OK)
+        status = gpt_room(r, DTRAIN_MEMORY_PINNED, &staged, r->slots * r->each * sizeof(int32_t));
+    if (status == DTRAIN_OK)
+        status = gpt_room(r, DTRAIN_MEMORY_DEVICE, &losses, r->slots * sizeof(double));
+    if (status == DTRAIN_OK)
+        status = gpt_room(r, DTRAIN_MEMORY_PINNED, &seen, r->slots * sizeof(double));
+    c->memory = (float *)at;
+    gpt_cuda_lay_out(c, c->memory);
+    r->ids = (int32_t *)ids;
+    r->staged = (int32_t *)staged;
+    r->losses = (double *)losses;
+    r->seen = (double *)seen;
+    return status;
+}
+
+static void gpt_rank_close(gpt_rank *r)
+{
+    gpt_cuda *c = &r->c;
+    dtrain_fsdp_destroy(r->c.m.fsdp);
+    if (c->g.device != NULL) {
+        dtrain_device_free(c->g.device, DTRAIN_MEMORY_DEVICE, c->memory);
+        dtrain_device_free(c->g.device, DTRAIN_MEMORY_DEVICE, r->ids);
+        dtrain_device_free(c->g.device, DTRAIN_MEMORY_PINNED, r->staged);
+        dtrain_device_free(c->g.device, DTRAIN_MEMORY_DEVICE, r->losses);
+        dtrain_device_free(c->g.device, DTRAIN_MEMORY_PINNED, r->seen);
+    }
+    gpu_close(&c->g);
+    free(c->weights);
+    free(r->drawn);
+    free(r->step_losses);
+}
+
+/* Where the units' parts of the parameters lie stays the same. */
+static void gpt_find_parameters(gpt_rank *r)
+{
+    gpt_cuda *c = &r->c;
+    for (size_t unit = 0; unit <= c->m.L + 1; unit++)
+        for (size_t i = 0; i < GPT_PARAMS; i++) {
+            const char *name = c->m.table[i].name;
+            c->weights[unit * GPT_PARAMS + i] = dtrain_fsdp_unit_param(r->c.m.fsdp, name, (int)unit);
+            c->grads[unit * GPT_PARAMS + i] = dtrain_fsdp_unit_grad(r->c.m.fsdp, name, (int)unit);
+        }
+}
+
+/* Writes the first values of a unit: those of train_gpt, made on the CPU. */
+static dtrain_status gpt_first_unit(gpt_rank *r, size_t unit, float *values)
+{
+    const gpt *m = &r->c.m;
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK; i++) {
+        float *to = gpt_cuda_weight(&r->c, unit, i);
+        size_t n = dtrain_param_elements(&m->table[i]) / (m->table[i].stacked ? m->L : 1);
+        size_t first = (unit - (size_t)m->table[i].unit) * n;
+        for (size_t k = 0; to != NULL && k < n; k++)
+            values[k] = gpt_first_value(m, i, (uint64_t)r->job->flags.seed, first + k);
+        if (to != NULL) /* returns when values may be written again */
+            status = dtrain_device_copy(r->c.g.device, to, values, n * sizeof(float));
+    }
+    return status;
+}
+
+/* Unit by unit, so that no rank need hold the model. */
+static dtrain_status gpt_initialise(gpt_rank *r)
+{
+    const gpt *m = &r->c.m;
+    size_t wide = 4 * m->C > m->T ? 4 * m->C : m->T;
+    float *values = (float *)malloc((wide > GPT_VOCAB ? wide : GPT_VOCAB) * m->C * sizeof(float));
+    dtrain_status status = values != NULL ? DTRAIN_OK : dtrain_error_set(DTRAIN_ERR_MEMORY, "no memory for a layer");
+    for (int unit = 0; unit <= (int)m->L + 1 && status == DTRAIN_OK; unit++) {
+        status = dtrain_fsdp_gather(r->c.m.fsdp, unit);
+        if (status == DTRAIN_OK)
+            status = gpt_first_unit(r, (size_t)unit, values);
+        if (status == DTRAIN_OK)
+            status = dtrain_fsdp_put(r->c.m.fsdp, unit);
+        if (status == DTRAIN_OK)
+            status = dtrain_fsdp_release(r->c.m.fsdp, unit);
+    }
+    free(values);
+    return status;
+}
+
+/* Which of the job's GPUs is this rank's: those of a host are dealt in turn. */
+static int gpt_gpu_of(const gpt_job *job, dtrain_comm *world)
+{
+    const char *local = job->world != NULL ? getenv("DTRAIN_LOCAL_RANK") : NULL;
+    int rank = local != NULL ? atoi(local) : dtrain_comm_rank(world);
+    return rank > 0 ? rank % job->gpus : 0;
+}
+
+/* As train_gpt's. */
+static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *f, int ranks)
+{
+    dtrain_fsdp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.strategy = strcmp(f->strategy, "full") == 0     ? DTRAIN_FULL_SHARD
+                    : strcmp(f->strategy, "grad") == 0   ? DTRAIN_SHARD_GRAD_OP
+                    : strcmp(f->strategy, "hybrid") == 0 ? DTRAIN_HYBRID_SHARD
+                                                         : DTRAIN_NO_SHARD;
+    desc.shard_size = (int)f->shard_size;
+    desc.gather_dtype = strcmp(f->gather, "bf16") == 0  ? DTRAIN_BF16
+                        : strcmp(f->gather, "f16") == 0 ? DTRAIN_F16
+                                                        : DTRAIN_F32;
+    desc.optimizer.kind = strcmp(f->optimizer, "sgd") == 0 ? DTRAIN_SGD : DTRAIN_ADAMW;
+    desc.optimizer.weight_decay = desc.optimizer.kind == DTRAIN_ADAMW ? 0.1f : 0;
+    desc.optimizer.beta2 = 0.95f;
+    desc.optimizer.momentum = 0.9f;
+    desc.micro_batches = (int)((f->micro + ranks - 1) / ranks);
+    desc.trace_events = f->trace != NULL ? GPT_TRACE_EVENTS : 0;
+    return desc;
+}
+
+/* Collective: every rank of world. */
+static dtrain_status gpt_rank_open(gpt_rank *r, const gpt_job *job, dtrain_comm *world)
+{
+    const gpt_flags *f = &job->flags;
+    dtrain_fsdp_desc desc = gpt_fsdp_desc(f, dtrain_comm_size(world));
+    memset(r, 0, sizeof *r);
+    r->job = job;
+    r->world = world;
+    gpt_describe(&r->c.m, f->layers, f->heads, f->width, f->context, f->batch);
+    dtrain_status status = gpu_open(&r->c.g, gpt_gpu_of(job, world));
+    for (int i = 0; i < GPT_PARAMS; i++)
+        r->c.m.table[i].device = r->c.g.device;
+    if (status == DTRAIN_OK)
+        status = gpt_allocate(r);
+    if (status == DTRAIN_OK)
+        status = dtrain_fsdp_create(&r->c.m.fsdp, world, r->c.m.table, GPT_PARAMS, &desc);
+    if (status != DTRAIN_OK)
+        return status;
+    gpt_find_parameters(r);
+    return gpt_initialise(r);
+}
+
+/* ---- training ---- */
+
+/* Writes a micro-batch's numbers to pinned memory: rows are also listed by token, for the embedding's gradient. */
+static void gpt_stage(gpt_rank *r, size_t slot, const unsigned char *tokens, const unsigned char *targets, size_t B)
+{
+    size_t BT = r->c.m.B * r->c.m.T, rows = B * r->c.m.T;
+    int32_t *to = r->staged + slot * r->each, *order = to + 2 * BT, *first = order + BT, next[GPT_VOCAB];
+    memset(first, 0, (GPT_VOCAB + 1) * sizeof *first);
+    for (size_t i = 0; i < rows; i++) {
+        to[i] = tokens[i];
+        to[BT + i] = targets[i];
+        first[tokens[i] + 1]++;
+    }
+    for (size_t v = 0; v < GPT_VOCAB; v++) {
+        next[v] = first[v];
+        first[v + 1] += first[v];
+    }
+    for (size_t i = 0; i < rows; i++)
+        order[next[tokens[i]]++] = (int32_t)i;
+}
+
+static gpt_cuda_batch gpt_batch_of(const gpt_rank *r, size_t slot, size_t B)
+{
+    size_t BT = r->c.m.B * r->c.m.T;
+    const int32_t *at = r->ids + slot * r->each;
+    gpt_cuda_batch batch = {at, at + BT, at + 2 * BT, at + 3 * BT, B};
+    return batch;
+}
+
+/* Collective: a rank without sequences has batch->B = 0. */
+static dtrain_status gpt_forward(gpt_rank *r, const gpt_cuda_batch *batch)
+{
+    int last = (int)r->c.m.L + 1;
+    dtrain_status status = DTRAIN_OK;
+    for (int unit = 0; unit <= last && status == DTRAIN_OK; unit++) {
+        status = dtrain_fsdp_gather(r->c.m.fsdp, unit);
+        if (status != DTRAIN_OK)
+            return status;
+        GPU_BEGIN();
+        if (batch->B > 0 && unit == 0)
+            gpt_cuda_embedding_forward(&r->c, batch);
+        else if (batch->B > 0 && unit < last)
+            gpt_cuda_layer_forward(&r->c, (size_t)unit - 1, batch->B);
+        else if (batch->B > 0)
+            gpt_cuda_head_forward(&r->c, batch->B);
+        GPU_END();
+        status = dtrain_fsdp_release(r->c.m.fsdp, unit);
+    }
+    return status == DTRAIN_OK ? r->c.g.status : status;
+}
+
+/* Forward and backward of one micro-batch; each unit's gradients are on their way as soon as they are there. */
+static dtrain_status gpt_micro_batch(gpt_rank *r, size_t slot)
+{
+    int last = (int)r->c.m.L + 1;
+    gpt_cuda_batch batch = gpt_batch_of(r, slot, r->c.m.B);
+    dtrain_status status = gpt_forward(r, &batch);
+    if (status == DTRAIN_OK)
+        gpt_cuda_loss(&r->c, &batch, r->losses + slot);
+    for (int unit = last; unit >= 0 && status == DTRAIN_OK; unit--) {
+        status = dtrain_fsdp_gather(r->c.m.fsdp, unit);
+        if (status != DTRAIN_OK)
+            return status;
+        GPU_BEGIN();
+        if (unit == last)
+            gpt_cuda_head_backward(&r->c);
+        else if (unit > 0)
+            gpt_cuda_layer_backward(&r->c, (size_t)unit - 1);
+        else
+            gpt_cuda_embedding_backward(&r->c, &batch);
+        GPU_END();
+        status = dtrain_fsdp_reduce(r->c.m.fsdp, unit);
+    }
+    return status == DTRAIN_OK ? r->c.g.status : status;
+}
+
+/* Micro-batches are dealt in turn, all of a step's copied to the GPU at once. */
+static dtrain_status gpt_stage_step(gpt_rank *r, long step, size_t mine)
+{
+    const gpt_job *job = r->job;
+    size_t BT = r->c.m.B * r->c.m.T, ranks = (size_t)dtrain_comm_size(r->world);
+    for (size_t i = 0; i < mine; i++) {
+        gpt_text_draw(&job->flags, job->text, job->train_bytes, step,
+                      (long)(i * ranks + (size_t)dtrain_comm_rank(r->world)), r->drawn, r->drawn + BT);
+        gpt_stage(r, i, r->drawn, r->drawn + BT, r->c.m.B);
+    }
+    return dtrain_device_copy(r->c.g.device, r->ids, r->staged, mine * r->each * sizeof(int32_t));
+}
+
+/* The mean over all ranks' tokens, the same bits everywhere; waits for the GPU. */
+static dtrain_status gpt_mean_loss(gpt_rank *r, size_t mine, double *loss)
+{
+    size_t micro = (size_t)r->job->flags.micro, ranks = (size_t)dtrain_comm_size(r->world);
+    dtrain_status status = dtrain_device_wait(r->c.g.device);
+    memset(r->step_losses, 0, micro * sizeof(double));
+    for (size_t i = 0; i < mine; i++)
+        r->step_losses[i * ranks + (size_t)dtrain_comm_rank(r->world)] = r->seen[i];
+    if (status == DTRAIN_OK) /* each sum has one term that is not zero */
+        status = dtrain_all_reduce(r->world, r->step_losses, r->step_losses, micro, DTRAIN_F64, DTRAIN_SUM);
+    *loss = 0;
+    for (size_t i = 0; i < micro; i++)
+        *loss += r->step_losses[i];
+    *loss /= (double)(micro * r->c.m.B * r->c.m.T);
+    return status;
+}
+
+/* One step on one rank. Where the loss is not finite nothing is applied. */
+static dtrain_status gpt_step(gpt_rank *r, long step, float lr, double *loss, double *norm)
+{
+    size_t micro = (size_t)r->job->flags.micro, ranks = (size_t)dtrain_comm_size(r->world);
+    size_t rank = (size_t)dtrain_comm_rank(r->world), mine = micro / ranks + (rank < micro % ranks);
+    dtrain_status status = gpt_stage_step(r, step, mine);
+    if (status == DTRAIN_OK)
+        status = dtrain_fsdp_begin(r->c.m.fsdp, (int)mine, (double)(mine * r->c.m.B * r->c.m.T));
+    for (size_t i = 0; i < mine && status == DTRAIN_OK; i++)
+        status = gpt_micro_batch(r, i);
+    if (status == DTRAIN_OK && mine * ranks < micro) /* others have one more */
+        status = dtrain_fsdp_join(r->c.m.fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_copy(r->c.g.device, r->seen, r->losses, mine * sizeof(double));
+    if (status == DTRAIN_OK)
+        status = dtrain_fsdp_clip_grad_norm(r->c.m.fsdp, (float)r->job->flags.clip, norm);
+    if (status == DTRAIN_OK)
+        status = gpt_mean_loss(r, mine, loss);
+    return status == DTRAIN_OK && isfinite(*loss) ? dtrain_fsdp_step(r->c.m.fsdp, lr) : status;
+}
+
+/* Loss over held-out sequences, dealt to the ranks and summed in their own order: the same on any number of ranks. */
+static dtrain_status gpt_validate(gpt_rank *r, double *loss)
+{
+    const gpt_job *job = r->job;
+    size_t T = r->c.m.T, ranks = (size_t)dtrain_comm_size(r->world), bytes = r->each * sizeof(int32_t);
+    double losses[GPT_VALIDATION];
+    dtrain_device *device = r->c.g.device;
+    dtrain_status status = DTRAIN_OK;
+    memset(losses, 0, sizeof losses);
+    for (size_t first = 0; first < GPT_VALIDATION && status == DTRAIN_OK; first += ranks) {
+        size_t i = first + (size_t)dtrain_comm_rank(r->world), B = i < GPT_VALIDATION;
+        const unsigned char *from =
+            gpt_text_held_out(job->text + job->train_bytes, job->text_bytes - job->train_bytes - T, B ? i : 0);
+        gpt_cuda_batch batch = gpt_batch_of(r, 0, B);
+        gpt_stage(r, 0, from, from + 1, B);
+        status = dtrain_device_copy(device, r->ids, r->staged, bytes);
+        if (status == DTRAIN_OK)
+            status = gpt_forward(r, &batch);
+        if (status != DTRAIN_OK || !B)
+            continue;
+        gpt_cuda_loss(&r->c, &batch, r->losses);
+        status = dtrain_device_copy(device, r->seen, r->losses, sizeof(double));
+        if (status == DTRAIN_OK)
+            status = dtrain_device_wait(device); /* before seen is read, and staged written again */
+        losses[i] = r->seen[0];
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(r->world, losses, losses, GPT_VALIDATION, DTRAIN_F64, DTRAIN_SUM);
+    *loss = 0;
+    for (size_t i = 0; i < GPT_VALIDATION; i++)
+        *loss += losses[i];
+    *loss /= (double)(GPT_VALIDATION * T);
+    return status == DTRAIN_OK ? r->c.g.status : status;
+}
+
+/* The hash of the hashes of all parameters, as train_gpt's; every rank's copy is compared with rank 0's. */
+static dtrain_status gpt_digest(gpt_rank *r, unsigned char digest[32])
+{
+    unsigned char digests[GPT_PARAMS][32];
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < GPT_PARAMS && status == DTRAIN_OK; i++) {
+        size_t count = dtrain_param_elements(&r->c.m.table[i]);
+        float *value = (float *)malloc(count * sizeof(float));
+        if (value == NULL)
+            status = dtrain_error_set(DTRAIN_ERR_MEMORY, "no %zu bytes for a parameter", count * sizeof(float));
+        if (status == DTRAIN_OK)
+            status = dtrain_fsdp_get(r->c.m.fsdp, r->c.m.table[i].name, value, -1);
+        if (status == DTRAIN_OK)
+            status = dtrain_comm_check_equal(r->world, value, count, DTRAIN_F32);
+        if (status == DTRAIN_OK)
+            dtrain_sha256(value, count * sizeof(float), digests[i]);
+        free(value);
+    }
+    if (status == DTRAIN_OK)
+        dtrain_sha256(digests, sizeof digests, digest);
+    return status;
+}
+
+static void gpt_show(const gpt_job *job, int64_t started_ns, long step, double loss, float lr, double norm)
+{
+    long steps = job->flags.steps, done = step + 1;
+    double seconds = (double)(gpt_now_ns() - started_ns) * 1e-9 + 1e-9;
+    double tokens = (double)done * (double)(job->flags.micro * job->flags.batch * job->flags.context);
+    char text[256];
+    job->losses[step] = loss;
+    fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g\n", done, loss, (double)lr, norm);
+    if (job->flags.quiet)
+        return;
+    snprintf(text, sizeof text, "%ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s left %.0f s", done, steps, loss,
+             (double)lr, norm, tokens / seconds, seconds / (double)done * (double)(steps - done));
+    report_step(text, done, steps);
+}
+
+/* After training: validates, compares copies and prints the result. */
+static dtrain_status gpt_finish(gpt_rank *r, double seconds, double loss)
+{
+    const gpt_flags *f = &r->job->flags;
+    double validation = 0, tokens = (double)f->steps * (double)(f->micro * f->batch * f->context);
+    unsigned char digest[32];
+    dtrain_status status = gpt_validate(r, &validation);
+    if (status == DTRAIN_OK)
+        status = gpt_digest(r, digest);
+    if (status == DTRAIN_OK && f->trace != NULL && dtrain_comm_rank(r->world) == 0)
+        status = dtrain_fsdp_trace(r->c.m.fsdp, f->trace);
+    if (status != DTRAIN_OK || dtrain_comm_rank(r->world) != 0)
+        return status;
+    printf("result weights_sha256=");
+    for (int i = 0; i < 32; i++)
+        printf("%02x", digest[i]);
+    printf(" loss=%.6f val_loss=%.6f tokens_per_s=%.0f device=%s\n", loss, validation, tokens / seconds,
+           dtrain_device_name(r->c.g.device));
+    return status;
+}
+
+static dtrain_status gpt_train(gpt_rank *r, gpt_job *job)
+{
+    int root = dtrain_comm_rank(r->world) == 0;
+    dtrain_schedule schedule = gpt_schedule(&job->flags);
+    int64_t started_ns = gpt_now_ns();
+    double loss = 0, norm = 0;
+    dtrain_status status = DTRAIN_OK;
+    for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
+        float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
+        status = gpt_step(r, step, lr, &loss, &norm);
+        if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
+            if (root)
+                job->diverged = step + 1;
+            return DTRAIN_OK;
+        }
+        if (status == DTRAIN_OK && root)
+            gpt_show(job, started_ns, step, loss, lr, norm);
+    }
+    return status == DTRAIN_OK ? gpt_finish(r, (double)(gpt_now_ns() - started_ns) * 1e-9, loss) : status;
+}
+
+static dtrain_status gpt_run_rank(dtrain_comm *world, void *user)
+{
+    gpt_job *job = (gpt_job *)user;
+    gpt_rank rank;
+    dtrain_status status = gpt_rank_open(&rank, job, world);
+    if (status == DTRAIN_OK)
+        status = gpt_train(&rank, job);
+    gpt_rank_close(&rank);
+    return status;
+}
+
+/* ---- the program ---- */
+
+static int gpt_cuda_help(void)
+{
+    puts("train_gpt_cuda trains train_gpt's model on GPUs, by threads, or by the processes that dtrun starts.\n"
+         "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
+         "  --batch 8 --micro 8   sequences a micro-batch; micro-batches a step, over all ranks together\n"
+         "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
+         "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
+         "                   parameters as well; these among every --shard-size 2 ranks\n"
+         "  --gather f32|bf16|f16   how parameters travel\n"
+         "  --ranks 1        threads that share the work\n"
+         "  --gpus N         the first N GPUs alone; ranks are dealt to them in turn\n"
+         "  --text dtrain.h  what to learn; its last tenth is held out\n"
+         "  --csv build/train_gpt_cuda.csv --svg build/train_gpt_cuda.svg   the loss of each step\n"
+         "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
+         "  --quiet          only the result");
+    return 0;
+}
+
+/* Takes --gpus N out of the arguments, and counts the GPUs. */
+static int gpt_find_gpus(gpt_job *job, int *argc, char **argv)
+{
+    double asked = 1024;
+    int kept = 1;
+    for (int i = 1; i < *argc; i++) {
+        if (strcmp(argv[i], "--gpus") != 0)
+            argv[kept++] = argv[i];
+        else if (gpt_number(argv[i], argv[i + 1], 1, 1024, &asked) != 0)
+            return 1;
+        else
+            i++;
+    }
+    argv[kept] = NULL;
+    *argc = kept;
+    if (dtrain_cuda_count(&job->gpus) != DTRAIN_OK)
+        return report_complain("GPUs", "of this machine", dtrain_last_error());
+    job->gpus = job->gpus < (int)asked ? job->gpus : (int)asked;
+    return job->gpus > 0 ? 0 : report_complain("GPUs", "of this machine", "there are none");
+}
+
+/* What train_gpt has beyond this program. */
+static int gpt_check_program(const gpt_flags *f)
+{
+    if (f->mesh != NULL || f->aggregator != NULL || f->local_steps > 0 || f->compress != NULL || f->save != NULL ||
+        f->until > 0)
+        return report_complain("flag", "of train_gpt's", "is not one of --help's here");
+    return 0;
+}
+
+/* Joins the group of processes that the environment describes, if it describes one. */
+static int gpt_join(gpt_job *job)
+{
+    if (dtrain_comm_create(&job->world, NULL) != DTRAIN_OK)
+        return report_complain("group", "of processes", dtrain_last_error());
+    if (dtrain_comm_size(job->world) == 1) {
+        dtrain_comm_destroy(job->world);
+        job->world = NULL;
+    } else if (job->flags.ranks > 1)
+        return report_complain("flag", "--ranks", "is for threads; a launcher has started processes already");
+    int ranks = job->world != NULL ? dtrain_comm_size(job->world) : (int)job->flags.ranks;
+    if (job->flags.accum > 0)
+        job->flags.micro = job->flags.accum * ranks;
+    job->flags.micro = job->flags.micro > 0 ? job->flags.micro : 8;
+    return 0;
+}
+
+static int gpt_open_outputs(gpt_job *job)
+{
+    if (dtrain_comm_rank(job->world) != 0)
+        return 0; /* rank 0 writes */
+    if (report_open(&job->csv, job->flags.csv) != 0 || report_open(&job->svg, job->flags.svg) != 0)
+        return 1;
+    if (job->flags.trace != NULL && report_try(job->flags.trace) != 0)
+        return 1;
+    if (report_same_file(&job->csv, &job->svg))
+        return report_complain("output", job->flags.svg, "is the file of --csv too");
+    job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
+    if (job->losses == NULL)
+        return report_complain("flag", "--steps", "needs more memory than there is");
+    if (fprintf(job->csv.file, "step,loss,lr,norm\n") < 0)
+        return report_complain("output", job->flags.csv, strerror(errno));
+    return 0;
+}
+
+static int gpt_run(gpt_job *job)
+{
+    dtrain_status status = job->world != NULL ? gpt_run_rank(job->world, job)
+                                              : dtrain_run_threads((int)job->flags.ranks, gpt_run_rank, job, NULL);
+    if (status == DTRAIN_OK && job->diverged > 0)
+        fprintf(stderr, "train_gpt_cuda: the loss of step %ld is not finite: a lower --lr than %g may help\n",
+                job->diverged, job->flags.lr);
+    if (status == DTRAIN_OK)
+        return job->diverged > 0;
+    fprintf(stderr, "train_gpt_cuda: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
+    return 1;
+}
+
+int main(int argc, char **argv)
+{
+    gpt_job job;
+    memset(&job, 0, sizeof job);
+    job.flags = gpt_defaults();
+    job.flags.csv = "build/train_gpt_cuda.csv";
+    job.flags.svg = "build/train_gpt_cuda.svg";
+    if (argc == 2 && strcmp(argv[1], "--help") == 0)
+        return gpt_cuda_help();
+    int bad = gpt_find_gpus(&job, &argc, argv) || gpt_parse(&job.flags, argc, argv) || gpt_check_program(&job.flags) ||
+              gpt_text_read(&job.flags, &job.text, &job.text_bytes, &job.train_bytes) || gpt_join(&job) ||
+              gpt_open_outputs(&job) || gpt_run(&job);
+    if (!bad && job.svg.file != NULL) {
+        report_draw_curve(job.svg.file, job.losses, job.flags.steps);
+        bad = report_close(&job.csv) | report_close(&job.svg);
+    }
+    report_discard(&job.csv);
+    report_discard(&job.svg);
+    dtrain_comm_destroy(job.world);
+    free(job.losses);
+    free(job.text);
+    return bad;
+}

@@ -1,0 +1,76 @@
+#!/bin/sh
+# Trains train_gpt_cuda with its GPUs emulated, as C: to the losses of train_gpt, and to the same weights from run to
+# run, on any number of ranks, in threads and processes, on one GPU and on two. Ends with "N passed, N failed".
+cd "$(dirname "$0")/.." || exit 1
+unset MAKEFLAGS MFLAGS MAKELEVEL # a make of its own, also below make
+mkdir -p build
+make -s build/train_gpt build/dtrun build/tests/libdtrain.a >/dev/null || exit 1
+dir=$(mktemp -d build/test_gpt_cuda.XXXXXX) || exit 1
+trap 'rm -rf "$dir"' EXIT
+trap 'exit 1' HUP INT TERM
+. tests/check.sh
+logs="$dir/log"
+warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
+small="--layers 2 --width 32 --heads 4 --context 24 --batch 2 --lr 5e-3 --quiet --text examples/gpt.h --svg $dir/svg"
+
+# By the line in its comment, but that the implementation of dtrain.h, which takes half a minute, is the tests' own.
+sed '/^#define DTRAIN_IMPLEMENTATION$/d' examples/train_gpt_cuda.cu >"$dir/train_gpt_cuda.cu"
+line=$(sed -n '1,/\*\//s|^ \* \(cc .*\)|\1|p' examples/train_gpt_cuda.cu)
+printf '%s\n' "$line" | sed "s|^cc -O2|${CC:-cc} -O1 -D_DEFAULT_SOURCE $warnings -Iexamples|
+    s|examples/train_gpt_cuda.cu|$dir/train_gpt_cuda.cu -x none build/tests/libdtrain.a|
+    s|build/train_gpt_cuda_emulated|$dir/emulated|" >"$dir/build.sh"
+[ -n "$line" ] && sh "$dir/build.sh" >"$dir/log" 2>&1 && [ -x "$dir/emulated" ]
+check $? train_gpt_cuda_builds_as_C_by_its_own_line_without_a_warning
+
+weights() { sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p' "$1"; }
+same_weights() { [ -n "$(weights "$1")" ] && [ "$(weights "$1")" = "$(weights "$2")" ]; }
+train() { # out ranks arguments...
+    out=$dir/$1 ranks=$2
+    shift 2
+    timeout 60 "$dir/emulated" $small --ranks $ranks --csv "$dir/csv" "$@" >"$out" 2>"$dir/log"
+}
+near() { # csv csv: the same losses and norms, of steps in which both learn
+    paste -d, "$1" "$2" | awk -F, -v steps=$3 '
+        function far(a, b, most) { return !(a - b <= most && b - a <= most) }
+        NR == 2 { first = $2 }
+        NR > 1 { n++; bad += $1 != $5 || far($2, $6, 1e-4) || far($4, $8, 1e-3 * $4); last = $2 }
+        END { exit !(n == steps && bad == 0 && last < first - 0.5) }'
+}
+
+build/train_gpt $small --steps 20 --csv "$dir/cpu" >"$dir/cpu_out" 2>"$dir/log"
+train one 1 --steps 20 && near "$dir/cpu" "$dir/csv" 20
+check $? losses_and_norms_of_20_steps_are_the_CPU_program_s
+val() { sed -n 's/.*val_loss=\([0-9.]*\).*/\1/p' "$1"; }
+awk -v a="$(val "$dir/cpu_out")" -v b="$(val "$dir/one")" 'BEGIN { exit !(a > 0 && b > 0 && a - b < 1e-4 && b - a < 1e-4) }'
+check $? so_is_the_validation_loss
+
+build/train_gpt $small --steps 4 --lr 1 --optimizer sgd --micro 3 --csv "$dir/cpu" >"$dir/log" 2>&1
+train sgd 2 --steps 4 --lr 1 --optimizer sgd --micro 3 && near "$dir/cpu" "$dir/csv" 4
+check $? so_are_those_of_SGD_with_three_micro_batches_on_two_ranks
+
+train first 1 --steps 5
+train again 1 --steps 5
+same_weights "$dir/first" "$dir/again"
+check $? two_runs_end_with_the_same_weights
+for ranks in 2 4 8; do
+    train ranks $ranks --steps 5
+    same_weights "$dir/first" "$dir/ranks"
+    check $? "$ranks threads end with the same weights"
+done
+train ranks 4 --steps 5 --gpus 1
+same_weights "$dir/first" "$dir/ranks"
+check $? four_threads_on_one_GPU_end_with_the_same_weights
+for strategy in full grad hybrid; do
+    train ranks 4 --steps 5 --strategy $strategy
+    same_weights "$dir/first" "$dir/ranks"
+    check $? "four threads end with the same weights under --strategy $strategy"
+done
+for strategy in none full; do
+    timeout 60 build/dtrun -n 2 "$dir/emulated" $small --steps 5 --strategy $strategy --csv "$dir/csv" >"$dir/ranks" 2>"$dir/log"
+    same_weights "$dir/first" "$dir/ranks"
+    check $? "two processes end with the same weights under --strategy $strategy"
+done
+! train none 1 --mesh dp=1 && grep -q 'train_gpt_cuda: flag' "$dir/log"
+check $? flags_of_train_gpt_that_it_has_not_are_refused
+
+checked
