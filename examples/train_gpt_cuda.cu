@@ -16,7 +16,6 @@
 #include "dtrain_cuda.h"
 
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #define REPORT_PROGRAM "train_gpt_cuda"
@@ -24,6 +23,7 @@
 #include "gpt_flags.h"
 #include "gpt_text.h"
 #include "gpu_kernels.h"
+#include "gpu_trace.h"
 #include "gpt_cuda_layers.h"
 
 #define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
@@ -42,6 +42,7 @@ typedef struct gpt_job {
 /* A rank: its model, and what it computes a step from. Pinned memory is copied from and to while the CPU goes on. */
 typedef struct gpt_rank {
     gpt_cuda c;
+    gpu_trace trace; /* of rank 0 */
     const gpt_job *job;
     dtrain_comm *world;
     size_t slots, each;    /* micro-batches of a step; numbers of each: tokens, targets, order, first */
@@ -50,13 +51,6 @@ typedef struct gpt_rank {
     unsigned char *drawn;  /* [2 BT] tokens and targets */
     double *step_losses;   /* [micro] of all ranks */
 } gpt_rank;
-
-static int64_t gpt_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 /* ---- a rank's memory ---- */
 
@@ -119,6 +113,7 @@ static void gpt_rank_close(gpt_rank *r)
         dtrain_device_free(c->g.device, DTRAIN_MEMORY_DEVICE, r->losses);
         dtrain_device_free(c->g.device, DTRAIN_MEMORY_PINNED, r->seen);
     }
+    gpu_trace_close(&r->trace);
     gpu_close(&c->g);
     free(c->weights);
     free(r->drawn);
@@ -223,7 +218,10 @@ static dtrain_status gpt_rank_open(gpt_rank *r, const gpt_job *job, dtrain_comm 
     if (status != DTRAIN_OK)
         return status;
     gpt_find_parameters(r);
-    return gpt_initialise(r);
+    status = gpt_initialise(r);
+    if (status == DTRAIN_OK && f->trace != NULL && dtrain_comm_rank(world) == 0)
+        status = gpu_trace_open(&r->trace, &r->c.g);
+    return status;
 }
 
 /* ---- training ---- */
@@ -255,6 +253,19 @@ static gpt_cuda_batch gpt_batch_of(const gpt_rank *r, size_t slot, size_t B)
     return batch;
 }
 
+/* Around what is computed of a unit. */
+static void gpt_begin(gpt_rank *r, const char *what, int unit)
+{
+    gpu_span_begin(&r->trace, &r->c.g, what, unit);
+    GPU_BEGIN();
+}
+
+static void gpt_end(gpt_rank *r)
+{
+    GPU_END();
+    gpu_span_end(&r->trace, &r->c.g);
+}
+
 /* Collective: a rank without sequences has batch->B = 0. */
 static dtrain_status gpt_forward(gpt_rank *r, const gpt_cuda_batch *batch)
 {
@@ -264,14 +275,14 @@ static dtrain_status gpt_forward(gpt_rank *r, const gpt_cuda_batch *batch)
         status = dtrain_fsdp_gather(r->c.m.fsdp, unit);
         if (status != DTRAIN_OK)
             return status;
-        GPU_BEGIN();
+        gpt_begin(r, "forward", unit);
         if (batch->B > 0 && unit == 0)
             gpt_cuda_embedding_forward(&r->c, batch);
         else if (batch->B > 0 && unit < last)
             gpt_cuda_layer_forward(&r->c, (size_t)unit - 1, batch->B);
         else if (batch->B > 0)
             gpt_cuda_head_forward(&r->c, batch->B);
-        GPU_END();
+        gpt_end(r);
         status = dtrain_fsdp_release(r->c.m.fsdp, unit);
     }
     return status == DTRAIN_OK ? r->c.g.status : status;
@@ -289,14 +300,14 @@ static dtrain_status gpt_micro_batch(gpt_rank *r, size_t slot)
         status = dtrain_fsdp_gather(r->c.m.fsdp, unit);
         if (status != DTRAIN_OK)
             return status;
-        GPU_BEGIN();
+        gpt_begin(r, "backward", unit);
         if (unit == last)
             gpt_cuda_head_backward(&r->c);
         else if (unit > 0)
             gpt_cuda_layer_backward(&r->c, (size_t)unit - 1);
         else
             gpt_cuda_embedding_backward(&r->c, &batch);
-        GPU_END();
+        gpt_end(r);
         status = dtrain_fsdp_reduce(r->c.m.fsdp, unit);
     }
     return status == DTRAIN_OK ? r->c.g.status : status;
@@ -414,7 +425,7 @@ static dtrain_status gpt_digest(gpt_rank *r, unsigned char digest[32])
 static void gpt_show(const gpt_job *job, int64_t started_ns, long step, double loss, float lr, double norm)
 {
     long steps = job->flags.steps, done = step + 1;
-    double seconds = (double)(gpt_now_ns() - started_ns) * 1e-9 + 1e-9;
+    double seconds = (double)(gpu_now_ns() - started_ns) * 1e-9 + 1e-9;
     double tokens = (double)done * (double)(job->flags.micro * job->flags.batch * job->flags.context);
     char text[256];
     job->losses[step] = loss;
@@ -437,6 +448,8 @@ static dtrain_status gpt_finish(gpt_rank *r, double seconds, double loss)
         status = gpt_digest(r, digest);
     if (status == DTRAIN_OK && f->trace != NULL && dtrain_comm_rank(r->world) == 0)
         status = dtrain_fsdp_trace(r->c.m.fsdp, f->trace);
+    if (status == DTRAIN_OK && r->trace.spans != NULL)
+        status = gpu_trace_add(&r->trace, &r->c.g, f->trace);
     if (status != DTRAIN_OK || dtrain_comm_rank(r->world) != 0)
         return status;
     printf("result weights_sha256=");
@@ -451,7 +464,7 @@ static dtrain_status gpt_train(gpt_rank *r, gpt_job *job)
 {
     int root = dtrain_comm_rank(r->world) == 0;
     dtrain_schedule schedule = gpt_schedule(&job->flags);
-    int64_t started_ns = gpt_now_ns();
+    int64_t started_ns = gpu_now_ns();
     double loss = 0, norm = 0;
     dtrain_status status = DTRAIN_OK;
     for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
@@ -465,7 +478,7 @@ static dtrain_status gpt_train(gpt_rank *r, gpt_job *job)
         if (status == DTRAIN_OK && root)
             gpt_show(job, started_ns, step, loss, lr, norm);
     }
-    return status == DTRAIN_OK ? gpt_finish(r, (double)(gpt_now_ns() - started_ns) * 1e-9, loss) : status;
+    return status == DTRAIN_OK ? gpt_finish(r, (double)(gpu_now_ns() - started_ns) * 1e-9, loss) : status;
 }
 
 static dtrain_status gpt_run_rank(dtrain_comm *world, void *user)
@@ -494,7 +507,7 @@ static int gpt_cuda_help(void)
          "  --gpus N         the first N GPUs alone; ranks are dealt to them in turn\n"
          "  --text dtrain.h  what to learn; its last tenth is held out\n"
          "  --csv build/train_gpt_cuda.csv --svg build/train_gpt_cuda.svg   the loss of each step\n"
-         "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
+         "  --trace FILE     when rank 0 gathered, reduced and waited, and its GPU computed, for Perfetto\n"
          "  --quiet          only the result");
     return 0;
 }

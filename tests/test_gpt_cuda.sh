@@ -65,6 +65,10 @@ for strategy in full grad hybrid; do
     same_weights "$dir/first" "$dir/ranks"
     check $? "four threads end with the same weights under --strategy $strategy"
 done
+train ranks 4 --steps 5 --strategy full --trace "$dir/trace"
+same_weights "$dir/first" "$dir/ranks" && grep -q '"name":"stream of cuda:0"' "$dir/trace" &&
+    [ "$(grep -c '"backward unit [0-3]".*"tid":9' "$dir/trace")" -eq 40 ] && [ "$(tail -1 "$dir/trace")" = ']}' ]
+check $? a_trace_has_the_stream_s_spans_of_two_micro_batches_and_four_units_a_step
 for strategy in none full; do
     timeout 60 build/dtrun -n 2 "$dir/emulated" $small --steps 5 --strategy $strategy --csv "$dir/csv" >"$dir/ranks" 2>"$dir/log"
     same_weights "$dir/first" "$dir/ranks"
