@@ -6,6 +6,10 @@
 static dtrain_device *training_device(int rank, uint64_t seed);
 static void training_device_end(dtrain_device *device);
 
+#ifndef TRAINING_SEEDS
+#define TRAINING_SEEDS 2 /* runs of each kind on the device */
+#endif
+
 #ifndef CHECK_OK
 #define CHECK_OK(call)                                                                                                 \
     do {                                                                                                               \
@@ -278,7 +282,7 @@ static void check_run(run r, const char *what)
     r.on_device = 0;
     r.result = cpu;
     CHECK_OK(dtrain_run_threads(r.ranks, train, &r, NULL));
-    for (r.seed = 1; r.seed <= 2; r.seed++) {
+    for (r.seed = 1; r.seed <= TRAINING_SEEDS; r.seed++) {
         r.on_device = 1;
         r.result = gpu;
         CHECK_OK(dtrain_run_threads(r.ranks, train, &r, NULL));
