@@ -1,0 +1,38 @@
+#!/bin/sh
+# Groups of devices under ThreadSanitizer: collectives, works and kernels that wait for each other in thousands of seeded
+# interleavings, ranks that die and devices that fail in every phase, and training beside them. RACES is how many of
+# each. Ends with "N passed, N failed".
+cd "$(dirname "$0")/.." || exit 1
+races=${RACES:-1000}
+dir=build/tests-thread
+log=$(mktemp) || exit 1
+trap 'rm -f "$log"' EXIT
+passed=0
+failed=0
+
+run() { # program, tests of it
+    DTRAIN_TEST_INTERLEAVINGS=$races TSAN_OPTIONS="halt_on_error=1 $TSAN_OPTIONS" timeout 900 "$dir/$@" >"$log" 2>&1
+    status=$?
+    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed$' "$log" | tail -1)
+    good=${line%% passed*}
+    bad=${line##*passed, }
+    bad=${bad%% failed*}
+    [ $status -eq 0 ] || [ "${bad:-0}" -gt 0 ] || bad=1
+    [ "${bad:-0}" -eq 0 ] || { echo "$*:"; grep -v '^ok ' "$log" | head -60 | sed 's/^/  /'; }
+    passed=$((passed + ${good:-0}))
+    failed=$((failed + ${bad:-0}))
+}
+
+programs="test_device_group test_device_async test_device_group_fail test_cuda_flags test_fsdp_device"
+if ! make SAN=thread $(for program in $programs; do echo "$dir/$program"; done) >"$log" 2>&1; then
+    tail -40 "$log"
+    echo "0 passed, 1 failed"
+    exit 1
+fi
+run test_device_group seeded_interleavings_give_the_cpus_bits
+run test_device_async seeded_interleavings_give_the_cpus_bits
+run test_cuda_flags kernels_that_begin_at_any_time_give_the_cpus_bits
+run test_device_group_fail
+run test_fsdp_device
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
