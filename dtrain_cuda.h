@@ -120,7 +120,7 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
 
 #ifdef DTRAIN_CUDA_EMULATE
 /* Emulated, open the devices' memory to the CPU, and close it again: around a kernel of the program's own, which is a
- * call there. What several threads have opened stays open until the last of them closes.
+ * call there. Open to the calling thread, and to those that it starts meanwhile; to others perhaps.
  *
  * any thread */
 DTRAIN_API void dtrain_cuda_emulated_open(void);
@@ -289,10 +289,11 @@ static struct dtrain__cuda_emulation {
     int after;
     int no_ipc; /* for tests: a GPU that shares nothing between processes */
     uint64_t made;
-    int apart;                                                         /* for tests: 1: no GPU reaches another's memory */
+    int apart; /* for tests: 1: no GPU reaches another's memory */
     char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
 } dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, {{0}}};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
+static __thread int dtrain__cuda_emulated_depth;        /* operations of this thread that run now */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
 static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
 
@@ -324,6 +325,48 @@ static int dtrain__cuda_emulated_guarded(int kind)
     return kind == cudaMemoryTypeDevice || kind == DTRAIN__CUDA_EMULATED_POOL || kind == DTRAIN__CUDA_EMULATED_OPENED;
 }
 
+/* Opening and closing all memory around each operation costs many system calls. Where a thread can open what has a key
+ * by a register of its own, it does that. */
+#if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc)
+#define DTRAIN__CUDA_EMULATED_NO_ACCESS 1u /* of the two bits that a key has; the other forbids to write */
+
+static int dtrain__cuda_emulated_key; /* 0: not asked for yet; negative: there is none */
+
+/* The key; 0: there is none. */
+static int dtrain__cuda_emulated_get_key(void)
+{
+    int key = __atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE), none = 0;
+    if (key == 0) {
+        key = (int)syscall(SYS_pkey_alloc, 0ul, (unsigned long)DTRAIN__CUDA_EMULATED_NO_ACCESS);
+        key = key > 0 ? key : -1;
+        if (!__atomic_compare_exchange_n(&dtrain__cuda_emulated_key, &none, key, 0, __ATOMIC_ACQ_REL,
+                                         __ATOMIC_ACQUIRE)) {
+            if (key > 0)
+                syscall(SYS_pkey_free, key);
+            key = none;
+        }
+    }
+    return key > 0 ? key : 0;
+}
+
+static void dtrain__cuda_emulated_turn_key(int key, int open)
+{
+    uint32_t rights, high, forbids = 3u << 2 * key;
+    __asm__ volatile(".byte 0x0f, 0x01, 0xee" : "=a"(rights), "=d"(high) : "c"(0)); /* rdpkru */
+    rights = open ? rights & ~forbids : rights | DTRAIN__CUDA_EMULATED_NO_ACCESS << 2 * key;
+    __asm__ volatile(".byte 0x0f, 0x01, 0xef" : : "a"(rights), "c"(0), "d"(0) : "memory"); /* wrpkru */
+}
+
+static int dtrain__cuda_emulated_lock(char *memory, size_t bytes, int protection, int key)
+{
+    return (int)syscall(SYS_pkey_mprotect, memory, bytes, protection, key);
+}
+#else
+#define dtrain__cuda_emulated_get_key() 0
+#define dtrain__cuda_emulated_turn_key(key, open) (void)(key)
+#define dtrain__cuda_emulated_lock(memory, bytes, protection, key) mprotect(memory, bytes, protection)
+#endif
+
 static void dtrain__cuda_emulated_protect(int protection)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -335,18 +378,43 @@ static void dtrain__cuda_emulated_protect(int protection)
 /* Around what may touch a device's memory. */
 static void dtrain__cuda_emulated_enter(void)
 {
+    int key = dtrain__cuda_emulated_get_key();
     pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
-    if (dtrain__cuda_emulated.open++ == 0)
+    if (dtrain__cuda_emulated.open++ == 0 && key == 0)
         dtrain__cuda_emulated_protect(PROT_READ | PROT_WRITE);
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+    if (key > 0 && dtrain__cuda_emulated_depth++ == 0)
+        dtrain__cuda_emulated_turn_key(key, 1);
 }
 
 static void dtrain__cuda_emulated_leave(void)
 {
+    int key = dtrain__cuda_emulated_get_key();
+    if (key > 0 && --dtrain__cuda_emulated_depth == 0)
+        dtrain__cuda_emulated_turn_key(key, 0);
     pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
-    if (--dtrain__cuda_emulated.open == 0)
+    if (--dtrain__cuda_emulated.open == 0 && key == 0)
         dtrain__cuda_emulated_protect(PROT_NONE);
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
+}
+
+/* Puts an allocation, which is in the book, out of the CPU's reach; opens one to it. */
+static void dtrain__cuda_emulated_shut(const dtrain__cuda_emulated_thing *thing)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    int key = dtrain__cuda_emulated_get_key();
+    if (key > 0) {
+        dtrain__cuda_emulated_lock(thing->map + page, thing->map_bytes - 2 * page, PROT_READ | PROT_WRITE, key);
+        return;
+    }
+    dtrain__cuda_emulated_enter(); /* leaving shuts it, if nothing runs */
+    dtrain__cuda_emulated_leave();
+}
+
+static void dtrain__cuda_emulated_unlock(const dtrain__cuda_emulated_thing *thing, int protection)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    dtrain__cuda_emulated_lock(thing->map + page, thing->map_bytes - 2 * page, protection, 0);
 }
 
 static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cuda_emulated_thing **made)
@@ -640,8 +708,8 @@ static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t by
     if (bytes <= (size_t)1 << 26) /* larger memory takes pages only where it is written */
         memset(thing->map + page, DTRAIN__CUDA_EMULATED_FREE, room);
     dtrain__cuda_emulated_link(thing);
-    dtrain__cuda_emulated_enter(); /* leaving closes what was made just now as well */
-    dtrain__cuda_emulated_leave();
+    if (dtrain__cuda_emulated_guarded(kind))
+        dtrain__cuda_emulated_shut(thing);
     *pointer = thing->pointer;
     return cudaSuccess;
 }
@@ -664,10 +732,9 @@ static int dtrain__cuda_emulated_overrun(const dtrain__cuda_emulated_thing *thin
 static cudaError_t dtrain__cuda_emulated_unmap(int kind, void *pointer)
 {
     dtrain__cuda_emulated_thing thing;
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
     if (!dtrain__cuda_emulated_find(kind, pointer, 1, &thing))
         return cudaErrorInvalidValue;
-    mprotect(thing.map + page, thing.map_bytes - 2 * page, PROT_READ | PROT_WRITE);
+    dtrain__cuda_emulated_unlock(&thing, PROT_READ | PROT_WRITE);
     if (dtrain__cuda_emulated_overrun(&thing)) {
         fprintf(stderr, "dtrain_cuda.h: something was written beside an allocation of %zu bytes of emulated memory\n",
                 thing.bytes);
@@ -806,13 +873,17 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
         return error;
     char *copy = (char *)mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, thing->fd - 1, 0);
     if (copy != MAP_FAILED) {
-        mprotect(thing->map + page, room, PROT_READ);
+        dtrain__cuda_emulated_unlock(thing, PROT_READ);
         memcpy(copy, thing->map + page, room);
         munmap(copy, room);
-        if (mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED)
+        int moved = mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED;
+        if (dtrain__cuda_emulated_get_key() > 0)
+            dtrain__cuda_emulated_shut(thing);
+        else if (!moved)
+            dtrain__cuda_emulated_unlock(thing, PROT_NONE);
+        if (moved)
             return cudaSuccess;
     }
-    mprotect(thing->map + page, room, PROT_NONE);
     close(thing->fd - 1);
     thing->fd = 0;
     return cudaErrorMemoryAllocation;
@@ -928,8 +999,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
     thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
     dtrain__cuda_emulated_link(thing);
-    dtrain__cuda_emulated_enter(); /* as the rest is, if something runs */
-    dtrain__cuda_emulated_leave();
+    dtrain__cuda_emulated_shut(thing);
     *pointer = thing->pointer;
     return cudaSuccess;
 }

@@ -53,7 +53,7 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
 
 #ifdef DTRAIN_CUDA_EMULATE
 /* Emulated, open the devices' memory to the CPU, and close it again: around a kernel of the program's own, which is a
- * call there. What several threads have opened stays open until the last of them closes.
+ * call there. Open to the calling thread, and to those that it starts meanwhile; to others perhaps.
  *
  * any thread */
 DTRAIN_API void dtrain_cuda_emulated_open(void);

@@ -44,13 +44,17 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
         return error;
     char *copy = (char *)mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, thing->fd - 1, 0);
     if (copy != MAP_FAILED) {
-        mprotect(thing->map + page, room, PROT_READ);
+        dtrain__cuda_emulated_unlock(thing, PROT_READ);
         memcpy(copy, thing->map + page, room);
         munmap(copy, room);
-        if (mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED)
+        int moved = mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED;
+        if (dtrain__cuda_emulated_get_key() > 0)
+            dtrain__cuda_emulated_shut(thing);
+        else if (!moved)
+            dtrain__cuda_emulated_unlock(thing, PROT_NONE);
+        if (moved)
             return cudaSuccess;
     }
-    mprotect(thing->map + page, room, PROT_NONE);
     close(thing->fd - 1);
     thing->fd = 0;
     return cudaErrorMemoryAllocation;
@@ -166,8 +170,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
     thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
     dtrain__cuda_emulated_link(thing);
-    dtrain__cuda_emulated_enter(); /* as the rest is, if something runs */
-    dtrain__cuda_emulated_leave();
+    dtrain__cuda_emulated_shut(thing);
     *pointer = thing->pointer;
     return cudaSuccess;
 }
