@@ -33,7 +33,7 @@ near() { # csv csv: the same losses and norms, of steps in which both learn
     paste -d, "$1" "$2" | awk -F, -v steps=$3 '
         function far(a, b, most) { return !(a - b <= most && b - a <= most) }
         NR == 2 { first = $2 }
-        NR > 1 { n++; bad += $1 != $5 || far($2, $6, 1e-4) || far($4, $8, 1e-3 * $4); last = $2 }
+        NR > 1 { n++; bad += $1 != $5 || far($2, $6, 1e-5) || far($4, $8, 5e-6 * $4); last = $2 }
         END { exit !(n == steps && bad == 0 && last < first - 0.5) }'
 }
 
