@@ -613,3 +613,9 @@ int main(int argc, char **argv)
     free(job.text);
     return bad;
 }
+
+/* The result of train_gpt_cuda_emulated --ranks 2 --steps 50 --text src/train/train.h, but for its hash and speed, and of
+ * train_gpt with the same flags:
+ *
+ * loss=2.706722 val_loss=2.667903
+ */
