@@ -231,13 +231,10 @@ TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
     dtrain_device *device = fake_begin(&fakes[0], "fake:0");
     model m;
     dtrain_comm *alone;
-    dtrain_ddp *ddp;
-    dtrain_fsdp *fsdp;
     dtrain_server *server;
     dtrain_local_sgd *local;
     dtrain_optimizer *optimizer;
     dtrain_aggregator aggregator, plain;
-    dtrain_fsdp_desc fsdp_desc;
     dtrain_local_sgd_desc local_desc;
     dtrain_server_desc server_desc;
     dtrain_module *module;
@@ -245,7 +242,6 @@ TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
     dtrain_step_desc step;
     double weight;
     memset(&step, 0, sizeof step);
-    memset(&fsdp_desc, 0, sizeof fsdp_desc);
     memset(&local_desc, 0, sizeof local_desc);
     memset(&server_desc, 0, sizeof server_desc);
     memset(&layer, 0, sizeof layer);
@@ -260,8 +256,6 @@ TEST(what_cannot_reach_a_device_refuses_its_parameters_by_name)
     step.compute = no_weight;
     CHECK_EQ(dtrain_optimizer_create(&step.optimizer, m.table, PARAMS, NULL, NULL), DTRAIN_OK);
     const dtrain_status got[] = {
-        dtrain_ddp_create(&ddp, alone, m.table, PARAMS, NULL),
-        dtrain_fsdp_create(&fsdp, alone, m.table, PARAMS, &fsdp_desc),
         dtrain_server_create(&server, alone, m.table, PARAMS, &server_desc),
         dtrain_local_sgd_create(&local, alone, m.table, PARAMS, &local_desc),
         dtrain_aggregator_compressed(&aggregator, alone, m.table, PARAMS, NULL),
