@@ -1675,13 +1675,14 @@ typedef enum dtrain_device_mode {
     DTRAIN_DEVICE_MODE_AUTO = 0,
     DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory: any devices, any transport, ranks without a device */
     DTRAIN_DEVICE_EVENTS,        /* each rank's device reads and writes the others' memory, ordered by events */
-    DTRAIN_DEVICE_FLAGS          /* the same, by kernels that wait for each other: a physical device for each rank */
+    DTRAIN_DEVICE_FLAGS,         /* the same, by kernels that wait for each other: a physical device for each rank */
+    DTRAIN_DEVICE_HOSTS          /* EVENTS inside each host, STAGED between them */
 } dtrain_device_mode;
 
 typedef struct dtrain_device_group_desc {
-    dtrain_device_mode mode; /* 0: EVENTS where it can be, else STAGED */
-    size_t chunk_bytes;      /* STAGED: of a pinned slot; 0: 1 MiB; from 256 KiB to 4 MiB */
-    int slots;               /* STAGED: that are in use at once; 0: 4; 2 to 64 */
+    dtrain_device_mode mode; /* 0: EVENTS where it can be, or HOSTS, else STAGED */
+    size_t chunk_bytes;      /* STAGED, HOSTS: of a chunk; 0: by the call's size; from 256 KiB to 4 MiB */
+    int slots;               /* STAGED, HOSTS: pinned, of the largest chunk each; 0: 4; 2 to 64 */
     int async;               /* 1: has the calls that end in _async, and a queue and a thread for them */
 } dtrain_device_group_desc;
 
@@ -1699,16 +1700,28 @@ typedef struct dtrain_device_group dtrain_device_group;
  * is one kernel a rank, which keeps its device until all ranks' kernels are there: where a device belongs to several
  * groups, calls on them must be queued in one order on all devices.
  *
+ * HOSTS can be where the ranks of each of several hosts could go by EVENTS, are neighbours in rank order, and are as
+ * many as every other host's: a power of two, unless the communicator's desc frees the order. A host is known by its
+ * name and its last start, so that a container is one; where these differ, EVENTS is tried only where it is asked for.
+ * In an all-reduce or a broadcast every rank then sends a share of the vector to other hosts, and not all of it; sums,
+ * means and products of 16-bit floats go as in STAGED. Each rank's device also holds as many bytes as its slots do.
+ *
+ * STAGED, and HOSTS between hosts, cut a vector of S bytes into chunks of sqrt(S a / (1 / b + 1 / b)) bytes. Then what
+ * every chunk costs in the slowest stage, messages and reduction between the CPUs (a = 50 us), is as much as the time
+ * in which the first chunk comes from the device and the last one goes back (b = 24 GB/s each, PCIe 4.0 x 16). It is
+ * sqrt(S * 600,000), down to whole 64 bytes: 256 KiB up to 114 kB, 775 kB for 1 MB, 4 MiB from 29.3 MB on.
+ *
  *   comm     must outlive it; other calls on it may come between the group's
  *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
  *   desc     NULL: all defaults; the same on every rank
  *   errors   the same on every rank but for a rank's own NULLs, fuse and first memory:
  *            DTRAIN_ERR_INVALID      a NULL, an open fuse, or a field out of range; the text names the rank
  *            DTRAIN_ERR_MISMATCH     descs differ; the text names the field and both ranks
- *            DTRAIN_ERR_UNSUPPORTED  EVENTS or FLAGS was asked for where it cannot be; the text names the rank and why
+ *            DTRAIN_ERR_UNSUPPORTED  a mode other than STAGED was asked for where it cannot be; the text names the
+ *                                    rank and why
  *            DTRAIN_ERR_MEMORY, what a device says; others as dtrain_all_gather
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times */
+ * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times, in HOSTS eleven times */
 DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
                                                     dtrain_device *device, const dtrain_device_group_desc *desc);
 
@@ -1720,33 +1733,38 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
 /* The collectives of >>comm over memory of this rank's device: the same counts, shards, in-place rule and bits.
  *
  * In the order of the device's queue: what was queued before is done first, what is queued after sees the result;
- * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED also for
- * all copies from the device, and so for what was queued before; in EVENTS and FLAGS for no device. In FLAGS a device
- * waits for the others for timeout_ms at most, and then leaves its part undone: dtrain_device_group_wait, or the next
- * call, says so.
+ * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED and HOSTS
+ * also for all copies from the device, and so for what was queued before; in EVENTS and FLAGS for no device. In FLAGS a
+ * device waits for the others for timeout_ms at most, and then leaves its part undone: dtrain_device_group_wait, or the
+ * next call, says so.
  *
- *   in, out, data   memory of the device, which in EVENTS and FLAGS the others' devices touch, up to the end of the call
- *                   in the queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
- *                   each other's allocations once and keep them: what is freed is given back to the system when the
- *                   group is destroyed, or others of the rank's stand in its place. Allocate once, not for each call
+ *   in, out, data   memory of the device, which but in STAGED the others' devices touch, up to the end of the call in
+ *                   the queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes
+ *                   open each other's allocations once and keep them: what is freed is given back to the system when
+ *                   the group is destroyed, or others of the rank's stand in its place. Allocate once, not for every
+ *                   call
  *   errors          those of the CPU's collectives, whose texts quote this call
  *                   DTRAIN_ERR_IO       a device failed: the group is broken on every rank (ABORTED on the others over
  *                                       a transport of your own), and the text names the rank and the device; where a
  *                                       device says another status, that one
  *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
- *                                       pinned, mapped piece by piece), in EVENTS; the text, on all ranks, says which
- *                                       and the cure; the group is usable
+ *                                       pinned, mapped piece by piece), in EVENTS and HOSTS; the text, on all ranks,
+ *                                       says which and the cure; the group is usable
  *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken; in
  *                                       FLAGS also that a device waited so long in an earlier call: the text names it
  *                                       and the rank that it waited for
+ *                   in HOSTS the text says whether it was inside the host or between hosts, and how the ranks there are
+ *                   numbered
  *
- * A call that breaks the group in EVENTS or FLAGS, whatever phase the others are in, returns when its rank's device has left
- * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
- * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
- * they do not get on. A process that was killed is not waited for once the system has taken down what it had on its
- * device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
+ * A call that breaks the group in EVENTS, FLAGS or HOSTS, whatever phase the others are in, returns when its rank's
+ * device has left their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait
+ * for an event that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than
+ * timeout_ms where they do not get on. A process that was killed is not waited for once the system has taken down what
+ * it had on its device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk */
+ * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk; in
+ * HOSTS five times and twice a chunk, in a reduce-scatter once, and for every slots' worth of it twice and twice a
+ * chunk */
 DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
                                                         size_t count, dtrain_dtype dtype, dtrain_op op);
 DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter(dtrain_device_group *group, const void *in, void *out,
@@ -1799,7 +1817,7 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_gr
 /* Orders a started collective before what is queued from now on, returns its result, once, and frees it.
  *
  * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
- * until all ranks have come to it, in STAGED until all of it has come. The device's queue waits for the rest.
+ * until all ranks have come to it, in STAGED and HOSTS until all of it has come. The device's queue waits for the rest.
  *
  *   work     NULL is DTRAIN_OK, and done
  *   device   the rank's queue that is to see the result, of the group's table; NULL: the one given to create
@@ -10127,8 +10145,10 @@ typedef struct dtrain__channel {
     int rank, size;
     dtrain__peer *peers;
     unsigned char *mates; /* of each rank of the world, 1: its loss ends this channel too; NULL: members alone count */
-    dtrain__lane *lanes;  /* of all peers */
-    int attend;           /* some lane has work for whoever steps */
+    int follows;          /* the channel named `leader` ends this one with itself */
+    uint64_t leader;
+    dtrain__lane *lanes; /* of all peers */
+    int attend;          /* some lane has work for whoever steps */
     uint32_t broken;
     dtrain__error cause;
     int wake[2]; /* a pipe to the caller that waits */
@@ -10446,6 +10466,9 @@ static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status,
     channel->cause.status = status;
     snprintf(channel->cause.text, sizeof channel->cause.text, "%s", text);
     __atomic_store_n(&channel->broken, 1, __ATOMIC_SEQ_CST);
+    for (dtrain__channel *other = channel->hub->channels; other != NULL; other = other->next)
+        if (other->follows && other->leader == channel->id)
+            dtrain__channel_break(other, status, channel->cause.text);
     dtrain__hub_tell(channel->hub);
     dtrain__hub_kick(channel->hub);
     return 1;
@@ -12216,6 +12239,15 @@ static int dtrain__channel_bind(dtrain__channel *channel, const int *worlds, int
             dtrain__channel_lost_mate(channel, worlds[i]);
     }
     return channel->mates != NULL;
+}
+
+/* From now on what ends the leader ends the channel. The caller holds the hub's mutex. */
+static void dtrain__channel_follow(dtrain__channel *channel, const dtrain__channel *leader)
+{
+    channel->follows = 1;
+    channel->leader = leader->id;
+    if (leader->broken)
+        dtrain__channel_break(channel, leader->cause.status, leader->cause.text);
 }
 
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
@@ -19592,6 +19624,7 @@ typedef struct dtrain__flags_board dtrain__flags_board; /* see >>device_flags */
 typedef struct dtrain__device_note {
     uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
     uint64_t mode, chunk_bytes, slots, async;
+    uint64_t host;            /* equal on ranks of one */
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     void *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
@@ -19616,13 +19649,14 @@ typedef struct dtrain__device_buffers {
 #define DTRAIN__DEVICE_BUFFER_WORDS (sizeof(dtrain__device_buffers) / sizeof(uint64_t))
 
 typedef struct dtrain__processes dtrain__processes;
+typedef struct dtrain__hosts dtrain__hosts;
 
 struct dtrain_device_group {
     dtrain_comm *comm;
     dtrain_device *device;              /* its queue is the caller's, or the group's own: see >>device_async */
     struct dtrain__device_async *async; /* NULL: all calls are blocking ones */
     dtrain_device_mode mode;
-    size_t chunk_bytes;
+    size_t chunk_bytes; /* 0: by the size of each call */
     int slots;
     int no_devices;                   /* no rank has one: calls are the CPU's */
     size_t bytes;                     /* of the block that this is at the start of, with all arrays */
@@ -19633,16 +19667,46 @@ struct dtrain_device_group {
     const void **ins;
     void **outs;
     dtrain__processes *processes; /* what ranks share that are processes of one host; NULL: they are not */
-    unsigned char *pinned;                      /* slots of chunk_bytes */
-    void **slot_events;                         /* each says when the copies to and from its slot are done */
-    dtrain__flags_board *flags;                 /* FLAGS, as all that follows; else NULL */
-    uint32_t *words;                            /* this rank's, of its device */
-    uint64_t *failure;                          /* what a kernel has left for the CPU; 0: nothing */
-    uint32_t epoch;                             /* of the call under way, or the last */
-    int blocks;                                 /* that run at the same time on every device */
-    size_t block_bytes;                         /* that one holds of an array at a time */
+    unsigned char *pinned;        /* slots of chunk_bytes; 0: of the largest chunk */
+    void **slot_events;           /* each says when the copies to and from its slot are done */
+    dtrain__hosts *hosts;         /* HOSTS: the groups that its calls are made of; else NULL */
+    const dtrain__extent *pieces; /* in a group of HOSTS: of a vector, that make up this rank's shard */
+    int piece_count;              /* 0: the shard is in one piece */
+    int mean_of;                  /* likewise: ranks whose sum the results are divided by; 0: not */
+    dtrain__flags_board *flags;   /* FLAGS, as all that follows; else NULL */
+    uint32_t *words;              /* this rank's, of its device */
+    uint64_t *failure;            /* what a kernel has left for the CPU; 0: nothing */
+    uint32_t epoch;               /* of the call under way, or the last */
+    int blocks;                   /* that run at the same time on every device */
+    size_t block_bytes;           /* that one holds of an array at a time */
     int part_blocks, part_at_once, part_queued; /* of the call under way */
 };
+
+/* One block for a rank's end and its arrays, those of the strictest alignment first. */
+static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
+                  sizeof(size_t) + 2 * sizeof(void *);
+    size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    dtrain_device_group *group = (dtrain_device_group *)(void *)block;
+    if (group == NULL) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "device_group_create on rank %d: no memory for %zu bytes",
+                     comm->rank, bytes);
+        return NULL;
+    }
+    group->comm = comm;
+    group->bytes = bytes;
+    group->notes = (dtrain__device_note *)(void *)(block + header);
+    group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
+    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
+    group->counts = (size_t *)(void *)(group->shards + size);
+    group->ins = (const void **)(void *)(group->counts + size);
+    group->outs = (void **)(void *)(group->ins + size);
+    group->slot_events = group->outs + size;
+    return group;
+}
 
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
@@ -19739,15 +19803,43 @@ static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtra
 #ifndef DTRAIN__DEVICE_STAGED
 #define DTRAIN__DEVICE_STAGED
 
+#define DTRAIN__DEVICE_CHUNK_LEAST ((size_t)256 << 10)
+#define DTRAIN__DEVICE_CHUNK_MOST ((size_t)4 << 20)
+#define DTRAIN__STAGED_RATE 600000 /* bytes: 50 us a chunk, over the 1/24 + 1/24 ns a byte of the two copies */
+
 typedef struct dtrain__staged {
     dtrain_device_group *group;
     const dtrain__op *op;
     size_t width;
-    size_t piece;  /* elements of a chunk, or of each shard in it */
-    size_t chunks; /* at least 1: peers hear of a call on no elements, too */
-    int shards;    /* chunks are made of pieces of shards */
-    int direct;    /* the CPU's memory, which needs no slot */
+    size_t slot_bytes; /* from one to the next */
+    size_t piece;      /* elements of a chunk, or of each shard in it */
+    size_t chunks;     /* at least 1: peers hear of a call on no elements, too */
+    int shards;        /* chunks are made of pieces of shards */
+    int direct;        /* the CPU's memory, which needs no slot */
 } dtrain__staged;
+
+/* Bytes of the chunks that a vector of so many goes in where the desc says nothing: see DTRAIN_DEVICE_STAGED. In whole
+ * numbers, so that every rank comes to the same. */
+static size_t dtrain__staged_chunk(size_t bytes)
+{
+    uint64_t least = DTRAIN__DEVICE_CHUNK_LEAST / 64, most = DTRAIN__DEVICE_CHUNK_MOST / 64;
+    if (bytes / 8 > DTRAIN__DEVICE_CHUNK_MOST)
+        return DTRAIN__DEVICE_CHUNK_MOST; /* the root is past it, and no product below overflows */
+    while (least < most) {
+        uint64_t middle = (least + most + 1) / 2;
+        if (middle * 64 * middle * 64 <= (uint64_t)bytes * DTRAIN__STAGED_RATE)
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    return (size_t)least * 64;
+}
+
+/* From one slot of the group's to the next: a chunk, or the largest. */
+static size_t dtrain__staged_slot_bytes(const dtrain_device_group *group)
+{
+    return group->chunk_bytes > 0 ? group->chunk_bytes : DTRAIN__DEVICE_CHUNK_MOST;
+}
 
 static dtrain__staged dtrain__staged_of(dtrain_device_group *group, const dtrain__op *op)
 {
@@ -19764,14 +19856,16 @@ static dtrain__staged dtrain__staged_of(dtrain_device_group *group, const dtrain
         longest = n > longest ? n : longest;
         cut += n > 0;
     }
-    run.piece = group->chunk_bytes / run.width / (cut > 0 ? cut : 1);
+    size_t chunk_bytes = group->chunk_bytes > 0 ? group->chunk_bytes : dtrain__staged_chunk(op->count * run.width);
+    run.slot_bytes = dtrain__staged_slot_bytes(group);
+    run.piece = chunk_bytes / run.width / (cut > 0 ? cut : 1);
     run.chunks = longest > 0 ? (longest - 1) / run.piece + 1 : 1;
     return run;
 }
 
 static unsigned char *dtrain__staged_slot(const dtrain__staged *run, size_t chunk)
 {
-    return run->group->pinned + chunk % (size_t)run->group->slots * run->group->chunk_bytes;
+    return run->group->pinned + chunk % (size_t)run->group->slots * run->slot_bytes;
 }
 
 /* Elements of a chunk that are of `rank`'s shard; *begin: where in the vector they are. */
@@ -19912,7 +20006,11 @@ static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk
     } else {
         op = dtrain__op_of(whole->kind, slot, slot, n, whole->dtype);
     }
-    return dtrain__device_step(group, whole, 0, &op);
+    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
+    if (status == DTRAIN_OK && group->mean_of > 0)
+        dtrain__fold_finish(op.dtype, DTRAIN_MEAN, group->mean_of, op.out, op.out,
+                            run->shards ? group->counts[group->comm->rank] : n);
+    return status;
 }
 
 /* A chunk's wait or collective has failed. The call can be made again where that was the first: nothing has moved, or
@@ -20563,6 +20661,34 @@ static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrai
     return dtrain__device_share(group, op->dtype, op->op, comm->size, whole ? comm->size : 1, begin, n);
 }
 
+/* The same of a shard in pieces: each is folded or, for a gather, copied from this rank's output to the others'. */
+static dtrain_status dtrain__events_pieces(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, done = 0;
+    int folds = dtrain__op_reduces(op);
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < group->piece_count && status == DTRAIN_OK; i++) {
+        size_t offset = group->pieces[i].begin * width, bytes = group->pieces[i].count * width;
+        int m = 0;
+        if (bytes == 0)
+            continue;
+        for (int rank = 0; rank < comm->size; rank++)
+            if (folds)
+                group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+            else if (rank != comm->rank)
+                group->outs[m++] = (unsigned char *)group->buffers[rank].out + offset;
+        if (folds)
+            group->outs[0] = (unsigned char *)op->out + done;
+        else
+            group->ins[0] = (const unsigned char *)op->out + offset;
+        status = folds ? dtrain__device_share(group, op->dtype, op->op, comm->size, 1, 0, bytes / width)
+                       : dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, bytes);
+        done += bytes;
+    }
+    return status;
+}
+
 /* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
 static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
 {
@@ -20588,7 +20714,9 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
 static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_status status = dtrain__events_await(group, 0, 0);
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && group->piece_count > 0)
+        status = dtrain__events_pieces(group, op);
+    else if (status == DTRAIN_OK)
         status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
     if (status == DTRAIN_OK)
         status = dtrain_device_event_record(group->device, group->mine.events[1]);
@@ -21020,6 +21148,367 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
 
 #endif
 
+/* ---- >>device_hosts ----
+ * Collectives of devices across hosts, of which each has as many ranks, neighbours in rank order, as every other. Two
+ * groups do the work: `inside` of the ranks of a host, by EVENTS, and `between` of the ranks that have the same place
+ * in every host, STAGED. A sum is folded inside each host, each rank a share of it; the hosts' sums of a share are
+ * added between hosts, by the CPU's code; and each rank hands its share to all of its host. The tree of >>order over
+ * hosts of a power of two of ranks is the tree over the hosts' trees, so these are its bits; a mean is the sum, divided
+ * once, where the hosts' sums are added. Partial sums of 16-bit floats are float32, which no buffer has room for:
+ * these go STAGED among all ranks.
+ *
+ * Every rank takes part in a step of the whole group first, so that calls that differ, memory that cannot be shared and
+ * ranks that do not come are found before anything is done. Whatever fails after that breaks all three groups. As
+ * every rank waits for ranks of its host and of every other host in each call, nobody is left waiting. */
+#ifndef DTRAIN__DEVICE_HOSTS
+#define DTRAIN__DEVICE_HOSTS
+
+/* What a rank says before a call begins, in whole 64-bit words. */
+typedef struct dtrain__hosts_word {
+    uint64_t status; /* not DTRAIN_OK: its buffers cannot be shared, and text says why */
+    char text[DTRAIN__DEVICE_NOTE_TEXT];
+} dtrain__hosts_word;
+
+#define DTRAIN__HOSTS_WORDS (sizeof(dtrain__hosts_word) / sizeof(uint64_t))
+
+struct dtrain__hosts {
+    dtrain_comm *near_ranks, *far_ranks; /* of this host; of this rank's place in every host */
+    dtrain_device_group *inside, *between;
+    int each, count, place;    /* ranks of a host; hosts; this rank's among its host's */
+    dtrain__hosts_word *words; /* of every rank */
+    dtrain__extent *pieces;    /* one for each host at most */
+    void *scratch;             /* of the device: a reduce-scatter's sums of this host */
+    size_t scratch_bytes;
+    size_t bytes; /* of the block that this is at the start of */
+};
+
+/* ---- who is where ---- */
+
+static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
+{
+#ifdef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
+    return DTRAIN__DEVICE_HOST(dtrain__comm_origin(comm, comm->rank));
+#else
+    return comm->socket != NULL ? comm->socket->hub->members[dtrain__comm_origin(comm, comm->rank)].host : 0;
+#endif
+}
+
+static int dtrain__hosts_differ(const dtrain_device_group *group)
+{
+    for (int rank = 1; rank < group->comm->size; rank++)
+        if (group->notes[rank].host != group->notes[0].host)
+            return 1;
+    return 0;
+}
+
+/* Ranks of the first host. */
+static int dtrain__hosts_each(const dtrain_device_group *group)
+{
+    int each = 1;
+    while (each < group->comm->size && group->notes[each].host == group->notes[0].host)
+        each++;
+    return each;
+}
+
+/* Whether a rank is on the host that it has to be on, where hosts are alike. */
+static int dtrain__hosts_fits(const dtrain_device_group *group, int each, int rank)
+{
+    const dtrain__device_note *notes = group->notes;
+    int first = rank - rank % each;
+    if (first + each > group->comm->size || notes[rank].host != notes[first].host)
+        return 0;
+    for (int other = 0; rank == first && other < first; other += each)
+        if (notes[other].host == notes[rank].host)
+            return 0;
+    return 1;
+}
+
+/* Why hosts are no way to go, where their devices could; NULL: they are one. */
+static const char *dtrain__hosts_hindrance(const dtrain_device_group *group, int *rank)
+{
+    int each = dtrain__hosts_each(group);
+    *rank = 0;
+    if (each == group->comm->size)
+        return "all ranks are on its host, where DTRAIN_DEVICE_EVENTS does";
+    if (each == 1)
+        return "it is the only one of its host, or its neighbour in rank order is on another";
+    if (each > DTRAIN__DEVICE_MOST)
+        return "its host has more than 64 ranks";
+    if (group->comm->desc.order != DTRAIN_ORDER_ANY && !dtrain__step_power_of_two(each))
+        return "its host has a number of ranks that is no power of two, and sums are of the tree order";
+    for (*rank = each; *rank < group->comm->size; ++*rank)
+        if (!dtrain__hosts_fits(group, each, *rank))
+            return "its host has not as many ranks as that of rank 0, or they are no neighbours in rank order";
+    return NULL;
+}
+
+/* ---- making ---- */
+
+static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    int each = dtrain__hosts_each(group), count = comm->size / each;
+    size_t header = (sizeof(dtrain__hosts) + 63) / 64 * 64;
+    size_t bytes = header + (size_t)comm->size * sizeof(dtrain__hosts_word) + (size_t)count * sizeof(dtrain__extent);
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (block == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    group->hosts = (dtrain__hosts *)(void *)block;
+    group->hosts->bytes = bytes;
+    group->hosts->each = each;
+    group->hosts->count = count;
+    group->hosts->place = comm->rank % each;
+    group->hosts->words = (dtrain__hosts_word *)(void *)(block + header);
+    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->words + comm->size);
+    return DTRAIN_OK;
+}
+
+/* A part of the group that ends when the whole does: of processes, whatever ends it. */
+static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_comm **part)
+{
+    dtrain_status status = dtrain__split(whole, color, whole->rank, 1, part, "device_group_create");
+    if (status != DTRAIN_OK || whole->socket == NULL)
+        return status;
+    pthread_mutex_lock(&whole->socket->hub->mutex);
+    dtrain__channel_follow((*part)->socket, whole->socket);
+    pthread_mutex_unlock(&whole->socket->hub->mutex);
+    return DTRAIN_OK;
+}
+
+/* Makes the two parts that this rank is in. */
+static dtrain_status dtrain__hosts_split(dtrain_device_group *group)
+{
+    dtrain__hosts *hosts = group->hosts;
+    dtrain_status status = dtrain__hosts_part(group->comm, group->comm->rank / hosts->each, &hosts->near_ranks);
+    return status == DTRAIN_OK ? dtrain__hosts_part(group->comm, hosts->place, &hosts->far_ranks) : status;
+}
+
+/* Makes this rank's ends of the groups of devices. UNSUPPORTED: the devices of its host do not reach each other. */
+static dtrain_status dtrain__hosts_make(dtrain_device_group *group)
+{
+    dtrain__hosts *hosts = group->hosts;
+    dtrain_device_group_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.mode = DTRAIN_DEVICE_EVENTS;
+    dtrain_status status = dtrain_device_group_create(&hosts->inside, hosts->near_ranks, group->device, &desc);
+    if (status != DTRAIN_OK)
+        return status;
+    hosts->between = dtrain__device_group_new(hosts->far_ranks);
+    if (hosts->between == NULL)
+        return DTRAIN_ERR_MEMORY;
+    hosts->between->device = group->device;
+    hosts->between->mode = DTRAIN_DEVICE_STAGED;
+    hosts->between->chunk_bytes = group->chunk_bytes;
+    hosts->between->slots = group->slots;
+    hosts->scratch_bytes = (size_t)group->slots * dtrain__staged_slot_bytes(group);
+    return dtrain_device_alloc(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch_bytes, &hosts->scratch);
+}
+
+static void dtrain__hosts_free(dtrain_device_group *group)
+{
+    dtrain__hosts *hosts = group->hosts;
+    if (hosts == NULL)
+        return;
+    dtrain_device_group_destroy(hosts->inside);
+    if (hosts->between != NULL)
+        dtrain__free(hosts->far_ranks->allocator, hosts->between, hosts->between->bytes);
+    dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch);
+    dtrain_comm_destroy(hosts->far_ranks);
+    dtrain_comm_destroy(hosts->near_ranks);
+    dtrain__free(group->comm->allocator, hosts, hosts->bytes);
+    group->hosts = NULL;
+}
+
+/* ---- a call ---- */
+
+/* A call that goes among all ranks as one of STAGED. */
+static int dtrain__hosts_stages(const dtrain__op *op)
+{
+    return dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
+           (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD);
+}
+
+/* A phase has failed, and this thread's last error says why: nothing of the group goes on. */
+static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
+                                          dtrain_status status)
+{
+    dtrain_comm *comm = group->comm;
+    const dtrain__hosts *hosts = group->hosts;
+    int first = far ? hosts->place : comm->rank - hosts->place;
+    dtrain__error said = dtrain__thread_error, cause;
+    dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %.360s",
+                 dtrain__device_text(comm, whole, comm->number).text, comm->rank,
+                 far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1), said.text);
+    cause = dtrain__thread_error;
+    status = dtrain__device_break(group);
+    dtrain__comm_break(hosts->near_ranks, &cause);
+    dtrain__comm_break(hosts->far_ranks, &cause);
+    dtrain__events_end(hosts->inside);
+    return status;
+}
+
+static dtrain_op dtrain__hosts_op(const dtrain__op *whole)
+{
+    return whole->op == DTRAIN_MEAN ? DTRAIN_SUM : whole->op;
+}
+
+/* A step inside the host, on this rank's share, which is in pieces; 0 of them: on all. */
+static dtrain_status dtrain__hosts_inside(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op,
+                                          int pieces)
+{
+    dtrain_device_group *inside = group->hosts->inside;
+    op->op = dtrain__op_reduces(op) ? dtrain__hosts_op(whole) : (dtrain_op)0;
+    inside->pieces = group->hosts->pieces;
+    inside->piece_count = pieces;
+    dtrain_status status = dtrain__events_run(inside, op);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 0, status);
+}
+
+/* A step between hosts. The slots, and the queue that they are filled by, are the whole group's. */
+static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op)
+{
+    dtrain_device_group *between = group->hosts->between;
+    int reduces = dtrain__op_reduces(op);
+    op->op = reduces ? dtrain__hosts_op(whole) : (dtrain_op)0;
+    between->pinned = group->pinned;
+    between->slot_events = group->slot_events;
+    between->mean_of = reduces && whole->op == DTRAIN_MEAN ? group->comm->size : 0;
+    dtrain_status status = dtrain__staged_run(between, op);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 1, status);
+}
+
+/* Hands this rank's share of the result, which is in its output, to all of its host. */
+static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dtrain__op *whole, int pieces)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, NULL, whole->out, whole->count, whole->dtype);
+    return dtrain__hosts_inside(group, whole, &op, pieces);
+}
+
+/* Hears that all ranks make this call, and can. */
+static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__hosts_word mine, *words = group->hosts->words;
+    dtrain__parcel parcel;
+    dtrain__op op = *whole;
+    memset(&mine, 0, sizeof mine);
+    op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* whose buffers all are shared */
+    if (group->hosts->inside->processes != NULL)
+        mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &parcel);
+    if (mine.status != DTRAIN_OK)
+        snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
+    op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, words, DTRAIN__HOSTS_WORDS * (size_t)comm->size, DTRAIN_U64);
+    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        words[rank].text[sizeof words[rank].text - 1] = 0;
+        if (words[rank].status != DTRAIN_OK)
+            status =
+                dtrain__fail(&comm->error, (dtrain_status)words[rank].status, "%s on rank %d: rank %d's memory: %s",
+                             dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, words[rank].text);
+    }
+    return status;
+}
+
+/* Makes the one piece of this rank's share of a vector that every rank has whole; returns where in `out` it is. */
+static unsigned char *dtrain__hosts_share(dtrain_device_group *group, const dtrain__op *whole)
+{
+    size_t width = dtrain_dtype_bits(whole->dtype) / 8;
+    dtrain__extent *piece = &group->hosts->pieces[0];
+    piece->count = dtrain__events_share(group->hosts->near_ranks, whole->count, width, &piece->begin);
+    piece->begin = piece->count > 0 ? piece->begin : 0;
+    return (unsigned char *)whole->out + piece->begin * width;
+}
+
+static dtrain_status dtrain__hosts_all_reduce(dtrain_device_group *group, const dtrain__op *whole)
+{
+    unsigned char *share = dtrain__hosts_share(group, whole);
+    size_t n = group->hosts->pieces[0].count;
+    dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, share, whole->count, whole->dtype);
+    dtrain__op add = dtrain__op_of(DTRAIN__ALL_REDUCE, share, share, n, whole->dtype);
+    dtrain_status status = dtrain__hosts_inside(group, whole, &fold, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__hosts_between(group, whole, &add);
+    return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, 1) : status;
+}
+
+/* The root's host has all of it first; each of its ranks sends a share to every host. */
+static dtrain_status dtrain__hosts_broadcast(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const dtrain__hosts *hosts = group->hosts;
+    unsigned char *share = dtrain__hosts_share(group, whole);
+    int home = whole->root / hosts->each, here = group->comm->rank / hosts->each == home;
+    dtrain__op all = dtrain__op_of(DTRAIN__BROADCAST, whole->in, whole->out, whole->count, whole->dtype);
+    dtrain__op some = dtrain__op_of(DTRAIN__BROADCAST, share, share, hosts->pieces[0].count, whole->dtype);
+    all.root = whole->root % hosts->each;
+    some.root = home;
+    dtrain_status status = here ? dtrain__hosts_inside(group, whole, &all, 0) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__hosts_between(group, whole, &some);
+    return status == DTRAIN_OK && !here ? dtrain__hosts_hand_out(group, whole, 1) : status;
+}
+
+/* The shards of this rank's place in every host come to it, into the whole vector; then to all of its host. */
+static dtrain_status dtrain__hosts_all_gather(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const dtrain__hosts *hosts = group->hosts;
+    dtrain__op some = dtrain__op_of(DTRAIN__ALL_GATHER, whole->in, whole->out, 0, whole->dtype);
+    for (int host = 0; host < hosts->count; host++) {
+        hosts->pieces[host] = group->shards[host * hosts->each + hosts->place];
+        hosts->between->shards[host] = hosts->pieces[host];
+        some.count += hosts->pieces[host].count;
+    }
+    dtrain_status status = dtrain__hosts_between(group, whole, &some);
+    return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, hosts->count) : status;
+}
+
+/* The host's sums of the shards of this rank's place go to the scratch, as much as it holds at a time, and from there
+ * each to its owner. */
+static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const dtrain__hosts *hosts = group->hosts;
+    size_t width = dtrain_dtype_bits(whole->dtype) / 8, longest = 0;
+    size_t room = hosts->scratch_bytes / width / (size_t)hosts->count;
+    dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < group->comm->size; rank++)
+        longest = group->shards[rank].count > longest ? group->shards[rank].count : longest;
+    for (size_t at = 0; at < longest && status == DTRAIN_OK; at += room) {
+        size_t sum = 0, own = group->shards[group->comm->rank].count > at ? at * width : 0;
+        for (int host = 0; host < hosts->count; host++) {
+            dtrain__extent shard = group->shards[host * hosts->each + hosts->place];
+            size_t n = shard.count > at ? shard.count - at : 0;
+            n = n < room ? n : room;
+            hosts->pieces[host].begin = n > 0 ? shard.begin + at : 0;
+            hosts->pieces[host].count = hosts->between->shards[host].count = n;
+            hosts->between->shards[host].begin = sum;
+            sum += n;
+        }
+        dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, hosts->scratch, whole->count, whole->dtype);
+        dtrain__op add =
+            dtrain__op_of(DTRAIN__REDUCE_SCATTER, hosts->scratch, (unsigned char *)whole->out + own, sum, whole->dtype);
+        status = dtrain__hosts_inside(group, whole, &fold, hosts->count);
+        if (status == DTRAIN_OK)
+            status = dtrain__hosts_between(group, whole, &add);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__hosts_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    if (dtrain__hosts_stages(op))
+        return dtrain__staged_run(group, op);
+    dtrain_status status = dtrain__hosts_meet(group, op);
+    if (status != DTRAIN_OK || op->count == 0)
+        return status;
+    switch (op->kind) {
+    case DTRAIN__ALL_REDUCE: return dtrain__hosts_all_reduce(group, op);
+    case DTRAIN__REDUCE_SCATTER: return dtrain__hosts_reduce_scatter(group, op);
+    case DTRAIN__ALL_GATHER: return dtrain__hosts_all_gather(group, op);
+    default: return dtrain__hosts_broadcast(group, op);
+    }
+}
+
+#endif
+
 /* ---- >>device_async ----
  * Calls on memory of devices that go on beside the caller's queue. A group that has them has a queue of its own, in
  * whose order it works, and a thread that makes the calls there, blocking, in the order in which they were started. The
@@ -21078,6 +21567,8 @@ static dtrain_status dtrain__device_run(dtrain_device_group *group, const dtrain
         dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
     if (group->mode == DTRAIN_DEVICE_FLAGS)
         return dtrain__flags_run(group, op);
+    if (group->mode == DTRAIN_DEVICE_HOSTS)
+        return dtrain__hosts_run(group, op);
     return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
 }
 
@@ -21394,6 +21885,16 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
                         strerror(error));
 }
 
+static void dtrain__async_abort(dtrain_device_group *group)
+{
+    const char *why = "it has destroyed its group of devices while this was under way";
+    dtrain_comm_abort(group->comm, why);
+    if (group->hosts == NULL)
+        return;
+    dtrain_comm_abort(group->hosts->near_ranks, why);
+    dtrain_comm_abort(group->hosts->far_ranks, why);
+}
+
 /* Ends the thread: what is under way is given a second to end, and is broken off after that. Returns 0 in a forked
  * child, which has no thread, and whose devices are its parent's. */
 static int dtrain__async_stop(dtrain_device_group *group)
@@ -21406,7 +21907,7 @@ static int dtrain__async_stop(dtrain_device_group *group)
     if (!async->threaded)
         return 1;
     if (!dtrain__async_wait(async, async->posted, dtrain__os_now_ns() + DTRAIN__ASYNC_GRACE_NS))
-        dtrain_comm_abort(group->comm, "it has destroyed its group of devices while this was under way");
+        dtrain__async_abort(group);
     __atomic_store_n(&async->stop, 1u, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(&async->bell);
     dtrain__os_thread_join(&async->thread);
@@ -21508,10 +22009,6 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_gr
 #ifndef DTRAIN__DEVICE_GROUP
 #define DTRAIN__DEVICE_GROUP
 
-#define DTRAIN__DEVICE_CHUNK ((size_t)1 << 20)
-#define DTRAIN__DEVICE_CHUNK_LEAST ((size_t)256 << 10)
-#define DTRAIN__DEVICE_CHUNK_MOST ((size_t)4 << 20)
-
 /* Keeps what has failed on this rank for its next note. */
 static void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
 {
@@ -21549,10 +22046,10 @@ static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
 {
     if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
-        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS)
+        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS && desc->mode != DTRAIN_DEVICE_HOSTS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
-                            "DTRAIN_DEVICE_EVENTS or DTRAIN_DEVICE_FLAGS",
+                            "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS",
                             (int)desc->mode);
     if (desc->chunk_bytes != 0 &&
         (desc->chunk_bytes < DTRAIN__DEVICE_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__DEVICE_CHUNK_MOST))
@@ -21574,12 +22071,13 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     desc = desc != NULL ? desc : &defaults;
     dtrain__device_note_status(group, dtrain__device_check_desc(desc));
     group->mode = desc->mode;
-    group->chunk_bytes = desc->chunk_bytes > 0 ? desc->chunk_bytes / 64 * 64 : DTRAIN__DEVICE_CHUNK;
+    group->chunk_bytes = desc->chunk_bytes / 64 * 64;
     group->slots = desc->slots > 0 ? desc->slots : 4;
     group->mine.mode = (uint64_t)desc->mode;
     group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
     group->mine.slots = (uint64_t)group->slots;
     group->mine.async = (uint64_t)(desc->async == 1);
+    group->mine.host = dtrain__hosts_own(group->comm);
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
@@ -21619,15 +22117,15 @@ static dtrain_status dtrain__device_compare(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Why there can be no EVENTS, by what all ranks have said; NULL: there can. */
-static const char *dtrain__device_hindrance(const dtrain_device_group *group, int *rank)
+/* Why there can be no EVENTS, or within hosts none, by what all ranks have said; NULL: there can. */
+static const char *dtrain__device_hindrance(const dtrain_device_group *group, int hosts, int *rank)
 {
     const dtrain__device_note *first = &group->notes[0];
     *rank = group->comm->rank;
     int threads = group->comm->transport.board != NULL;
     if (!threads && group->comm->socket == NULL)
         return "its group is neither one of threads nor of dtrain_comm_create";
-    if (group->comm->size > DTRAIN__DEVICE_MOST)
+    if (group->comm->size > DTRAIN__DEVICE_MOST && !hosts)
         return "it is among more than 64 ranks";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
         const dtrain__device_note *note = &group->notes[*rank];
@@ -21641,15 +22139,20 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
         if (why != NULL)
             return why;
     }
-    return NULL;
+    if (hosts)
+        return dtrain__hosts_hindrance(group, rank);
+    return group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_hindrance(group, rank) : NULL;
 }
 
 static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int rank, const char *why)
 {
+    const char *mode = group->mode == DTRAIN_DEVICE_FLAGS   ? "FLAGS"
+                       : group->mode == DTRAIN_DEVICE_HOSTS ? "HOSTS"
+                                                            : "EVENTS";
     return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
                         "device_group_create on rank %d: DTRAIN_DEVICE_%s cannot be on rank %d: %s; ask for "
                         "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
-                        group->comm->rank, group->mode == DTRAIN_DEVICE_FLAGS ? "FLAGS" : "EVENTS", rank, why);
+                        group->comm->rank, mode, rank, why);
 }
 
 static void dtrain__device_end_probe(dtrain_device_group *group)
@@ -21659,11 +22162,14 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
 }
 
 /* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
- * EVENTS was asked for. */
-static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *reached)
+ * a mode was asked for. */
+static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
 {
     int asked = group->mode != DTRAIN_DEVICE_MODE_AUTO;
     dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < group->comm->size; rank++)
+        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK && !tried)
+            return dtrain__device_verdict(group);
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
         dtrain__device_note *note = &group->notes[rank];
         note->text[sizeof note->text - 1] = 0;
@@ -21681,10 +22187,7 @@ static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int 
     dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
     status = dtrain__device_meet(group);
     dtrain__processes_close_offer(group);
-    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++)
-        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK)
-            return dtrain__device_verdict(group);
-    return status == DTRAIN_OK ? dtrain__device_reached(group, reached) : status;
+    return status == DTRAIN_OK ? dtrain__device_reached(group, 0, reached) : status;
 }
 
 /* Finds out whether the devices reach each other's memory; *reached: they do. */
@@ -21704,7 +22207,7 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
             dtrain__events_end(group);
             dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
         } else {
-            status = dtrain__device_reached(group, reached);
+            status = dtrain__device_reached(group, 1, reached);
         }
     }
     dtrain__device_end_probe(group);
@@ -21712,11 +22215,34 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     return status;
 }
 
+/* Finds out whether the devices of each host reach each other's memory, and makes what HOSTS takes; *reached: they do.
+ */
+static dtrain_status dtrain__device_try_hosts(dtrain_device_group *group, int *reached)
+{
+    dtrain__device_note_status(group, dtrain__hosts_new(group));
+    dtrain_status status = dtrain__device_meet(group);
+    dtrain__processes_close_offer(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_verdict(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__hosts_split(group);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__device_note_status(group, dtrain__hosts_make(group));
+    status = dtrain__device_meet(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_reached(group, 0, reached);
+    if (status == DTRAIN_OK && !*reached)
+        dtrain__hosts_free(group);
+    dtrain__device_note_status(group, DTRAIN_OK);
+    return status;
+}
+
 static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
 {
     void *pinned = NULL;
-    dtrain_status status =
-        dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, (size_t)group->slots * group->chunk_bytes, &pinned);
+    size_t bytes = (size_t)group->slots * dtrain__staged_slot_bytes(group);
+    dtrain_status status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, bytes, &pinned);
     group->pinned = (unsigned char *)pinned;
     for (int slot = 0; slot < group->slots && status == DTRAIN_OK; slot++)
         status = dtrain_device_event_create(group->device, &group->slot_events[slot]);
@@ -21734,51 +22260,25 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
         status = dtrain__device_compare(group);
     if (status != DTRAIN_OK)
         return status;
-    const char *why = dtrain__device_hindrance(group, &rank);
-    if (why == NULL && group->mode == DTRAIN_DEVICE_FLAGS)
-        why = dtrain__flags_hindrance(group, &rank);
-    if (why != NULL && (group->mode == DTRAIN_DEVICE_EVENTS || group->mode == DTRAIN_DEVICE_FLAGS))
+    int hosts =
+        group->mode == DTRAIN_DEVICE_HOSTS || (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_differ(group));
+    const char *why = dtrain__device_hindrance(group, hosts, &rank);
+    if (why != NULL && group->mode != DTRAIN_DEVICE_MODE_AUTO && group->mode != DTRAIN_DEVICE_STAGED)
         return dtrain__device_no_events(group, rank, why);
     reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
     if (reached)
-        status = dtrain__device_try_events(group, &reached);
-    if (!reached && status == DTRAIN_OK)
+        status = hosts ? dtrain__device_try_hosts(group, &reached) : dtrain__device_try_events(group, &reached);
+    if ((!reached || hosts) && status == DTRAIN_OK)
         dtrain__processes_free(group);
     if (!reached)
         group->mode = DTRAIN_DEVICE_STAGED;
     else if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
-        group->mode = DTRAIN_DEVICE_EVENTS;
-    if (status != DTRAIN_OK || reached || group->no_devices)
+        group->mode = hosts ? DTRAIN_DEVICE_HOSTS : DTRAIN_DEVICE_EVENTS;
+    if (status != DTRAIN_OK || (reached && !hosts) || group->no_devices)
         return status;
     dtrain__device_note_status(group, dtrain__device_make_slots(group));
     status = dtrain__device_meet(group);
     return status == DTRAIN_OK ? dtrain__device_verdict(group) : status;
-}
-
-/* One block for a rank's end and its arrays, those of the strictest alignment first. */
-static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
-{
-    size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
-    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
-                  sizeof(size_t) + 2 * sizeof(void *);
-    size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
-    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
-    dtrain_device_group *group = (dtrain_device_group *)(void *)block;
-    if (group == NULL) {
-        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "device_group_create on rank %d: no memory for %zu bytes",
-                     comm->rank, bytes);
-        return NULL;
-    }
-    group->comm = comm;
-    group->bytes = bytes;
-    group->notes = (dtrain__device_note *)(void *)(block + header);
-    group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
-    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
-    group->counts = (size_t *)(void *)(group->shards + size);
-    group->ins = (const void **)(void *)(group->counts + size);
-    group->outs = (void **)(void *)(group->ins + size);
-    group->slot_events = group->outs + size;
-    return group;
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
@@ -21900,6 +22400,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
         dtrain__free(group->comm->allocator, group, group->bytes);
         return;
     }
+    dtrain__hosts_free(group);
     if (group->mine.events[0] != NULL && (group->processes != NULL || group->comm->transport.board != NULL))
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     dtrain__flags_leave(group);

@@ -11,6 +11,7 @@
 #include "device_staged.c"
 #include "device_events.c"
 #include "device_flags.c"
+#include "device_hosts.c"
 #include "cancel.c"
 
 #define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
@@ -61,6 +62,8 @@ static dtrain_status dtrain__device_run(dtrain_device_group *group, const dtrain
         dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
     if (group->mode == DTRAIN_DEVICE_FLAGS)
         return dtrain__flags_run(group, op);
+    if (group->mode == DTRAIN_DEVICE_HOSTS)
+        return dtrain__hosts_run(group, op);
     return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
 }
 
@@ -377,6 +380,16 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
                         strerror(error));
 }
 
+static void dtrain__async_abort(dtrain_device_group *group)
+{
+    const char *why = "it has destroyed its group of devices while this was under way";
+    dtrain_comm_abort(group->comm, why);
+    if (group->hosts == NULL)
+        return;
+    dtrain_comm_abort(group->hosts->near_ranks, why);
+    dtrain_comm_abort(group->hosts->far_ranks, why);
+}
+
 /* Ends the thread: what is under way is given a second to end, and is broken off after that. Returns 0 in a forked
  * child, which has no thread, and whose devices are its parent's. */
 static int dtrain__async_stop(dtrain_device_group *group)
@@ -389,7 +402,7 @@ static int dtrain__async_stop(dtrain_device_group *group)
     if (!async->threaded)
         return 1;
     if (!dtrain__async_wait(async, async->posted, dtrain__os_now_ns() + DTRAIN__ASYNC_GRACE_NS))
-        dtrain_comm_abort(group->comm, "it has destroyed its group of devices while this was under way");
+        dtrain__async_abort(group);
     __atomic_store_n(&async->stop, 1u, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(&async->bell);
     dtrain__os_thread_join(&async->thread);

@@ -19,6 +19,7 @@ typedef struct dtrain__flags_board dtrain__flags_board; /* see >>device_flags */
 typedef struct dtrain__device_note {
     uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
     uint64_t mode, chunk_bytes, slots, async;
+    uint64_t host;            /* equal on ranks of one */
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     void *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
@@ -43,13 +44,14 @@ typedef struct dtrain__device_buffers {
 #define DTRAIN__DEVICE_BUFFER_WORDS (sizeof(dtrain__device_buffers) / sizeof(uint64_t))
 
 typedef struct dtrain__processes dtrain__processes;
+typedef struct dtrain__hosts dtrain__hosts;
 
 struct dtrain_device_group {
     dtrain_comm *comm;
     dtrain_device *device;              /* its queue is the caller's, or the group's own: see >>device_async */
     struct dtrain__device_async *async; /* NULL: all calls are blocking ones */
     dtrain_device_mode mode;
-    size_t chunk_bytes;
+    size_t chunk_bytes; /* 0: by the size of each call */
     int slots;
     int no_devices;                   /* no rank has one: calls are the CPU's */
     size_t bytes;                     /* of the block that this is at the start of, with all arrays */
@@ -60,16 +62,46 @@ struct dtrain_device_group {
     const void **ins;
     void **outs;
     dtrain__processes *processes; /* what ranks share that are processes of one host; NULL: they are not */
-    unsigned char *pinned;                      /* slots of chunk_bytes */
-    void **slot_events;                         /* each says when the copies to and from its slot are done */
-    dtrain__flags_board *flags;                 /* FLAGS, as all that follows; else NULL */
-    uint32_t *words;                            /* this rank's, of its device */
-    uint64_t *failure;                          /* what a kernel has left for the CPU; 0: nothing */
-    uint32_t epoch;                             /* of the call under way, or the last */
-    int blocks;                                 /* that run at the same time on every device */
-    size_t block_bytes;                         /* that one holds of an array at a time */
+    unsigned char *pinned;        /* slots of chunk_bytes; 0: of the largest chunk */
+    void **slot_events;           /* each says when the copies to and from its slot are done */
+    dtrain__hosts *hosts;         /* HOSTS: the groups that its calls are made of; else NULL */
+    const dtrain__extent *pieces; /* in a group of HOSTS: of a vector, that make up this rank's shard */
+    int piece_count;              /* 0: the shard is in one piece */
+    int mean_of;                  /* likewise: ranks whose sum the results are divided by; 0: not */
+    dtrain__flags_board *flags;   /* FLAGS, as all that follows; else NULL */
+    uint32_t *words;              /* this rank's, of its device */
+    uint64_t *failure;            /* what a kernel has left for the CPU; 0: nothing */
+    uint32_t epoch;               /* of the call under way, or the last */
+    int blocks;                   /* that run at the same time on every device */
+    size_t block_bytes;           /* that one holds of an array at a time */
     int part_blocks, part_at_once, part_queued; /* of the call under way */
 };
+
+/* One block for a rank's end and its arrays, those of the strictest alignment first. */
+static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
+                  sizeof(size_t) + 2 * sizeof(void *);
+    size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    dtrain_device_group *group = (dtrain_device_group *)(void *)block;
+    if (group == NULL) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "device_group_create on rank %d: no memory for %zu bytes",
+                     comm->rank, bytes);
+        return NULL;
+    }
+    group->comm = comm;
+    group->bytes = bytes;
+    group->notes = (dtrain__device_note *)(void *)(block + header);
+    group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
+    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
+    group->counts = (size_t *)(void *)(group->shards + size);
+    group->ins = (const void **)(void *)(group->counts + size);
+    group->outs = (void **)(void *)(group->ins + size);
+    group->slot_events = group->outs + size;
+    return group;
+}
 
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)

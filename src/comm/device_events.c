@@ -161,6 +161,34 @@ static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrai
     return dtrain__device_share(group, op->dtype, op->op, comm->size, whole ? comm->size : 1, begin, n);
 }
 
+/* The same of a shard in pieces: each is folded or, for a gather, copied from this rank's output to the others'. */
+static dtrain_status dtrain__events_pieces(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, done = 0;
+    int folds = dtrain__op_reduces(op);
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < group->piece_count && status == DTRAIN_OK; i++) {
+        size_t offset = group->pieces[i].begin * width, bytes = group->pieces[i].count * width;
+        int m = 0;
+        if (bytes == 0)
+            continue;
+        for (int rank = 0; rank < comm->size; rank++)
+            if (folds)
+                group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+            else if (rank != comm->rank)
+                group->outs[m++] = (unsigned char *)group->buffers[rank].out + offset;
+        if (folds)
+            group->outs[0] = (unsigned char *)op->out + done;
+        else
+            group->ins[0] = (const unsigned char *)op->out + offset;
+        status = folds ? dtrain__device_share(group, op->dtype, op->op, comm->size, 1, 0, bytes / width)
+                       : dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, bytes);
+        done += bytes;
+    }
+    return status;
+}
+
 /* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
 static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
 {
@@ -186,7 +214,9 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
 static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_status status = dtrain__events_await(group, 0, 0);
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && group->piece_count > 0)
+        status = dtrain__events_pieces(group, op);
+    else if (status == DTRAIN_OK)
         status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
     if (status == DTRAIN_OK)
         status = dtrain_device_event_record(group->device, group->mine.events[1]);

@@ -9,11 +9,8 @@
 #include "device_processes.c"
 #include "device_events.c"
 #include "device_flags.c"
+#include "device_hosts.c"
 #include "device_async.c"
-
-#define DTRAIN__DEVICE_CHUNK ((size_t)1 << 20)
-#define DTRAIN__DEVICE_CHUNK_LEAST ((size_t)256 << 10)
-#define DTRAIN__DEVICE_CHUNK_MOST ((size_t)4 << 20)
 
 /* Keeps what has failed on this rank for its next note. */
 static void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
@@ -52,10 +49,10 @@ static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
 {
     if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
-        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS)
+        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS && desc->mode != DTRAIN_DEVICE_HOSTS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
-                            "DTRAIN_DEVICE_EVENTS or DTRAIN_DEVICE_FLAGS",
+                            "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS",
                             (int)desc->mode);
     if (desc->chunk_bytes != 0 &&
         (desc->chunk_bytes < DTRAIN__DEVICE_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__DEVICE_CHUNK_MOST))
@@ -77,12 +74,13 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     desc = desc != NULL ? desc : &defaults;
     dtrain__device_note_status(group, dtrain__device_check_desc(desc));
     group->mode = desc->mode;
-    group->chunk_bytes = desc->chunk_bytes > 0 ? desc->chunk_bytes / 64 * 64 : DTRAIN__DEVICE_CHUNK;
+    group->chunk_bytes = desc->chunk_bytes / 64 * 64;
     group->slots = desc->slots > 0 ? desc->slots : 4;
     group->mine.mode = (uint64_t)desc->mode;
     group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
     group->mine.slots = (uint64_t)group->slots;
     group->mine.async = (uint64_t)(desc->async == 1);
+    group->mine.host = dtrain__hosts_own(group->comm);
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
@@ -122,15 +120,15 @@ static dtrain_status dtrain__device_compare(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Why there can be no EVENTS, by what all ranks have said; NULL: there can. */
-static const char *dtrain__device_hindrance(const dtrain_device_group *group, int *rank)
+/* Why there can be no EVENTS, or within hosts none, by what all ranks have said; NULL: there can. */
+static const char *dtrain__device_hindrance(const dtrain_device_group *group, int hosts, int *rank)
 {
     const dtrain__device_note *first = &group->notes[0];
     *rank = group->comm->rank;
     int threads = group->comm->transport.board != NULL;
     if (!threads && group->comm->socket == NULL)
         return "its group is neither one of threads nor of dtrain_comm_create";
-    if (group->comm->size > DTRAIN__DEVICE_MOST)
+    if (group->comm->size > DTRAIN__DEVICE_MOST && !hosts)
         return "it is among more than 64 ranks";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
         const dtrain__device_note *note = &group->notes[*rank];
@@ -144,15 +142,20 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
         if (why != NULL)
             return why;
     }
-    return NULL;
+    if (hosts)
+        return dtrain__hosts_hindrance(group, rank);
+    return group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_hindrance(group, rank) : NULL;
 }
 
 static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int rank, const char *why)
 {
+    const char *mode = group->mode == DTRAIN_DEVICE_FLAGS   ? "FLAGS"
+                       : group->mode == DTRAIN_DEVICE_HOSTS ? "HOSTS"
+                                                            : "EVENTS";
     return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
                         "device_group_create on rank %d: DTRAIN_DEVICE_%s cannot be on rank %d: %s; ask for "
                         "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
-                        group->comm->rank, group->mode == DTRAIN_DEVICE_FLAGS ? "FLAGS" : "EVENTS", rank, why);
+                        group->comm->rank, mode, rank, why);
 }
 
 static void dtrain__device_end_probe(dtrain_device_group *group)
@@ -162,11 +165,14 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
 }
 
 /* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
- * EVENTS was asked for. */
-static dtrain_status dtrain__device_reached(dtrain_device_group *group, int *reached)
+ * a mode was asked for. */
+static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
 {
     int asked = group->mode != DTRAIN_DEVICE_MODE_AUTO;
     dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < group->comm->size; rank++)
+        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK && !tried)
+            return dtrain__device_verdict(group);
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
         dtrain__device_note *note = &group->notes[rank];
         note->text[sizeof note->text - 1] = 0;
@@ -184,10 +190,7 @@ static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int 
     dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
     status = dtrain__device_meet(group);
     dtrain__processes_close_offer(group);
-    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++)
-        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK)
-            return dtrain__device_verdict(group);
-    return status == DTRAIN_OK ? dtrain__device_reached(group, reached) : status;
+    return status == DTRAIN_OK ? dtrain__device_reached(group, 0, reached) : status;
 }
 
 /* Finds out whether the devices reach each other's memory; *reached: they do. */
@@ -207,7 +210,7 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
             dtrain__events_end(group);
             dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
         } else {
-            status = dtrain__device_reached(group, reached);
+            status = dtrain__device_reached(group, 1, reached);
         }
     }
     dtrain__device_end_probe(group);
@@ -215,11 +218,34 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     return status;
 }
 
+/* Finds out whether the devices of each host reach each other's memory, and makes what HOSTS takes; *reached: they do.
+ */
+static dtrain_status dtrain__device_try_hosts(dtrain_device_group *group, int *reached)
+{
+    dtrain__device_note_status(group, dtrain__hosts_new(group));
+    dtrain_status status = dtrain__device_meet(group);
+    dtrain__processes_close_offer(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_verdict(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__hosts_split(group);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__device_note_status(group, dtrain__hosts_make(group));
+    status = dtrain__device_meet(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_reached(group, 0, reached);
+    if (status == DTRAIN_OK && !*reached)
+        dtrain__hosts_free(group);
+    dtrain__device_note_status(group, DTRAIN_OK);
+    return status;
+}
+
 static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
 {
     void *pinned = NULL;
-    dtrain_status status =
-        dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, (size_t)group->slots * group->chunk_bytes, &pinned);
+    size_t bytes = (size_t)group->slots * dtrain__staged_slot_bytes(group);
+    dtrain_status status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, bytes, &pinned);
     group->pinned = (unsigned char *)pinned;
     for (int slot = 0; slot < group->slots && status == DTRAIN_OK; slot++)
         status = dtrain_device_event_create(group->device, &group->slot_events[slot]);
@@ -237,51 +263,25 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
         status = dtrain__device_compare(group);
     if (status != DTRAIN_OK)
         return status;
-    const char *why = dtrain__device_hindrance(group, &rank);
-    if (why == NULL && group->mode == DTRAIN_DEVICE_FLAGS)
-        why = dtrain__flags_hindrance(group, &rank);
-    if (why != NULL && (group->mode == DTRAIN_DEVICE_EVENTS || group->mode == DTRAIN_DEVICE_FLAGS))
+    int hosts =
+        group->mode == DTRAIN_DEVICE_HOSTS || (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_differ(group));
+    const char *why = dtrain__device_hindrance(group, hosts, &rank);
+    if (why != NULL && group->mode != DTRAIN_DEVICE_MODE_AUTO && group->mode != DTRAIN_DEVICE_STAGED)
         return dtrain__device_no_events(group, rank, why);
     reached = why == NULL && group->mode != DTRAIN_DEVICE_STAGED;
     if (reached)
-        status = dtrain__device_try_events(group, &reached);
-    if (!reached && status == DTRAIN_OK)
+        status = hosts ? dtrain__device_try_hosts(group, &reached) : dtrain__device_try_events(group, &reached);
+    if ((!reached || hosts) && status == DTRAIN_OK)
         dtrain__processes_free(group);
     if (!reached)
         group->mode = DTRAIN_DEVICE_STAGED;
     else if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
-        group->mode = DTRAIN_DEVICE_EVENTS;
-    if (status != DTRAIN_OK || reached || group->no_devices)
+        group->mode = hosts ? DTRAIN_DEVICE_HOSTS : DTRAIN_DEVICE_EVENTS;
+    if (status != DTRAIN_OK || (reached && !hosts) || group->no_devices)
         return status;
     dtrain__device_note_status(group, dtrain__device_make_slots(group));
     status = dtrain__device_meet(group);
     return status == DTRAIN_OK ? dtrain__device_verdict(group) : status;
-}
-
-/* One block for a rank's end and its arrays, those of the strictest alignment first. */
-static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
-{
-    size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
-    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
-                  sizeof(size_t) + 2 * sizeof(void *);
-    size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
-    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
-    dtrain_device_group *group = (dtrain_device_group *)(void *)block;
-    if (group == NULL) {
-        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "device_group_create on rank %d: no memory for %zu bytes",
-                     comm->rank, bytes);
-        return NULL;
-    }
-    group->comm = comm;
-    group->bytes = bytes;
-    group->notes = (dtrain__device_note *)(void *)(block + header);
-    group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
-    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
-    group->counts = (size_t *)(void *)(group->shards + size);
-    group->ins = (const void **)(void *)(group->counts + size);
-    group->outs = (void **)(void *)(group->ins + size);
-    group->slot_events = group->outs + size;
-    return group;
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
@@ -403,6 +403,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
         dtrain__free(group->comm->allocator, group, group->bytes);
         return;
     }
+    dtrain__hosts_free(group);
     if (group->mine.events[0] != NULL && (group->processes != NULL || group->comm->transport.board != NULL))
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     dtrain__flags_leave(group);

@@ -15,13 +15,14 @@ typedef enum dtrain_device_mode {
     DTRAIN_DEVICE_MODE_AUTO = 0,
     DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory: any devices, any transport, ranks without a device */
     DTRAIN_DEVICE_EVENTS,        /* each rank's device reads and writes the others' memory, ordered by events */
-    DTRAIN_DEVICE_FLAGS          /* the same, by kernels that wait for each other: a physical device for each rank */
+    DTRAIN_DEVICE_FLAGS,         /* the same, by kernels that wait for each other: a physical device for each rank */
+    DTRAIN_DEVICE_HOSTS          /* EVENTS inside each host, STAGED between them */
 } dtrain_device_mode;
 
 typedef struct dtrain_device_group_desc {
-    dtrain_device_mode mode; /* 0: EVENTS where it can be, else STAGED */
-    size_t chunk_bytes;      /* STAGED: of a pinned slot; 0: 1 MiB; from 256 KiB to 4 MiB */
-    int slots;               /* STAGED: that are in use at once; 0: 4; 2 to 64 */
+    dtrain_device_mode mode; /* 0: EVENTS where it can be, or HOSTS, else STAGED */
+    size_t chunk_bytes;      /* STAGED, HOSTS: of a chunk; 0: by the call's size; from 256 KiB to 4 MiB */
+    int slots;               /* STAGED, HOSTS: pinned, of the largest chunk each; 0: 4; 2 to 64 */
     int async;               /* 1: has the calls that end in _async, and a queue and a thread for them */
 } dtrain_device_group_desc;
 
@@ -39,16 +40,28 @@ typedef struct dtrain_device_group dtrain_device_group;
  * is one kernel a rank, which keeps its device until all ranks' kernels are there: where a device belongs to several
  * groups, calls on them must be queued in one order on all devices.
  *
+ * HOSTS can be where the ranks of each of several hosts could go by EVENTS, are neighbours in rank order, and are as
+ * many as every other host's: a power of two, unless the communicator's desc frees the order. A host is known by its
+ * name and its last start, so that a container is one; where these differ, EVENTS is tried only where it is asked for.
+ * In an all-reduce or a broadcast every rank then sends a share of the vector to other hosts, and not all of it; sums,
+ * means and products of 16-bit floats go as in STAGED. Each rank's device also holds as many bytes as its slots do.
+ *
+ * STAGED, and HOSTS between hosts, cut a vector of S bytes into chunks of sqrt(S a / (1 / b + 1 / b)) bytes. Then what
+ * every chunk costs in the slowest stage, messages and reduction between the CPUs (a = 50 us), is as much as the time
+ * in which the first chunk comes from the device and the last one goes back (b = 24 GB/s each, PCIe 4.0 x 16). It is
+ * sqrt(S * 600,000), down to whole 64 bytes: 256 KiB up to 114 kB, 775 kB for 1 MB, 4 MiB from 29.3 MB on.
+ *
  *   comm     must outlive it; other calls on it may come between the group's
  *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
  *   desc     NULL: all defaults; the same on every rank
  *   errors   the same on every rank but for a rank's own NULLs, fuse and first memory:
  *            DTRAIN_ERR_INVALID      a NULL, an open fuse, or a field out of range; the text names the rank
  *            DTRAIN_ERR_MISMATCH     descs differ; the text names the field and both ranks
- *            DTRAIN_ERR_UNSUPPORTED  EVENTS or FLAGS was asked for where it cannot be; the text names the rank and why
+ *            DTRAIN_ERR_UNSUPPORTED  a mode other than STAGED was asked for where it cannot be; the text names the
+ *                                    rank and why
  *            DTRAIN_ERR_MEMORY, what a device says; others as dtrain_all_gather
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times */
+ * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times, in HOSTS eleven times */
 DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
                                                     dtrain_device *device, const dtrain_device_group_desc *desc);
 
@@ -60,33 +73,38 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
 /* The collectives of >>comm over memory of this rank's device: the same counts, shards, in-place rule and bits.
  *
  * In the order of the device's queue: what was queued before is done first, what is queued after sees the result;
- * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED also for
- * all copies from the device, and so for what was queued before; in EVENTS and FLAGS for no device. In FLAGS a device
- * waits for the others for timeout_ms at most, and then leaves its part undone: dtrain_device_group_wait, or the next
- * call, says so.
+ * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED and HOSTS
+ * also for all copies from the device, and so for what was queued before; in EVENTS and FLAGS for no device. In FLAGS a
+ * device waits for the others for timeout_ms at most, and then leaves its part undone: dtrain_device_group_wait, or the
+ * next call, says so.
  *
- *   in, out, data   memory of the device, which in EVENTS and FLAGS the others' devices touch, up to the end of the call
- *                   in the queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes open
- *                   each other's allocations once and keep them: what is freed is given back to the system when the
- *                   group is destroyed, or others of the rank's stand in its place. Allocate once, not for each call
+ *   in, out, data   memory of the device, which but in STAGED the others' devices touch, up to the end of the call in
+ *                   the queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes
+ *                   open each other's allocations once and keep them: what is freed is given back to the system when
+ *                   the group is destroyed, or others of the rank's stand in its place. Allocate once, not for every
+ *                   call
  *   errors          those of the CPU's collectives, whose texts quote this call
  *                   DTRAIN_ERR_IO       a device failed: the group is broken on every rank (ABORTED on the others over
  *                                       a transport of your own), and the text names the rank and the device; where a
  *                                       device says another status, that one
  *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
- *                                       pinned, mapped piece by piece), in EVENTS; the text, on all ranks, says which
- *                                       and the cure; the group is usable
+ *                                       pinned, mapped piece by piece), in EVENTS and HOSTS; the text, on all ranks,
+ *                                       says which and the cure; the group is usable
  *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken; in
  *                                       FLAGS also that a device waited so long in an earlier call: the text names it
  *                                       and the rank that it waited for
+ *                   in HOSTS the text says whether it was inside the host or between hosts, and how the ranks there are
+ *                   numbered
  *
- * A call that breaks the group in EVENTS or FLAGS, whatever phase the others are in, returns when its rank's device has left
- * their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait for an event
- * that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms where
- * they do not get on. A process that was killed is not waited for once the system has taken down what it had on its
- * device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
+ * A call that breaks the group in EVENTS, FLAGS or HOSTS, whatever phase the others are in, returns when its rank's
+ * device has left their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait
+ * for an event that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than
+ * timeout_ms where they do not get on. A process that was killed is not waited for once the system has taken down what
+ * it had on its device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk */
+ * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk; in
+ * HOSTS five times and twice a chunk, in a reduce-scatter once, and for every slots' worth of it twice and twice a
+ * chunk */
 DTRAIN_API dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
                                                         size_t count, dtrain_dtype dtype, dtrain_op op);
 DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter(dtrain_device_group *group, const void *in, void *out,
@@ -139,7 +157,7 @@ DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_gr
 /* Orders a started collective before what is queued from now on, returns its result, once, and frees it.
  *
  * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
- * until all ranks have come to it, in STAGED until all of it has come. The device's queue waits for the rest.
+ * until all ranks have come to it, in STAGED and HOSTS until all of it has come. The device's queue waits for the rest.
  *
  *   work     NULL is DTRAIN_OK, and done
  *   device   the rank's queue that is to see the result, of the group's table; NULL: the one given to create

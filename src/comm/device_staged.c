@@ -11,15 +11,43 @@
 #define DTRAIN__DEVICE_STAGED
 #include "device_call.c"
 
+#define DTRAIN__DEVICE_CHUNK_LEAST ((size_t)256 << 10)
+#define DTRAIN__DEVICE_CHUNK_MOST ((size_t)4 << 20)
+#define DTRAIN__STAGED_RATE 600000 /* bytes: 50 us a chunk, over the 1/24 + 1/24 ns a byte of the two copies */
+
 typedef struct dtrain__staged {
     dtrain_device_group *group;
     const dtrain__op *op;
     size_t width;
-    size_t piece;  /* elements of a chunk, or of each shard in it */
-    size_t chunks; /* at least 1: peers hear of a call on no elements, too */
-    int shards;    /* chunks are made of pieces of shards */
-    int direct;    /* the CPU's memory, which needs no slot */
+    size_t slot_bytes; /* from one to the next */
+    size_t piece;      /* elements of a chunk, or of each shard in it */
+    size_t chunks;     /* at least 1: peers hear of a call on no elements, too */
+    int shards;        /* chunks are made of pieces of shards */
+    int direct;        /* the CPU's memory, which needs no slot */
 } dtrain__staged;
+
+/* Bytes of the chunks that a vector of so many goes in where the desc says nothing: see DTRAIN_DEVICE_STAGED. In whole
+ * numbers, so that every rank comes to the same. */
+static size_t dtrain__staged_chunk(size_t bytes)
+{
+    uint64_t least = DTRAIN__DEVICE_CHUNK_LEAST / 64, most = DTRAIN__DEVICE_CHUNK_MOST / 64;
+    if (bytes / 8 > DTRAIN__DEVICE_CHUNK_MOST)
+        return DTRAIN__DEVICE_CHUNK_MOST; /* the root is past it, and no product below overflows */
+    while (least < most) {
+        uint64_t middle = (least + most + 1) / 2;
+        if (middle * 64 * middle * 64 <= (uint64_t)bytes * DTRAIN__STAGED_RATE)
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    return (size_t)least * 64;
+}
+
+/* From one slot of the group's to the next: a chunk, or the largest. */
+static size_t dtrain__staged_slot_bytes(const dtrain_device_group *group)
+{
+    return group->chunk_bytes > 0 ? group->chunk_bytes : DTRAIN__DEVICE_CHUNK_MOST;
+}
 
 static dtrain__staged dtrain__staged_of(dtrain_device_group *group, const dtrain__op *op)
 {
@@ -36,14 +64,16 @@ static dtrain__staged dtrain__staged_of(dtrain_device_group *group, const dtrain
         longest = n > longest ? n : longest;
         cut += n > 0;
     }
-    run.piece = group->chunk_bytes / run.width / (cut > 0 ? cut : 1);
+    size_t chunk_bytes = group->chunk_bytes > 0 ? group->chunk_bytes : dtrain__staged_chunk(op->count * run.width);
+    run.slot_bytes = dtrain__staged_slot_bytes(group);
+    run.piece = chunk_bytes / run.width / (cut > 0 ? cut : 1);
     run.chunks = longest > 0 ? (longest - 1) / run.piece + 1 : 1;
     return run;
 }
 
 static unsigned char *dtrain__staged_slot(const dtrain__staged *run, size_t chunk)
 {
-    return run->group->pinned + chunk % (size_t)run->group->slots * run->group->chunk_bytes;
+    return run->group->pinned + chunk % (size_t)run->group->slots * run->slot_bytes;
 }
 
 /* Elements of a chunk that are of `rank`'s shard; *begin: where in the vector they are. */
@@ -184,7 +214,11 @@ static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk
     } else {
         op = dtrain__op_of(whole->kind, slot, slot, n, whole->dtype);
     }
-    return dtrain__device_step(group, whole, 0, &op);
+    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
+    if (status == DTRAIN_OK && group->mean_of > 0)
+        dtrain__fold_finish(op.dtype, DTRAIN_MEAN, group->mean_of, op.out, op.out,
+                            run->shards ? group->counts[group->comm->rank] : n);
+    return status;
 }
 
 /* A chunk's wait or collective has failed. The call can be made again where that was the first: nothing has moved, or

@@ -96,6 +96,15 @@ static int dtrain__channel_bind(dtrain__channel *channel, const int *worlds, int
     return channel->mates != NULL;
 }
 
+/* From now on what ends the leader ends the channel. The caller holds the hub's mutex. */
+static void dtrain__channel_follow(dtrain__channel *channel, const dtrain__channel *leader)
+{
+    channel->follows = 1;
+    channel->leader = leader->id;
+    if (leader->broken)
+        dtrain__channel_break(channel, leader->cause.status, leader->cause.text);
+}
+
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
 {
     for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {

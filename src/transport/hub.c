@@ -59,8 +59,10 @@ typedef struct dtrain__channel {
     int rank, size;
     dtrain__peer *peers;
     unsigned char *mates; /* of each rank of the world, 1: its loss ends this channel too; NULL: members alone count */
-    dtrain__lane *lanes;  /* of all peers */
-    int attend;           /* some lane has work for whoever steps */
+    int follows;          /* the channel named `leader` ends this one with itself */
+    uint64_t leader;
+    dtrain__lane *lanes; /* of all peers */
+    int attend;          /* some lane has work for whoever steps */
     uint32_t broken;
     dtrain__error cause;
     int wake[2]; /* a pipe to the caller that waits */
@@ -378,6 +380,9 @@ static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status,
     channel->cause.status = status;
     snprintf(channel->cause.text, sizeof channel->cause.text, "%s", text);
     __atomic_store_n(&channel->broken, 1, __ATOMIC_SEQ_CST);
+    for (dtrain__channel *other = channel->hub->channels; other != NULL; other = other->next)
+        if (other->follows && other->leader == channel->id)
+            dtrain__channel_break(other, status, channel->cause.text);
     dtrain__hub_tell(channel->hub);
     dtrain__hub_kick(channel->hub);
     return 1;
