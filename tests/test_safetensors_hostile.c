@@ -1,4 +1,4 @@
-/* Headers of 90 MB that mean harm: whatever is in them, the verdict is there within 2 seconds of processor time, and
+/* Headers of 90 MB that mean harm: whatever is in them, the verdict is there within 4 seconds of processor time, and
  * memory stays within a few times the header. */
 #include "dtrain.h"
 #include "test.h"
