@@ -3469,7 +3469,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step);
  *
  *   errors   DTRAIN_ERR_INVALID  the unit is not gathered
  *
- * one thread per object; never blocks */
+ * one thread per object; never blocks, but on a device with a gather_dtype of 16 bits: up to timeout_ms for another
+ * unit that is on its way */
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit);
 
 /* Sets a parameter from one rank's full value.
@@ -28230,7 +28231,7 @@ typedef struct dtrain__fsdp_unit {
 /* On a device: where a unit's ranges lie that have no memory of the caller's, one after another. */
 typedef struct dtrain__fsdp_place {
     float *weights, *grads;   /* NULL: they all have */
-    int shares, shares_grads; /* with other units of even or of odd numbers */
+    int shares, shares_grads; /* units of even, or of odd numbers rotate; their gradients lie in one place */
     int whole, whole_grads;   /* all ranges of the unit are there */
 } dtrain__fsdp_place;
 
@@ -28658,10 +28659,10 @@ static void *dtrain__fsdp_alloc(dtrain_fsdp *fsdp, size_t bytes)
     void *made = NULL;
     if (queue == NULL)
         return dtrain__alloc(&fsdp->memory, bytes);
-    bytes = bytes > 0 ? bytes : 1;
-    if (dtrain_device_alloc(queue, DTRAIN_MEMORY_DEVICE, bytes, &made) != DTRAIN_OK)
+    if (dtrain_device_alloc(queue, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &made) != DTRAIN_OK)
         return NULL;
-    dtrain__fsdp_queued(fsdp, dtrain_device_fill(queue, made, &zero, 1, bytes));
+    if (bytes > 0)
+        dtrain__fsdp_queued(fsdp, dtrain_device_fill(queue, made, &zero, 1, bytes));
     fsdp->memory.bytes += bytes;
     if (fsdp->memory.peak_bytes < fsdp->memory.bytes)
         fsdp->memory.peak_bytes = fsdp->memory.bytes;
@@ -28674,7 +28675,7 @@ static void dtrain__fsdp_dealloc(dtrain_fsdp *fsdp, void *memory, size_t bytes)
         dtrain__free(&fsdp->memory, memory, bytes);
     } else if (memory != NULL) {
         dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
-        fsdp->memory.bytes -= bytes > 0 ? bytes : 1;
+        fsdp->memory.bytes -= bytes;
     }
 }
 
@@ -28836,11 +28837,11 @@ static dtrain_status dtrain__fsdp_make_places(dtrain_fsdp *fsdp)
     for (int i = 0; i < layout->unit_count; i++) {
         dtrain__fsdp_place *place = &d->places[i];
         dtrain__place_all(layout, &fsdp->desc, 0, i, &at);
-        place->weights = d->blocks[0] + at;
+        place->weights = dtrain__place_floats(layout, i, 0) > 0 ? d->blocks[0] + at : NULL;
         dtrain__place_all(layout, &fsdp->desc, 1, i, &at);
-        place->grads = d->blocks[1] + at;
+        place->grads = dtrain__place_floats(layout, i, 1) > 0 ? d->blocks[1] + at : NULL;
         place->shares = dtrain__place_shares(layout, &fsdp->desc, i, 0);
-        place->shares_grads = dtrain__place_shares(layout, &fsdp->desc, i, 1);
+        place->shares_grads = place->grads != NULL && dtrain__place_shares(layout, &fsdp->desc, i, 1);
         place->whole = dtrain__place_is_whole(layout, i, 0);
         place->whole_grads = dtrain__place_is_whole(layout, i, 1);
     }
@@ -28934,9 +28935,10 @@ static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
     int straight = place->whole && dtype == DTRAIN_F32;
     unsigned char *all = straight ? (unsigned char *)place->weights : dtrain__fsdp_device_stage(fsdp, number & 1);
-    const void *mine = all + begin * width;
+    const void *mine;
     if (unit->count == 0)
         return DTRAIN_OK;
+    mine = all + begin * width;
     if (straight && fsdp->layout.apart)
         mine = fsdp->masters + fsdp->layout.cuts[unit->first].weight;
     for (size_t i = unit->first; !straight && i < unit->end; i++) {
@@ -29697,10 +29699,11 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__fsdp_place *places = fsdp->device.places;
-    if (fsdp->device.queue == NULL || fsdp->layout.resident || !places[number].shares)
+    if (fsdp->device.queue == NULL || !places[number].shares || places[number].weights == NULL)
         return DTRAIN_OK;
     for (int i = number & 1; i < fsdp->layout.unit_count; i += 2)
-        if (i != number && places[i].shares && fsdp->units[i].held && fsdp->units[i].state != DTRAIN__ABSENT)
+        if (i != number && places[i].shares && places[i].weights != NULL && fsdp->units[i].held &&
+            fsdp->units[i].state != DTRAIN__ABSENT)
             return dtrain__fail(
                 &fsdp->error, DTRAIN_ERR_INVALID,
                 "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
@@ -29823,8 +29826,9 @@ static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t
         *level = (float *)dtrain__fsdp_alloc(fsdp, count * sizeof(float));
     if (*level != NULL)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of gradient sums: use fewer micro-batches",
-                        count * sizeof(float));
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                        "no memory on %s for %zu bytes of gradient sums: use fewer micro-batches",
+                        dtrain_device_name(fsdp->device.queue), count * sizeof(float));
 }
 
 /* The sum of a unit is there: folds it with those of earlier micro-batches. */
@@ -30488,12 +30492,17 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     dtrain__fsdp_between(fsdp);
 }
 
-/* Forgets them before a step is complete: also what was computed and never handed over. */
+/* Forgets them before a step is complete: also what was computed and never handed over, of units that may still be
+ * held. One after another, as on a device they lie in one place. */
 static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+    for (int i = 0; i < fsdp->layout.unit_count; i++) {
         if (fsdp->units[i].fresh)
             dtrain__fsdp_page_grads(fsdp, i, 1);
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+    }
     dtrain__fsdp_reset(fsdp);
 }
 
@@ -31090,11 +31099,12 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
     }
 }
 
-/* As a gather would bring it, from full values that are the same on every rank. */
-static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
+/* As a gather would bring it, from full values that are the same on every rank. On a device it takes the stage of a
+ * unit, in which nothing may be under way. */
+static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count, int number)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    void *stage = fsdp->device.stages;
+    void *stage = fsdp->device.queue != NULL ? dtrain__fsdp_device_stage(fsdp, number & 1) : NULL;
     if (fsdp->desc.gather_dtype == DTRAIN_F32)
         return;
     if (fsdp->device.queue != NULL) {
@@ -31109,10 +31119,13 @@ static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
     }
 }
 
-static void dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
+static dtrain_status dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
 {
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++)
-        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count);
+    int narrows = fsdp->device.queue != NULL && fsdp->desc.gather_dtype != DTRAIN_F32;
+    dtrain_status status = narrows ? dtrain__fsdp_gather_stage(fsdp, number) : DTRAIN_OK;
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count, number);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
@@ -31126,9 +31139,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
                             "then put",
                             unit, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_put_now(fsdp, unit);
-    dtrain__fsdp_round_unit(fsdp, unit);
+    status = dtrain__fsdp_round_unit(fsdp, unit);
     fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
 /* Keeps elements [at, at + count) of a parameter, whose values all ranks have. */
@@ -31153,7 +31166,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
             continue;
         float *full = dtrain__fsdp_full(fsdp, cut) + (low - cut->element);
         dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
-        dtrain__fsdp_round(fsdp, full, high - low);
+        dtrain__fsdp_round(fsdp, full, high - low, cut->unit);
     }
 }
 
@@ -31284,7 +31297,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     for (int i = 0; i < fsdp->layout.unit_count && fsdp->device.queue != NULL && !fsdp->layout.resident; i++)
-        if (fsdp->device.places[i].shares && dtrain__place_floats(&fsdp->layout, i, 0) > 0)
+        if (fsdp->device.places[i].shares && fsdp->device.places[i].weights != NULL)
             return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED,
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",
@@ -32015,8 +32028,9 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
         fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL ||
         fsdp->buckets == NULL || fsdp->code_parts == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
-                            dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
+                            "dtrain_fsdp_create: no memory on rank %d's %s for slices of %zu weights and %zu gradients",
+                            dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), layout->weights,
+                            layout->grads);
     fsdp->decays = fsdp->lr_factors + params;
     dtrain_status status = fsdp->device.queue != NULL ? dtrain__fsdp_make_places(fsdp) : dtrain__code_open(fsdp);
     return status == DTRAIN_OK ? dtrain__fsdp_reserve(fsdp) : status;
@@ -32042,7 +32056,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
         if (layout->apart && !cut->home)
             dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
                               cut->own_count);
-        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count, cut->unit);
     }
     for (int i = 0; i < layout->unit_count; i++) {
         fsdp->trained_units += layout->units[i].trained > 0;
@@ -32086,6 +32100,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_make_sender(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
+        status = dtrain__report(&fsdp->device.refused);
     status = dtrain__fsdp_agree(fsdp, status);
     if (status != DTRAIN_OK)
         return status;
@@ -32100,7 +32116,9 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     status = dtrain__fsdp_first_values(fsdp);
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
-    return status;
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    return dtrain__fsdp_break(fsdp, status, "giving every rank the first values, beginning with those", 0);
 }
 
 /* checked: what the caller found wrong, which the other ranks are to learn. */

@@ -24,7 +24,8 @@ typedef struct run {
     dtrain_strategy strategy;
     int shard_size;
     dtrain_dtype gather, reduce;
-    int micro_batches, keep_full_grads, own_memory, sgd, begin, ddp, ranks, no_overlap, no_reshard;
+    int micro_batches, keep_full_grads, own_memory, sgd, begin, ddp, ranks, no_overlap, no_reshard,
+        upwards;              /* DDP: units are reduced from the first to the last */
     dtrain_compression packs; /* DDP; 0: sums travel as they are */
     uint64_t seed;
     const char *save; /* where a checkpoint goes, of rank 0's path */
@@ -156,7 +157,8 @@ static void ddp_step(rank_state *s, int step)
     int rank = dtrain_comm_rank(s->comm);
     CHECK_OK(dtrain_ddp_begin(s->ddp, s->r->micro_batches, 1.0 + rank));
     for (int micro = 0; micro < s->r->micro_batches; micro++)
-        for (int unit = LAYERS + 1; unit >= 0; unit--) {
+        for (int i = LAYERS + 1; i >= 0; i--) {
+            int unit = s->r->upwards ? LAYERS + 1 - i : i;
             layer(s, unit, 1, step, rank * s->r->micro_batches + micro);
             CHECK_OK(dtrain_ddp_reduce(s->ddp, unit));
         }

@@ -89,6 +89,18 @@ TEST(ddp_gives_the_cpus_bits)
     }
 }
 
+TEST(ddp_takes_units_in_any_order)
+{
+    run r = plain(DTRAIN_NO_SHARD);
+    r.ddp = 1;
+    r.upwards = 1;
+    r.ranks = 3;
+    r.micro_batches = 2;
+    check_run(r, "DDP from the first unit to the last");
+    r.packs = DTRAIN_COMPRESS_INT8;
+    check_run(r, "DDP in int8 from the first unit to the last");
+}
+
 TEST(ddp_that_packs_its_sums_gives_the_cpus_bits)
 {
     run r = plain(DTRAIN_NO_SHARD);
@@ -143,6 +155,104 @@ static dtrain_status refuse(dtrain_comm *comm, void *user)
 TEST(what_a_device_cannot_hold_is_refused)
 {
     CHECK_OK(dtrain_run_threads(3, refuse, NULL, NULL));
+}
+
+/* ---- units that are held, and written ---- */
+
+static void forward(dtrain_fsdp *fsdp)
+{
+    for (int unit = 0; unit < LAYERS + 2; unit++) {
+        CHECK_OK(dtrain_fsdp_gather(fsdp, unit));
+        CHECK_OK(dtrain_fsdp_release(fsdp, unit));
+    }
+}
+
+/* Layers' parameters, of which the caller may hold the memory. */
+static dtrain_status hold(dtrain_comm *comm, void *user)
+{
+    async_device fake;
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_param table[PARAMS];
+    dtrain_fsdp_desc desc;
+    static const float none[MOST];
+    int own_memory = *(const int *)user;
+    dtrain_device *device = async_begin(&fake, dtrain_comm_rank(comm), 1, 20);
+    memset(&desc, 0, sizeof desc);
+    fill_table(table, device);
+    for (int p = 0; p < PARAMS && own_memory; p++) {
+        table[p].data = upload(device, none, sizes[p]);
+        table[p].grad = table[p].frozen ? NULL : upload(device, none, sizes[p]);
+    }
+    CHECK_OK(dtrain_fsdp_create(&fsdp, comm, table, PARAMS, &desc));
+    forward(fsdp);
+    CHECK_OK(dtrain_fsdp_gather(fsdp, LAYERS + 1)); /* the pass turns */
+    CHECK_OK(dtrain_fsdp_publish(fsdp));            /* while one is held, of whose place others have had gradients */
+    forward(fsdp);
+    CHECK_OK(dtrain_fsdp_gather(fsdp, LAYERS + 1));
+    CHECK_OK(dtrain_fsdp_drop(fsdp));
+    CHECK_OK(dtrain_fsdp_gather(fsdp, 1));
+    if (own_memory) {
+        CHECK_OK(dtrain_fsdp_gather(fsdp, 3)); /* apart from the first */
+        CHECK_OK(dtrain_fsdp_gather(fsdp, 5));
+        CHECK_OK(dtrain_fsdp_unshard(fsdp));
+    }
+    dtrain_fsdp_destroy(fsdp);
+    for (int p = 0; p < PARAMS && own_memory; p++) {
+        drop(device, table[p].data);
+        drop(device, table[p].grad);
+    }
+    async_end(&fake);
+    return DTRAIN_OK;
+}
+
+TEST(steps_are_dropped_while_units_are_held)
+{
+    for (int own_memory = 0; own_memory < 2; own_memory++)
+        CHECK_OK(dtrain_run_threads(3, hold, &own_memory, NULL));
+}
+
+static float as_bf16(float value)
+{
+    return from_bits((to_bits(value) + 0x7fff + (to_bits(value) >> 16 & 1)) & 0xffff0000u);
+}
+
+/* A unit is written while the next one is on its way, which lies where the first is rounded. */
+static dtrain_status write_beside(dtrain_comm *comm, void *user)
+{
+    async_device fake;
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_param table[PARAMS];
+    dtrain_fsdp_desc desc;
+    float first[MOST], host[MOST];
+    size_t layer_size = part_of(1);
+    dtrain_device *device = async_begin(&fake, dtrain_comm_rank(comm), 1, 0);
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.gather_dtype = DTRAIN_BF16;
+    fill_table(table, device);
+    CHECK_OK(dtrain_fsdp_create(&fsdp, comm, table, PARAMS, &desc));
+    for (size_t i = 0; i < sizes[1]; i++)
+        first[i] = dtrain_random_normal(8, i);
+    CHECK_OK(dtrain_fsdp_set(fsdp, names[1], first, 0));
+    CHECK_OK(dtrain_fsdp_gather(fsdp, 1)); /* and starts unit 2 */
+    async_sleep(device, 100000);           /* which is there before the rest begins */
+    CHECK_OK(dtrain_device_scale(device, DTRAIN_F32, dtrain_fsdp_unit_param(fsdp, names[1], 1), 3.0, layer_size));
+    CHECK_OK(dtrain_fsdp_put(fsdp, 1));
+    CHECK_OK(dtrain_device_copy(device, host, dtrain_fsdp_unit_param(fsdp, names[1], 1), layer_size * sizeof *host));
+    for (size_t i = 0; i < layer_size; i++)
+        CHECK_EQ(to_bits(host[i]), to_bits(as_bf16(3.0f * as_bf16(first[i]))));
+    CHECK_OK(dtrain_fsdp_gather(fsdp, 2));
+    CHECK_OK(dtrain_device_copy(device, host, dtrain_fsdp_unit_param(fsdp, names[1], 2), layer_size * sizeof *host));
+    for (size_t i = 0; i < layer_size; i++)
+        CHECK_EQ(to_bits(host[i]), to_bits(as_bf16(first[layer_size + i])));
+    dtrain_fsdp_destroy(fsdp);
+    async_end(&fake);
+    return DTRAIN_OK;
+}
+
+TEST(a_unit_is_written_while_another_is_on_its_way)
+{
+    CHECK_OK(dtrain_run_threads(3, write_beside, NULL, NULL));
 }
 
 /* ---- the plan ---- */

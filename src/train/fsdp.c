@@ -45,7 +45,7 @@ typedef struct dtrain__fsdp_unit {
 /* On a device: where a unit's ranges lie that have no memory of the caller's, one after another. */
 typedef struct dtrain__fsdp_place {
     float *weights, *grads;   /* NULL: they all have */
-    int shares, shares_grads; /* with other units of even or of odd numbers */
+    int shares, shares_grads; /* units of even, or of odd numbers rotate; their gradients lie in one place */
     int whole, whole_grads;   /* all ranges of the unit are there */
 } dtrain__fsdp_place;
 

@@ -359,7 +359,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step);
  *
  *   errors   DTRAIN_ERR_INVALID  the unit is not gathered
  *
- * one thread per object; never blocks */
+ * one thread per object; never blocks, but on a device with a gather_dtype of 16 bits: up to timeout_ms for another
+ * unit that is on its way */
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit);
 
 /* Sets a parameter from one rank's full value.

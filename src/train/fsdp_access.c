@@ -73,11 +73,12 @@ static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
     }
 }
 
-/* As a gather would bring it, from full values that are the same on every rank. */
-static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
+/* As a gather would bring it, from full values that are the same on every rank. On a device it takes the stage of a
+ * unit, in which nothing may be under way. */
+static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count, int number)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    void *stage = fsdp->device.stages;
+    void *stage = fsdp->device.queue != NULL ? dtrain__fsdp_device_stage(fsdp, number & 1) : NULL;
     if (fsdp->desc.gather_dtype == DTRAIN_F32)
         return;
     if (fsdp->device.queue != NULL) {
@@ -92,10 +93,13 @@ static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count)
     }
 }
 
-static void dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
+static dtrain_status dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
 {
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++)
-        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count);
+    int narrows = fsdp->device.queue != NULL && fsdp->desc.gather_dtype != DTRAIN_F32;
+    dtrain_status status = narrows ? dtrain__fsdp_gather_stage(fsdp, number) : DTRAIN_OK;
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, &fsdp->layout.cuts[i]), fsdp->layout.cuts[i].count, number);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
@@ -109,9 +113,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
                             "then put",
                             unit, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_put_now(fsdp, unit);
-    dtrain__fsdp_round_unit(fsdp, unit);
+    status = dtrain__fsdp_round_unit(fsdp, unit);
     fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
 /* Keeps elements [at, at + count) of a parameter, whose values all ranks have. */
@@ -136,7 +140,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
             continue;
         float *full = dtrain__fsdp_full(fsdp, cut) + (low - cut->element);
         dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
-        dtrain__fsdp_round(fsdp, full, high - low);
+        dtrain__fsdp_round(fsdp, full, high - low, cut->unit);
     }
 }
 
@@ -267,7 +271,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     for (int i = 0; i < fsdp->layout.unit_count && fsdp->device.queue != NULL && !fsdp->layout.resident; i++)
-        if (fsdp->device.places[i].shares && dtrain__place_floats(&fsdp->layout, i, 0) > 0)
+        if (fsdp->device.places[i].shares && fsdp->device.places[i].weights != NULL)
             return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED,
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",

@@ -323,8 +323,9 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
         fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL ||
         fsdp->buckets == NULL || fsdp->code_parts == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "dtrain_fsdp_create: no memory on rank %d for slices of %zu weights and %zu gradients",
-                            dtrain__fsdp_rank(fsdp), layout->weights, layout->grads);
+                            "dtrain_fsdp_create: no memory on rank %d's %s for slices of %zu weights and %zu gradients",
+                            dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), layout->weights,
+                            layout->grads);
     fsdp->decays = fsdp->lr_factors + params;
     dtrain_status status = fsdp->device.queue != NULL ? dtrain__fsdp_make_places(fsdp) : dtrain__code_open(fsdp);
     return status == DTRAIN_OK ? dtrain__fsdp_reserve(fsdp) : status;
@@ -350,7 +351,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
         if (layout->apart && !cut->home)
             dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, dtrain__fsdp_full(fsdp, cut) + cut->own,
                               cut->own_count);
-        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count);
+        dtrain__fsdp_round(fsdp, dtrain__fsdp_full(fsdp, cut), cut->count, cut->unit);
     }
     for (int i = 0; i < layout->unit_count; i++) {
         fsdp->trained_units += layout->units[i].trained > 0;
@@ -394,6 +395,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_make_sender(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
+        status = dtrain__report(&fsdp->device.refused);
     status = dtrain__fsdp_agree(fsdp, status);
     if (status != DTRAIN_OK)
         return status;
@@ -408,7 +411,9 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     status = dtrain__fsdp_first_values(fsdp);
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
-    return status;
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    return dtrain__fsdp_break(fsdp, status, "giving every rank the first values, beginning with those", 0);
 }
 
 /* checked: what the caller found wrong, which the other ranks are to learn. */

@@ -21,10 +21,10 @@ static void *dtrain__fsdp_alloc(dtrain_fsdp *fsdp, size_t bytes)
     void *made = NULL;
     if (queue == NULL)
         return dtrain__alloc(&fsdp->memory, bytes);
-    bytes = bytes > 0 ? bytes : 1;
-    if (dtrain_device_alloc(queue, DTRAIN_MEMORY_DEVICE, bytes, &made) != DTRAIN_OK)
+    if (dtrain_device_alloc(queue, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &made) != DTRAIN_OK)
         return NULL;
-    dtrain__fsdp_queued(fsdp, dtrain_device_fill(queue, made, &zero, 1, bytes));
+    if (bytes > 0)
+        dtrain__fsdp_queued(fsdp, dtrain_device_fill(queue, made, &zero, 1, bytes));
     fsdp->memory.bytes += bytes;
     if (fsdp->memory.peak_bytes < fsdp->memory.bytes)
         fsdp->memory.peak_bytes = fsdp->memory.bytes;
@@ -37,7 +37,7 @@ static void dtrain__fsdp_dealloc(dtrain_fsdp *fsdp, void *memory, size_t bytes)
         dtrain__free(&fsdp->memory, memory, bytes);
     } else if (memory != NULL) {
         dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
-        fsdp->memory.bytes -= bytes > 0 ? bytes : 1;
+        fsdp->memory.bytes -= bytes;
     }
 }
 
@@ -199,11 +199,11 @@ static dtrain_status dtrain__fsdp_make_places(dtrain_fsdp *fsdp)
     for (int i = 0; i < layout->unit_count; i++) {
         dtrain__fsdp_place *place = &d->places[i];
         dtrain__place_all(layout, &fsdp->desc, 0, i, &at);
-        place->weights = d->blocks[0] + at;
+        place->weights = dtrain__place_floats(layout, i, 0) > 0 ? d->blocks[0] + at : NULL;
         dtrain__place_all(layout, &fsdp->desc, 1, i, &at);
-        place->grads = d->blocks[1] + at;
+        place->grads = dtrain__place_floats(layout, i, 1) > 0 ? d->blocks[1] + at : NULL;
         place->shares = dtrain__place_shares(layout, &fsdp->desc, i, 0);
-        place->shares_grads = dtrain__place_shares(layout, &fsdp->desc, i, 1);
+        place->shares_grads = place->grads != NULL && dtrain__place_shares(layout, &fsdp->desc, i, 1);
         place->whole = dtrain__place_is_whole(layout, i, 0);
         place->whole_grads = dtrain__place_is_whole(layout, i, 1);
     }
@@ -297,9 +297,10 @@ static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
     int straight = place->whole && dtype == DTRAIN_F32;
     unsigned char *all = straight ? (unsigned char *)place->weights : dtrain__fsdp_device_stage(fsdp, number & 1);
-    const void *mine = all + begin * width;
+    const void *mine;
     if (unit->count == 0)
         return DTRAIN_OK;
+    mine = all + begin * width;
     if (straight && fsdp->layout.apart)
         mine = fsdp->masters + fsdp->layout.cuts[unit->first].weight;
     for (size_t i = unit->first; !straight && i < unit->end; i++) {

@@ -219,10 +219,11 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__fsdp_place *places = fsdp->device.places;
-    if (fsdp->device.queue == NULL || fsdp->layout.resident || !places[number].shares)
+    if (fsdp->device.queue == NULL || !places[number].shares || places[number].weights == NULL)
         return DTRAIN_OK;
     for (int i = number & 1; i < fsdp->layout.unit_count; i += 2)
-        if (i != number && places[i].shares && fsdp->units[i].held && fsdp->units[i].state != DTRAIN__ABSENT)
+        if (i != number && places[i].shares && places[i].weights != NULL && fsdp->units[i].held &&
+            fsdp->units[i].state != DTRAIN__ABSENT)
             return dtrain__fail(
                 &fsdp->error, DTRAIN_ERR_INVALID,
                 "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "

@@ -36,8 +36,9 @@ static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t
         *level = (float *)dtrain__fsdp_alloc(fsdp, count * sizeof(float));
     if (*level != NULL)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of gradient sums: use fewer micro-batches",
-                        count * sizeof(float));
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                        "no memory on %s for %zu bytes of gradient sums: use fewer micro-batches",
+                        dtrain_device_name(fsdp->device.queue), count * sizeof(float));
 }
 
 /* The sum of a unit is there: folds it with those of earlier micro-batches. */

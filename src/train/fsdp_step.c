@@ -71,12 +71,17 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     dtrain__fsdp_between(fsdp);
 }
 
-/* Forgets them before a step is complete: also what was computed and never handed over. */
+/* Forgets them before a step is complete: also what was computed and never handed over, of units that may still be
+ * held. One after another, as on a device they lie in one place. */
 static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+    for (int i = 0; i < fsdp->layout.unit_count; i++) {
         if (fsdp->units[i].fresh)
             dtrain__fsdp_page_grads(fsdp, i, 1);
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+    }
     dtrain__fsdp_reset(fsdp);
 }
 
