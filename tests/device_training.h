@@ -25,6 +25,7 @@ typedef struct run {
     int shard_size;
     dtrain_dtype gather, reduce;
     int micro_batches, keep_full_grads, own_memory, sgd, begin, ddp, ranks, no_overlap, no_reshard,
+        polls,                /* no threads of the library's */
         upwards;              /* DDP: units are reduced from the first to the last */
     dtrain_compression packs; /* DDP; 0: sums travel as they are */
     uint64_t seed;
@@ -281,13 +282,16 @@ static void check_run(run r, const char *what)
     static unsigned char cpu[1 << 17], gpu[1 << 17];
     r.ranks = r.ranks > 0 ? r.ranks : RANKS;
     r.micro_batches = r.micro_batches > 0 ? r.micro_batches : 1;
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = r.polls ? DTRAIN_PROGRESS_POLL : (dtrain_progress)0;
     r.on_device = 0;
     r.result = cpu;
-    CHECK_OK(dtrain_run_threads(r.ranks, train, &r, NULL));
+    CHECK_OK(dtrain_run_threads(r.ranks, train, &r, &desc));
     for (r.seed = 1; r.seed <= TRAINING_SEEDS; r.seed++) {
         r.on_device = 1;
         r.result = gpu;
-        CHECK_OK(dtrain_run_threads(r.ranks, train, &r, NULL));
+        CHECK_OK(dtrain_run_threads(r.ranks, train, &r, &desc));
         for (size_t i = 0; i < r.result_bytes; i++)
             if (cpu[i] != gpu[i]) {
                 TEST_FAIL("%s on %d ranks, seed %d: byte %zu of %zu differs", what, r.ranks, (int)r.seed, i,

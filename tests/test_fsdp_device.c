@@ -255,35 +255,174 @@ TEST(a_unit_is_written_while_another_is_on_its_way)
     CHECK_OK(dtrain_run_threads(3, write_beside, NULL, NULL));
 }
 
-/* ---- the plan ---- */
+/* ---- no threads, and ends ---- */
 
-static dtrain_status measure(dtrain_comm *comm, void *user)
+TEST(ranks_without_threads_of_the_librarys_give_the_cpus_bits)
+{
+    for (int i = 0; i < 4; i++) {
+        run r = plain(strategies[i]);
+        r.polls = 1;
+        r.micro_batches = 2;
+        check_run(r, "progress by poll");
+        r.ddp = i == 2;
+        check_run(r, "progress by poll again");
+    }
+}
+
+/* Destroys while gathers, or reductions, are on their way, which one rank does not make. */
+static dtrain_status leave_early(dtrain_comm *comm, void *user)
 {
     async_device fake;
     dtrain_fsdp *fsdp = NULL;
     dtrain_param table[PARAMS];
     dtrain_fsdp_desc desc;
+    int calls = *(const int *)user, rank = dtrain_comm_rank(comm), unit = LAYERS + 1;
+    dtrain_device *device = async_begin(&fake, rank, 1, 200);
+    memset(&desc, 0, sizeof desc);
+    desc.trace_events = 16;
+    fill_table(table, device);
+    CHECK_OK(dtrain_fsdp_create(&fsdp, comm, table, PARAMS, &desc));
+    if (calls > 0)
+        forward(fsdp);
+    for (int i = 0; i < calls - (calls > 1 && rank == 1); i++, unit--) {
+        CHECK_OK(dtrain_fsdp_gather(fsdp, unit));
+        if (i < calls - 1)
+            CHECK_OK(dtrain_fsdp_reduce(fsdp, unit));
+    }
+    dtrain_fsdp_destroy(fsdp);
+    async_end(&fake);
+    return DTRAIN_OK;
+}
+
+TEST(what_is_under_way_ends_with_its_object)
+{
+    for (int calls = 0; calls < 5; calls++)
+        CHECK_OK(dtrain_run_threads(3, leave_early, &calls, NULL));
+}
+
+/* ---- the plan ---- */
+
+/* One step; what was in use at most is what the plan said, but for bookkeeping of the CPU's memory alone. */
+static dtrain_status measure(dtrain_comm *comm, void *user)
+{
+    async_device fake;
+    rank_state s;
+    run r = *(const run *)user;
+    dtrain_fsdp_desc desc;
     dtrain_fsdp_plan_result plan;
     int rank = dtrain_comm_rank(comm);
-    dtrain_device *device = async_begin(&fake, rank, 1, 20);
+    memset(&s, 0, sizeof s);
+    s.r = &r;
+    s.comm = comm;
+    s.device = async_begin(&fake, rank, 1, 20);
+    fill_table(s.table, s.device);
+    static const float none[MOST];
+    for (int p = 0; p < PARAMS; p++) {
+        if (r.own_memory) {
+            s.table[p].data = upload(s.device, none, sizes[p]);
+            s.table[p].grad = s.table[p].frozen ? NULL : upload(s.device, none, sizes[p]);
+        }
+        s.seen[p] = upload(s.device, none, sizes[p]);
+    }
+    s.noise = upload(s.device, none, MOST);
     memset(&desc, 0, sizeof desc);
-    desc.strategy = *(const dtrain_strategy *)user;
-    desc.shard_size = 2;
-    fill_table(table, device);
-    CHECK_OK(dtrain_fsdp_plan(table, PARAMS, &desc, dtrain_comm_size(comm), rank, &plan));
-    CHECK_OK(dtrain_fsdp_create(&fsdp, comm, table, PARAMS, &desc));
-    dtrain_fsdp_stats stats = dtrain_fsdp_get_stats(fsdp);
+    desc.strategy = r.strategy;
+    desc.shard_size = r.shard_size;
+    desc.gather_dtype = r.gather;
+    desc.reduce_dtype = r.reduce;
+    desc.keep_full_grads = r.keep_full_grads;
+    desc.no_overlap = r.no_overlap;
+    desc.micro_batches = r.micro_batches;
+    desc.optimizer.kind = r.sgd ? DTRAIN_SGD : DTRAIN_ADAMW;
+    CHECK_OK(dtrain_fsdp_plan(s.table, PARAMS, &desc, r.ranks, rank, &plan));
+    CHECK_OK(dtrain_fsdp_create(&s.fsdp, comm, s.table, PARAMS, &desc));
+    fsdp_step(&s, 0);
+    dtrain_fsdp_stats stats = dtrain_fsdp_get_stats(s.fsdp);
     CHECK(stats.peak_bytes <= plan.peak);
     CHECK(stats.peak_bytes + plan.bookkeeping >= plan.peak);
-    dtrain_fsdp_destroy(fsdp);
+    unmake(&s);
     async_end(&fake);
     return DTRAIN_OK;
 }
 
 TEST(memory_is_what_the_plan_says)
 {
-    for (int i = 0; i < 4; i++) {
-        dtrain_strategy strategy = strategies[i];
-        CHECK_OK(dtrain_run_threads(4, measure, &strategy, NULL));
+    for (int i = 0; i < 32; i++) {
+        run r = plain(strategies[i % 4]);
+        r.ranks = 4;
+        r.own_memory = i / 4 % 2;
+        r.sgd = i / 4 % 2;
+        r.gather = r.reduce = i / 8 % 2 ? DTRAIN_BF16 : DTRAIN_F32;
+        r.no_overlap = i / 8 % 2;
+        r.micro_batches = i / 16 % 2 ? 5 : 1;
+        r.begin = r.keep_full_grads = i / 16 % 2;
+        int before = test_failures;
+        CHECK_OK(dtrain_run_threads(r.ranks, measure, &r, NULL));
+        if (test_failures != before)
+            TEST_FAIL("in round %d", i);
+    }
+}
+
+/* ---- memory from step to step ---- */
+
+static long resizes;
+
+static void *count_resize(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    (void)user;
+    __atomic_add_fetch(&resizes, 1, __ATOMIC_SEQ_CST);
+    return test_resize(pointer, old_bytes, new_bytes, align);
+}
+
+/* Of memory of the CPU's and of the device's, and events. */
+static long made_so_far(const async_device *fake)
+{
+    return __atomic_load_n(&resizes, __ATOMIC_SEQ_CST) + fake->allocations + fake->events + fake->queue->events;
+}
+
+static dtrain_status warm_up(dtrain_comm *comm, void *user)
+{
+    async_device fake;
+    rank_state s;
+    run r = *(const run *)user;
+    long before = 0;
+    memset(&s, 0, sizeof s);
+    s.r = &r;
+    s.comm = comm;
+    s.device = async_begin(&fake, dtrain_comm_rank(comm), 1, 20);
+    make(&s);
+    for (int step = 0; step < 4; step++) {
+        if (step == 2) {
+            CHECK_OK(dtrain_barrier(comm));
+            before = made_so_far(&fake) + (r.ddp ? 2 : 0); /* dtrain_clip_grad_norm's, once a step */
+            CHECK_OK(dtrain_barrier(comm));
+        }
+        (r.ddp ? ddp_step : fsdp_step)(&s, step == 2 ? 1 : step); /* where the norm is not waited for */
+    }
+    CHECK_OK(dtrain_barrier(comm));
+    CHECK_EQ(made_so_far(&fake), before);
+    CHECK_OK(dtrain_barrier(comm));
+    unmake(&s);
+    async_end(&fake);
+    return DTRAIN_OK;
+}
+
+TEST(warm_steps_allocate_nothing)
+{
+    dtrain_allocator allocator = {count_resize, NULL, 0, 0};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = &allocator;
+    for (int i = 0; i < 6; i++) {
+        run r = plain(strategies[i % 4]);
+        r.ranks = 4;
+        r.ddp = i > 3;
+        r.packs = i == 5 ? DTRAIN_COMPRESS_INT8 : (dtrain_compression)0;
+        r.micro_batches = 3;
+        r.gather = r.reduce = i % 2 ? DTRAIN_BF16 : DTRAIN_F32;
+        int before = test_failures;
+        CHECK_OK(dtrain_run_threads(r.ranks, warm_up, &r, &desc));
+        if (test_failures != before)
+            TEST_FAIL("in round %d", i);
     }
 }
