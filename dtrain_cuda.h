@@ -233,6 +233,8 @@ enum {
     cudaErrorIllegalAddress = 700,
     cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorContextIsDestroyed = 709,
+    cudaErrorHostMemoryAlreadyRegistered = 712,
+    cudaErrorHostMemoryNotRegistered = 713,
     cudaErrorNotSupported = 801,
     cudaErrorSystemDriverMismatch = 803,
     cudaErrorCompatNotSupportedOnDevice = 804
@@ -241,9 +243,10 @@ enum { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cud
 enum {
     cudaMemcpyDefault = 4,
     cudaEventDisableTiming = 2,
-    cudaEventInterprocess = 4,
     cudaStreamNonBlocking = 1,
-    cudaHostAllocDefault = 0
+    cudaHostAllocDefault = 0,
+    cudaHostRegisterPortable = 1,
+    cudaHostRegisterMapped = 2
 };
 enum {
     cudaDevAttrMultiProcessorCount = 16,
@@ -260,7 +263,6 @@ typedef struct cudaPointerAttributes {
 typedef struct cudaIpcMemHandle_t {
     char reserved[64];
 } cudaIpcMemHandle_t;
-typedef cudaIpcMemHandle_t cudaIpcEventHandle_t;
 
 /* Kinds of things beside the memory types: memory of a pool, and of another process. */
 enum { DTRAIN__CUDA_EMULATED_POOL = 10, DTRAIN__CUDA_EMULATED_OPENED };
@@ -271,7 +273,7 @@ typedef struct dtrain__cuda_emulated_thing {
     char *map; /* of memory: guard pages at both ends, the allocation before the last */
     char *pointer;
     size_t map_bytes, bytes;
-    int kind, gpu;  /* a memory type or one of the above, 's' or 'e' */
+    int kind, gpu;  /* a memory type or one of the above, 's', 'e', or 'p' for a page that is registered */
     int fd;         /* + 1, of what another process may open; 0: nothing */
     uint64_t id;    /* of memory; of what is another process', its file's */
     long opened_of; /* that process */
@@ -287,11 +289,12 @@ static struct dtrain__cuda_emulation {
     cudaError_t lasting;
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
-    int no_ipc; /* for tests: a GPU that shares nothing between processes */
+    int no_ipc;   /* for tests: a GPU that shares no memory between processes, */
+    int no_words; /* and one whose streams neither write nor await words */
     uint64_t made;
     int apart; /* for tests: 1: no GPU reaches another's memory */
     char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, {{0}}};
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, 0, {{0}}};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
 static __thread int dtrain__cuda_emulated_depth;        /* operations of this thread that run now */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
@@ -453,7 +456,8 @@ static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, d
             *found = *thing;
         if (hit && take) {
             *link = thing->next;
-            int counts = thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED;
+            int counts = thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED &&
+                         thing->kind != 'p';
             dtrain__cuda_emulated.used -= counts ? thing->bytes : 0;
             free(thing);
             break;
@@ -640,12 +644,9 @@ static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
     cudaError_t error = dtrain__cuda_emulated_error();
     if (error == 0)
         error = dtrain__cuda_emulated_add('e', 0, &thing);
-    if (error == 0 && (flags & cudaEventInterprocess))
-        error = dtrain__cuda_emulated_file(&thing->fd, 0);
-    if (error != 0) {
-        free(thing);
+    (void)flags;
+    if (error != 0)
         return error;
-    }
     dtrain__cuda_emulated_link(thing);
     *event = thing;
     return cudaSuccess;
@@ -653,12 +654,7 @@ static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 
 static cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
-    dtrain__cuda_emulated_thing thing;
-    if (!dtrain__cuda_emulated_find('e', event, 1, &thing))
-        return cudaErrorInvalidResourceHandle;
-    if (thing.fd > 0)
-        close(thing.fd - 1);
-    return cudaSuccess;
+    return dtrain__cuda_emulated_find('e', event, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 static cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
@@ -829,9 +825,10 @@ static cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, int
 #endif
 
 /* ---- >>cuda-emulate-share ----
- * DTRAIN_CUDA_EMULATE: memory and events between processes. An allocation that is to be shared moves into a file
- * without a name, which others find by this process' number and the descriptor, as long as both are: a process that is
- * killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives its owner. */
+ * DTRAIN_CUDA_EMULATE: memory between processes, and words that order their streams. An allocation that is to be shared
+ * moves into a file without a name, which others find by this process' number and the descriptor, as long as both are:
+ * a process that is killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives
+ * its owner. */
 #ifndef DTRAIN__CUDA_EMULATE_SHARE
 #define DTRAIN__CUDA_EMULATE_SHARE
 
@@ -889,8 +886,7 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
     return cudaErrorMemoryAllocation;
 }
 
-/* The token of an allocation, or of an event that was made for this. */
-static cudaError_t dtrain__cuda_emulated_give(int kind, const void *pointer, cudaIpcMemHandle_t *handle)
+static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer)
 {
     dtrain__cuda_emulated_token token;
     struct stat file;
@@ -906,11 +902,11 @@ static cudaError_t dtrain__cuda_emulated_give(int kind, const void *pointer, cud
         pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
     }
     dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
-    while (thing != NULL && (thing->kind != kind || thing->pointer != (const char *)pointer))
+    while (thing != NULL && (thing->kind != cudaMemoryTypeDevice || thing->pointer != (const char *)pointer))
         thing = thing->next;
     error = thing != NULL ? cudaSuccess : cudaErrorInvalidValue;
     if (thing != NULL && thing->fd == 0)
-        error = kind == 'e' ? cudaErrorInvalidResourceHandle : dtrain__cuda_emulated_move(thing);
+        error = dtrain__cuda_emulated_move(thing);
     if (error == 0 && fstat(thing->fd - 1, &file) == 0) {
         memset(&token, 0, sizeof token);
         token.device = (uint64_t)file.st_dev, token.file = (uint64_t)file.st_ino;
@@ -946,11 +942,6 @@ static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, 
         return cudaSuccess;
     close(*fd);
     return cudaErrorInvalidResourceHandle;
-}
-
-static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer)
-{
-    return dtrain__cuda_emulated_give(cudaMemoryTypeDevice, pointer, handle);
 }
 
 /* What was opened before is opened again where it is. */
@@ -1021,27 +1012,65 @@ static cudaError_t cudaIpcCloseMemHandle(void *pointer)
     return left >= 0 ? dtrain__cuda_emulated.lasting : cudaErrorInvalidValue;
 }
 
-static cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event)
+static cudaError_t cudaHostRegister(void *page, size_t bytes, unsigned flags)
 {
-    return dtrain__cuda_emulated_give('e', event, handle);
+    dtrain__cuda_emulated_thing *thing;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    (void)flags;
+    if (error == 0 && dtrain__cuda_emulated_find('p', page, 0, NULL))
+        error = cudaErrorHostMemoryAlreadyRegistered;
+    if (error == 0)
+        error = dtrain__cuda_emulated_add('p', bytes, &thing);
+    if (error != 0)
+        return error;
+    thing->pointer = (char *)page;
+    dtrain__cuda_emulated_link(thing);
+    return cudaSuccess;
 }
 
-/* Streams run at once, so that the event has passed as soon as its owner speaks of it. */
-static cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle)
+static cudaError_t cudaHostUnregister(void *page)
 {
-    dtrain__cuda_emulated_token token;
-    dtrain__cuda_emulated_thing *thing;
-    int fd;
-    cudaError_t error = dtrain__cuda_emulated_take(&handle, &token, &fd);
-    if (error != 0)
-        return error;
-    close(fd);
-    error = dtrain__cuda_emulated_add('e', 0, &thing);
-    if (error != 0)
-        return error;
-    dtrain__cuda_emulated_link(thing);
-    *event = thing;
-    return cudaSuccess;
+    return dtrain__cuda_emulated_find('p', page, 1, NULL) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+
+static cudaError_t cudaHostGetDevicePointer(void **pointer, void *page, unsigned flags)
+{
+    (void)flags;
+    *pointer = page;
+    return dtrain__cuda_emulated_find('p', page, 0, NULL) ? dtrain__cuda_emulated_error() : cudaErrorInvalidValue;
+}
+
+/* Before a word: is it in a page? */
+static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long long at)
+{
+    cudaError_t error = dtrain__cuda_emulated_stream(stream);
+    if (error == 0 && dtrain__cuda_emulated.no_words)
+        error = cudaErrorNotSupported;
+    if (error == 0 &&
+        (at % sizeof(uint32_t) != 0 || !dtrain__cuda_emulated_find('p', (const void *)(uintptr_t)at, 0, NULL)))
+        error = cudaErrorInvalidValue;
+    return error;
+}
+
+/* The driver's cuStreamWriteValue32. */
+static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
+{
+    cudaError_t error = dtrain__cuda_emulated_word(stream, at);
+    (void)flags;
+    if (error == 0)
+        __atomic_store_n((uint32_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);
+    return error;
+}
+
+/* The driver's cuStreamWaitValue32. Streams run at once: a word that is there, as all are whose write came before what
+ * says so, keeps nobody. */
+static int dtrain__cuda_emulated_await(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
+{
+    cudaError_t error = dtrain__cuda_emulated_word(stream, at);
+    (void)flags;
+    while (error == 0 && (int32_t)(__atomic_load_n((uint32_t *)(uintptr_t)at, __ATOMIC_SEQ_CST) - value) < 0)
+        sched_yield();
+    return error;
 }
 #endif
 
@@ -1278,10 +1307,12 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_atomic_max_u32(uint32_t *to, uint32_t valu
 #ifndef DTRAIN__CUDA_QUEUE
 #define DTRAIN__CUDA_QUEUE
 
-/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent. */
+/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent,
+ * cuStreamWriteValue32 and cuStreamWaitValue32. */
 typedef int (*dtrain__cuda_attribute_fn)(void *data, int attribute, unsigned long long pointer);
 typedef int (*dtrain__cuda_push_fn)(void *context);
 typedef int (*dtrain__cuda_pop_fn)(void **context);
+typedef int (*dtrain__cuda_word_fn)(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags);
 
 typedef struct dtrain__cuda_queue {
     dtrain_device device;
@@ -1294,6 +1325,7 @@ typedef struct dtrain__cuda_queue {
     void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */
     dtrain__cuda_push_fn push;
     dtrain__cuda_pop_fn pop;
+    dtrain__cuda_word_fn word_write, word_await; /* NULL: the driver has none */
 } dtrain__cuda_queue;
 
 static dtrain__cuda_queue *dtrain__cuda_queue_of(dtrain_device *device)
@@ -1705,8 +1737,10 @@ static dtrain_status dtrain__cuda_event_done(dtrain_device *device, void *event,
 #endif
 
 /* ---- >>cuda-share ----
- * Memory and events of a GPU as other processes of the host have them, by CUDA's legacy IPC: a handle names a whole
- * allocation of cudaMalloc's, and where in it a pointer is travels beside. */
+ * Memory of a GPU as other processes of the host have it, by CUDA's legacy IPC: a handle names a whole allocation of
+ * cudaMalloc's, and where in it a pointer is travels beside. Streams of processes are ordered by words in memory of the
+ * CPU's that all have mapped: an event of a process that was killed may keep those who wait for it for ever, a word can
+ * be written for it. */
 #ifndef DTRAIN__CUDA_SHARE
 #define DTRAIN__CUDA_SHARE
 
@@ -1802,31 +1836,51 @@ static void dtrain__cuda_memory_close(dtrain_device *device, void *base)
         dtrain__cuda_drop(cudaIpcCloseMemHandle(base));
 }
 
-static dtrain_status dtrain__cuda_event_create_shared(dtrain_device *device, void **event)
+/* A page is registered for all GPUs of the process. */
+static dtrain_status dtrain__cuda_page_open(dtrain_device *device, void *page, size_t bytes, void **queues)
 {
-    cudaEvent_t made = NULL;
-    cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming | cudaEventInterprocess);
-    *event = error == cudaSuccess ? (void *)made : NULL;
-    return dtrain__cuda_apart(device, "cudaEventCreateWithFlags (between processes)", error);
+    const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    *queues = NULL;
+    if (queue->word_write == NULL || queue->word_await == NULL)
+        return dtrain__cuda_apart(device, "cuStreamWriteValue32", cudaErrorNotSupported);
+    cudaError_t error = cudaHostRegister(page, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+    if (error != cudaSuccess)
+        return dtrain__cuda_apart(device, "cudaHostRegister", error);
+    error = cudaHostGetDevicePointer(queues, page, 0);
+    if (error != cudaSuccess)
+        dtrain__cuda_drop(cudaHostUnregister(page));
+    return dtrain__cuda_apart(device, "cudaHostGetDevicePointer", error);
 }
 
-static dtrain_status dtrain__cuda_event_share(dtrain_device *device, void *event, unsigned char *handle)
+static void dtrain__cuda_page_close(dtrain_device *device, void *page)
 {
-    cudaIpcEventHandle_t made;
-    memset(&made, 0, sizeof made);
-    cudaError_t error = cudaIpcGetEventHandle(&made, (cudaEvent_t)event);
-    memcpy(handle, &made, DTRAIN_DEVICE_HANDLE_BYTES);
-    return dtrain__cuda_apart(device, "cudaIpcGetEventHandle", error);
+    (void)device;
+    dtrain__cuda_drop(cudaHostUnregister(page));
 }
 
-static dtrain_status dtrain__cuda_event_open(dtrain_device *device, const unsigned char *handle, void **event)
+/* What the driver says of a word; that it takes none at all is found when it is tried. */
+static dtrain_status dtrain__cuda_word(dtrain_device *device, const char *call, int code)
 {
-    cudaIpcEventHandle_t theirs;
-    cudaEvent_t made = NULL;
-    memcpy(&theirs, handle, sizeof theirs);
-    cudaError_t error = cudaIpcOpenEventHandle(&made, theirs);
-    *event = error == cudaSuccess ? (void *)made : NULL;
-    return dtrain__cuda_apart(device, "cudaIpcOpenEventHandle", error);
+    cudaError_t error = (cudaError_t)code; /* the driver's numbers are the runtime's */
+    if (error == cudaErrorNotSupported || error == cudaErrorInvalidValue)
+        return dtrain__cuda_apart(device, call, error);
+    return dtrain__cuda_status(device, call, error);
+}
+
+static dtrain_status dtrain__cuda_word_write(dtrain_device *device, uint32_t *word, uint32_t value)
+{
+    enum { fenced = 0 }; /* CU_STREAM_WRITE_VALUE_DEFAULT: what the stream has done is seen before the word */
+    const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    unsigned long long at = (unsigned long long)(uintptr_t)word;
+    return dtrain__cuda_word(device, "cuStreamWriteValue32", queue->word_write(queue->stream, at, value, fenced));
+}
+
+static dtrain_status dtrain__cuda_word_await(dtrain_device *device, uint32_t *word, uint32_t value)
+{
+    enum { at_least = 0 }; /* CU_STREAM_WAIT_VALUE_GEQ: (int32_t)(word - value) >= 0 */
+    const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    unsigned long long at = (unsigned long long)(uintptr_t)word;
+    return dtrain__cuda_word(device, "cuStreamWaitValue32", queue->word_await(queue->stream, at, value, at_least));
 }
 
 #endif
@@ -5598,10 +5652,11 @@ DTRAIN__CUDA_ROW(memory_share, (dtrain_device * device, const void *pointer, dtr
 DTRAIN__CUDA_ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),
                  (device, shared, base))
 DTRAIN__CUDA_VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))
-DTRAIN__CUDA_ROW(event_create_shared, (dtrain_device * device, void **event), (device, event))
-DTRAIN__CUDA_ROW(event_share, (dtrain_device * device, void *event, unsigned char *handle), (device, event, handle))
-DTRAIN__CUDA_ROW(event_open, (dtrain_device * device, const unsigned char *handle, void **event),
-                 (device, handle, event))
+DTRAIN__CUDA_ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues),
+                 (device, page, bytes, queues))
+DTRAIN__CUDA_VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page))
+DTRAIN__CUDA_ROW(word_write, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
+DTRAIN__CUDA_ROW(word_await, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
 
 #ifdef DTRAIN_CUDA_EMULATE
 #define DTRAIN__CUDA_HANDLES "cuda ipc, emulated"
@@ -5652,9 +5707,10 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_memory_share,
     dtrain__cuda_row_memory_open,
     dtrain__cuda_row_memory_close,
-    dtrain__cuda_row_event_create_shared,
-    dtrain__cuda_row_event_share,
-    dtrain__cuda_row_event_open,
+    dtrain__cuda_row_page_open,
+    dtrain__cuda_row_page_close,
+    dtrain__cuda_row_word_write,
+    dtrain__cuda_row_word_await,
     dtrain__cuda_row_flag_traits,
     dtrain__cuda_row_flags_run,
 };
@@ -5700,12 +5756,16 @@ static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
     queue->push = dtrain__cuda_emulated_push;
     queue->pop = dtrain__cuda_emulated_pop;
     queue->attribute = dtrain__cuda_emulated_attribute;
+    queue->word_write = dtrain__cuda_emulated_write;
+    queue->word_await = dtrain__cuda_emulated_await;
 #else
     get_fn get = (get_fn)dtrain__cuda_driver("cuDeviceGet");
     retain_fn retain = (retain_fn)dtrain__cuda_driver("cuDevicePrimaryCtxRetain");
     queue->push = (dtrain__cuda_push_fn)dtrain__cuda_driver("cuCtxPushCurrent");
     queue->pop = (dtrain__cuda_pop_fn)dtrain__cuda_driver("cuCtxPopCurrent");
     queue->attribute = (dtrain__cuda_attribute_fn)dtrain__cuda_driver("cuPointerGetAttribute");
+    queue->word_write = (dtrain__cuda_word_fn)dtrain__cuda_driver("cuStreamWriteValue32");
+    queue->word_await = (dtrain__cuda_word_fn)dtrain__cuda_driver("cuStreamWaitValue32");
 #endif
     if (get == NULL || retain == NULL || queue->push == NULL || queue->pop == NULL || get(&gpu, queue->index) != 0 ||
         retain(&queue->context, gpu) != 0)

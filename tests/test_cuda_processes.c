@@ -43,9 +43,9 @@ COUNTED(reduce,
 COUNTED(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),
         (device, pointer, shared))
 COUNTED(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base), (device, shared, base))
-COUNTED(event_create_shared, (dtrain_device * device, void **event), (device, event))
-COUNTED(event_share, (dtrain_device * device, void *event, unsigned char *handle), (device, event, handle))
-COUNTED(event_open, (dtrain_device * device, const unsigned char *handle, void **event), (device, handle, event))
+COUNTED(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues), (device, page, bytes, queues))
+COUNTED(word_write, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
+COUNTED(word_await, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
 
 /* This process' device, whose table is `ops` from now on. */
 static dtrain_device *counted_device(void)
@@ -61,9 +61,9 @@ static dtrain_device *counted_device(void)
     ops.reduce = counted_reduce;
     ops.memory_share = counted_memory_share;
     ops.memory_open = counted_memory_open;
-    ops.event_create_shared = counted_event_create_shared;
-    ops.event_share = counted_event_share;
-    ops.event_open = counted_event_open;
+    ops.page_open = counted_page_open;
+    ops.word_write = counted_word_write;
+    ops.word_await = counted_word_await;
     asked = at_call = signal_at = 0;
     return device;
 }
@@ -347,20 +347,21 @@ TEST(memory_that_cannot_be_shared_is_refused_on_all_ranks_with_the_cure)
     run_ranks(&s, refuses);
 }
 
-enum { NO_IPC, OTHER_HANDLES, NO_HANDLES, NO_DEVICE, HANDS_OUT_NONSENSE, WAYS };
+enum { NO_IPC, NO_WORDS, OTHER_HANDLES, NO_HANDLES, NO_DEVICE, HANDS_OUT_NONSENSE, WAYS };
 
 static int way;
 
-static dtrain_status nonsense(dtrain_device *device, void *event, unsigned char *handle)
+static dtrain_status nonsense(dtrain_device *device, const void *pointer, dtrain_device_shared *shared)
 {
-    (void)device, (void)event;
-    memset(handle, 0x55, DTRAIN_DEVICE_HANDLE_BYTES);
+    (void)device, (void)pointer;
+    memset(shared, 0x55, sizeof *shared);
     return DTRAIN_OK;
 }
 
 static int no_way(dtrain_comm *world, scene *s)
 {
-    static const char *const texts[] = {"", "of another kind", "shares nothing", "no device", "cudaIpcOpenEventHandle"};
+    static const char *const texts[] = {"",          "cuStreamWriteValue32", "of another kind", "shares nothing",
+                                        "no device", "cudaIpcOpenMemHandle"};
     dtrain_device *device = device_begin();
     dtrain_device_group *group = NULL;
     dtrain_device_group_desc desc;
@@ -371,9 +372,10 @@ static int no_way(dtrain_comm *world, scene *s)
     if (victim && way == NO_HANDLES)
         ops.handles = NULL;
     if (victim && way == HANDS_OUT_NONSENSE)
-        ops.event_share = nonsense;
+        ops.memory_share = nonsense;
 #ifndef __CUDACC__
     dtrain__cuda_emulated.no_ipc = victim && way == NO_IPC;
+    dtrain__cuda_emulated.no_words = victim && way == NO_WORDS;
 #endif
     dtrain_device *mine = victim && way == NO_DEVICE ? NULL : device;
     memset(&desc, 0, sizeof desc);
@@ -450,9 +452,8 @@ static int hands_over(dtrain_comm *world, scene *s)
 {
     dtrain_device *device = device_begin();
     dtrain_device_shared shared, all[2];
-    unsigned char events[2][DTRAIN_DEVICE_HANDLE_BYTES], event_handle[DTRAIN_DEVICE_HANDLE_BYTES];
     int rank = dtrain_comm_rank(world), peer = 1 - rank;
-    void *first = NULL, *again = NULL, *event = NULL, *plain = NULL, *theirs = NULL;
+    void *first = NULL, *again = NULL;
     unsigned char *own = (unsigned char *)device_put(device, NULL, 5000), byte = (unsigned char)(7 + rank),
                   got[2] = {0};
     (void)s;
@@ -461,14 +462,8 @@ static int hands_over(dtrain_comm *world, scene *s)
     CHECK_EQ(shared.offset, 4321);
     CHECK_EQ(shared.base, (uintptr_t)own);
     CHECK_EQ(shared.bytes, 5000);
-    CHECK_OK(ops.event_create_shared(device, &event));
-    CHECK_OK(dtrain_device_event_create(device, &plain));
-    CHECK_OK(ops.event_share(device, event, event_handle));
-    CHECK_EQ(ops.event_share(device, plain, events[0]), DTRAIN_ERR_UNSUPPORTED);
     CHECK_OK(dtrain_all_gather(world, &shared, all, 2 * sizeof shared, DTRAIN_U8));
-    CHECK_OK(dtrain_all_gather(world, event_handle, events, 2 * sizeof event_handle, DTRAIN_U8));
     CHECK_EQ(ops.memory_open(device, &all[rank], &first), DTRAIN_ERR_UNSUPPORTED);
-    CHECK_EQ(ops.event_open(device, events[rank], &theirs), DTRAIN_ERR_UNSUPPORTED);
     CHECK_OK(ops.memory_open(device, &all[peer], &first));
     CHECK_OK(ops.memory_open(device, &all[peer], &again));
     CHECK(first == again);
@@ -483,18 +478,11 @@ static int hands_over(dtrain_comm *world, scene *s)
     CHECK_OK(dtrain_device_copy(device, got, own + 4998, 2));
     CHECK_EQ(got[0], 7 + rank);
     CHECK_EQ(got[1], 17 + peer);
-    CHECK_OK(ops.event_open(device, events[peer], &theirs));
-    CHECK_OK(dtrain_device_event_await(device, theirs));
-    CHECK_OK(dtrain_device_wait(device));
-    dtrain_device_event_destroy(device, theirs);
     ops.memory_close(device, first);
     CHECK_OK(dtrain_barrier(world));
     device_drop(device, own);
-    dtrain_device_event_destroy(device, event);
-    dtrain_device_event_destroy(device, plain);
     CHECK_OK(dtrain_barrier(world));
     CHECK(ops.memory_open(device, &all[peer], &first) != DTRAIN_OK);
-    CHECK(ops.event_open(device, events[peer], &theirs) != DTRAIN_OK);
     device_finish(device);
     CHECK_EQ(memory_files(), 0);
     return 0;
@@ -505,6 +493,45 @@ TEST(handles_are_of_allocations_and_open_for_others_alone_while_they_last)
     scene s;
     scene_begin(&s, 2, 0);
     run_ranks(&s, hands_over);
+}
+
+/* Two processes' queues write words of a page that both have, and await them: cyclically, whoever writes. */
+static int words_pass(dtrain_comm *world, scene *s)
+{
+    static const uint32_t numbers[] = {1, 2, 0x7fffffff, 0x80000000u, 0xfffffffe, 0xffffffff, 0, 1, 2};
+    dtrain_device *device = device_begin();
+    uint32_t *page = (uint32_t *)s->user;
+    void *queues = NULL;
+    int rank = dtrain_comm_rank(world), wrong = 0;
+    CHECK_OK(ops.page_open(device, page, 4096, &queues));
+    uint32_t *word = (uint32_t *)queues + 16;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers && queues != NULL; i++) {
+        if (rank == 0)
+            CHECK_OK(ops.word_write(device, word, numbers[i]));
+        CHECK_OK(dtrain_device_wait(device));
+        CHECK_OK(dtrain_barrier(world));
+        wrong += page[16] != numbers[i];
+        for (uint32_t back = 0; back < 0x80000000u; back += 0x0fffffff) /* what has come, and any time before */
+            CHECK_OK(ops.word_await(device, word, numbers[i] - back));
+        CHECK_OK(dtrain_device_wait(device));
+        CHECK_OK(dtrain_barrier(world));
+    }
+    CHECK_EQ(wrong, 0);
+    ops.page_close(device, page);
+    CHECK(ops.page_open(device, page, 4096, &queues) == DTRAIN_OK); /* again */
+    ops.page_close(device, page);
+    device_finish(device);
+    return 0;
+}
+
+TEST(words_that_queues_of_two_processes_write_and_await_wrap)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    s.user = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(s.user != MAP_FAILED);
+    run_ranks(&s, words_pass);
+    munmap(s.user, 4096);
 }
 
 /* ---- ranks that die ---- */
@@ -626,12 +653,260 @@ static int one_breaks(dtrain_comm *world, scene *s)
 TEST(a_device_that_breaks_ends_the_group_on_all_processes)
 {
     how = 0;
-    for (when = 1; when <= 60; when += 3) {
+    for (when = 1; when <= 60; when += 1 + when / 16) {
         scene s;
         int before = test_failures;
         scene_begin(&s, 3, 0);
         run_ranks(&s, one_breaks);
         if (test_failures != before)
             TEST_FAIL("call %d", when);
+    }
+}
+
+/* ---- queues that are late ----
+ * A GPU's queue may be far behind the CPU, and its process be killed before it comes to what others' queues wait for.
+ * The emulation's queues run at once; here what they have of words waits in a list, as it does on a GPU: calls return,
+ * and the queue is done when the list is. */
+
+enum { LATE_WORDS = 4096, LATE_EVENTS = 64 };
+
+static struct late {
+    unsigned char *page, *queues;
+    size_t bytes;
+    int count, next; /* of the list: those before next are done */
+    struct {
+        int awaits;
+        uint32_t *word, value;
+    } words[LATE_WORDS];
+    struct {
+        void *event;
+        int after;
+    } events[LATE_EVENTS];
+} late;
+
+static dtrain_status late_page_open(dtrain_device *device, void *page, size_t bytes, void **queues)
+{
+    dtrain_status status = real.page_open(device, page, bytes, queues);
+    late.page = (unsigned char *)page;
+    late.queues = (unsigned char *)*queues;
+    late.bytes = bytes;
+    return status;
+}
+
+/* A word of the page's that no rank of four has. */
+static uint32_t *spare(void)
+{
+    return (uint32_t *)(void *)(late.bytes - sizeof(uint32_t) + late.page);
+}
+
+/* Stops this rank's queue here, until it is let go. */
+static void hold(dtrain_device *device)
+{
+    __atomic_store_n(spare(), 0u, __ATOMIC_SEQ_CST);
+    CHECK_OK(ops.word_await(device, (uint32_t *)(void *)(late.queues + late.bytes - sizeof(uint32_t)), 1));
+}
+
+static void let_go(void)
+{
+    __atomic_store_n(spare(), 1u, __ATOMIC_SEQ_CST);
+}
+
+#ifndef __CUDACC__
+/* Does what the queue can do now; returns whether that is all. */
+static int late_run(dtrain_device *device)
+{
+    for (; late.next < late.count; late.next++) {
+        uint32_t *word = late.words[late.next].word, value = late.words[late.next].value;
+        if (!late.words[late.next].awaits)
+            CHECK_OK(real.word_write(device, word, value));
+        else if ((int32_t)(__atomic_load_n(word, __ATOMIC_SEQ_CST) - value) < 0)
+            return 0;
+    }
+    return 1;
+}
+
+static dtrain_status late_word(dtrain_device *device, int awaits, uint32_t *word, uint32_t value)
+{
+    if (late.count == LATE_WORDS)
+        exit(1);
+    late.words[late.count].awaits = awaits;
+    late.words[late.count].word = word;
+    late.words[late.count++].value = value;
+    late_run(device);
+    return DTRAIN_OK;
+}
+
+static dtrain_status late_word_write(dtrain_device *device, uint32_t *word, uint32_t value)
+{
+    return late_word(device, 0, word, value);
+}
+
+static dtrain_status late_word_await(dtrain_device *device, uint32_t *word, uint32_t value)
+{
+    return late_word(device, 1, word, value);
+}
+
+static dtrain_status late_wait(dtrain_device *device)
+{
+    while (!late_run(device))
+        usleep(500);
+    return real.wait(device);
+}
+
+static dtrain_status late_event_record(dtrain_device *device, void *event)
+{
+    int i = 0;
+    while (late.events[i].event != NULL && late.events[i].event != event)
+        if (++i == LATE_EVENTS)
+            exit(1);
+    late.events[i].event = event;
+    late.events[i].after = late.count;
+    return real.event_record(device, event);
+}
+
+static dtrain_status late_event_done(dtrain_device *device, void *event, int *done)
+{
+    int i = 0;
+    late_run(device);
+    while (i < LATE_EVENTS - 1 && late.events[i].event != NULL && late.events[i].event != event)
+        i++;
+    dtrain_status status = real.event_done(device, event, done);
+    *done &= late.events[i].event != event || late.next >= late.events[i].after;
+    return status;
+}
+#endif
+
+/* A device whose queue can be late. */
+static dtrain_device *late_begin(void)
+{
+    dtrain_device *device = device_begin();
+    memset(&late, 0, sizeof late);
+    ops.page_open = late_page_open;
+#ifndef __CUDACC__
+    ops.word_write = late_word_write;
+    ops.word_await = late_word_await;
+    ops.wait = late_wait;
+    ops.event_record = late_event_record;
+    ops.event_done = late_event_done;
+#endif
+    return device;
+}
+
+static int is_done(dtrain_device *device, void *event)
+{
+    int done = 0;
+    CHECK_OK(dtrain_device_event_record(device, event));
+    for (int i = 0; i < 20 && !done; i++) {
+        CHECK_OK(dtrain_device_event_done(device, event, &done));
+        usleep(500);
+    }
+    return done;
+}
+
+/* Forty calls, on both sides of where the group's numbers wrap: no queue goes on before the late one. */
+static int one_is_late(dtrain_comm *world, scene *s)
+{
+    dtrain_device *device = late_begin();
+    dtrain_device_group *group = NULL;
+    void *event = NULL;
+    int victim = dtrain_comm_rank(world) == VICTIM, early = 0;
+    (void)s;
+    float *x = (float *)device_put(device, NULL, 4000);
+    CHECK_OK(dtrain_device_event_create(device, &event));
+    CHECK_OK(dtrain_device_group_create(&group, world, device, NULL));
+    CHECK_EQ(dtrain_device_group_mode(group), DTRAIN_DEVICE_EVENTS);
+    for (int i = 0; i < 40 && group != NULL; i++) {
+        if (victim)
+            hold(device);
+        CHECK_OK(dtrain_device_group_all_reduce(group, x, x, 1000, DTRAIN_F32, DTRAIN_SUM));
+        early += is_done(device, event);
+        CHECK_OK(dtrain_barrier(world));
+        if (victim)
+            let_go();
+        CHECK_OK(dtrain_device_group_wait(group));
+        CHECK_OK(dtrain_barrier(world));
+    }
+    CHECK_EQ(early, 0);
+    dtrain_device_group_destroy(group);
+    dtrain_device_event_destroy(device, event);
+    device_drop(device, x);
+    device_finish(device);
+    return 0;
+}
+
+TEST(a_late_queue_keeps_the_others_until_it_has_come_also_where_numbers_wrap)
+{
+    scene s;
+    scene_begin(&s, 3, 0);
+    run_ranks(&s, one_is_late);
+}
+
+/* What the others do after the last call that the late queue's process has lived to make. */
+enum { CALLS, WAITS, WAITS_FOR_THE_GROUP, DESTROYS, AFTERWARDS };
+
+static int afterwards;
+
+static int late_and_killed(dtrain_comm *world, scene *s)
+{
+    dtrain_device *device = late_begin();
+    dtrain_device_group *group = NULL;
+    dtrain_comm *rest = NULL;
+    dtrain_status status = DTRAIN_OK;
+    float *x = (float *)device_put(device, NULL, MOST * 4);
+    CHECK_OK(dtrain_device_group_create(&group, world, device, NULL));
+    CHECK_EQ(dtrain_device_group_mode(group), DTRAIN_DEVICE_EVENTS);
+    for (int i = 0; i < 5; i++) {
+        if (i == 2 && dtrain_comm_rank(world) == VICTIM)
+            hold(device);
+        CHECK_OK(dtrain_device_group_all_reduce(group, x, x, MOST, DTRAIN_F32, DTRAIN_SUM));
+    }
+    if (dtrain_comm_rank(world) == VICTIM) {
+        usleep(30000); /* the others are out of the call */
+        kill(getpid(), SIGKILL);
+    }
+    double begun = now_s();
+    if (afterwards == WAITS)
+        CHECK_OK(dtrain_device_wait(device));
+    if (afterwards == WAITS || afterwards == WAITS_FOR_THE_GROUP) {
+        CHECK_ERROR(dtrain_device_group_wait(group), DTRAIN_ERR_PEER_LOST, "rank 1 is lost");
+        CHECK_CONTAINS(dtrain_last_error(), "results since are undefined");
+    } else if (afterwards == CALLS) {
+        for (int i = 0; i < 1000 && status == DTRAIN_OK; i++)
+            status = dtrain_device_group_all_reduce(group, x, x, MOST, DTRAIN_F32, DTRAIN_SUM);
+        CHECK_ERROR(dtrain_error_set(status, "%s", dtrain_last_error()), DTRAIN_ERR_PEER_LOST, "rank 1");
+    }
+    dtrain_device_group_destroy(group);
+    CHECK_EQ(late.next, late.count);
+    CHECK(now_s() - begun < 5);
+    device_drop(device, x);
+    while ((status = dtrain_barrier(world)) == DTRAIN_OK && now_s() - begun < 5)
+        continue;
+    CHECK_OK(dtrain_comm_shrink(world, &rest));
+    if (rest != NULL)
+        works(rest, device, DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_EVENTS);
+    dtrain_comm_destroy(rest);
+    device_finish(device);
+    (void)s;
+    return 0;
+}
+
+TEST(a_process_killed_before_its_queue_came_to_its_words_keeps_nobody)
+{
+    for (int i = 0; i < 2 * AFTERWARDS; i++) {
+        scene s;
+        pid_t pids[MAX_PROCESSES];
+        int before = test_failures;
+        afterwards = i / 2;
+        if (afterwards == WAITS && i % 2)
+            continue; /* without a thread of the library's, nobody would know */
+        scene_begin(&s, 4, 0);
+        dtrain_set_log(quiet, NULL);
+        s.desc.progress = i % 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        for (int rank = 0; rank < 4; rank++)
+            pids[rank] = start_rank(&s, rank, late_and_killed);
+        for (int rank = 0; rank < 4; rank++)
+            CHECK_EQ(end_of(pids[rank], 60), rank == VICTIM ? 128 + SIGKILL : 0);
+        if (test_failures != before)
+            TEST_FAIL("afterwards %d, %s", afterwards, i % 2 ? "polling" : "with a thread");
     }
 }

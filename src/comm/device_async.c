@@ -114,7 +114,7 @@ static dtrain_status dtrain__async_make(dtrain__device_async *async, dtrain_devi
     dtrain_status recorded = work->ended != NULL ? dtrain_device_event_record(group->device, work->ended) : status;
     work->ordered = recorded == DTRAIN_OK;
     if (!work->ordered)
-        dtrain_device_wait(group->device);
+        dtrain__events_wait(group);
     if (status == DTRAIN_OK && recorded != DTRAIN_OK)
         return dtrain__device_failed(group, &work->op, group->comm->number, recorded);
     dtrain__thread_error = kept;

@@ -27,7 +27,6 @@ typedef struct dtrain__device_note {
         __attribute__((aligned(8))); /* of the device's table: see >>device_processes, as of the next ones */
     uint64_t process, page_fd, page_key[2];
     dtrain_device_shared shared_probe;
-    unsigned char shared_events[2][DTRAIN_DEVICE_HANDLE_BYTES];
     uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
     dtrain__flags_board *flags __attribute__((aligned(8)));
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));

@@ -4,7 +4,8 @@
  * others' events, folds or copies its rank's share of all inputs to all outputs, and records a second event; when all
  * have, each queue awaits those. Records come before the exchange, and waits after it: no queue waits for what was
  * never recorded. An event is recorded again when all ranks have named it: the first after the exchange that ends a
- * call, the second after the one that begins the next.
+ * call, the second after the one that begins the next. Between processes, numbers in their page are the events: see
+ * >>device_processes.
  *
  * When the group is broken in the midst of it, a device may be inside another rank's memory. So a rank raises `inside`
  * in its word before it queues anything there, unless the group is broken, and one that fails breaks the group before
@@ -66,10 +67,18 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
                 sched_yield();
 }
 
-/* A peer's event, as this rank's device knows it. */
-static void *dtrain__events_event(const dtrain_device_group *group, int rank, int second)
+/* Records the first (0) or second (1) event of a call, this rank's turn'th. */
+static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t turn, int second)
 {
-    return group->processes != NULL ? group->processes->peers[rank].events[second] : group->notes[rank].events[second];
+    if (group->processes == NULL)
+        return dtrain_device_event_record(group->device, group->mine.events[second]);
+    return second ? dtrain__processes_mark_second(group, turn) : dtrain__processes_mark(group);
+}
+
+/* Waits for this rank's queue. */
+static dtrain_status dtrain__events_wait(dtrain_device_group *group)
+{
+    return group->processes != NULL ? dtrain__processes_wait(group) : dtrain_device_wait(group->device);
 }
 
 /* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
@@ -80,8 +89,10 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
     for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
         uint64_t theirs = __atomic_load_n(&dtrain__events_word(group, rank)->turn, __ATOMIC_SEQ_CST);
         int gone = group->processes != NULL && group->processes->peers[rank].gone;
-        if (rank != comm->rank && (!second || theirs >= turn) && !gone)
-            status = dtrain_device_event_await(group->device, dtrain__events_event(group, rank, second));
+        if (rank == comm->rank || (second && theirs < turn) || gone)
+            continue;
+        status = group->processes != NULL ? dtrain__processes_await(group, rank, second, turn)
+                                          : dtrain_device_event_await(group->device, group->notes[rank].events[second]);
     }
     return status;
 }
@@ -94,14 +105,14 @@ static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t
 {
     dtrain__error cause = dtrain__thread_error;
     dtrain__events_end(group);
-    dtrain_device_wait(group->device);
+    dtrain__events_wait(group);
     dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
     dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
     if (group->processes != NULL)
         dtrain__processes_look(group);
     int recorded = dtrain__events_word(group, group->comm->rank)->turn == turn;
     if (recorded && dtrain__events_await(group, turn, 1) == DTRAIN_OK)
-        dtrain_device_wait(group->device);
+        dtrain__events_wait(group);
     dtrain__events_set(group, DTRAIN__EVENTS_FREE);
     dtrain__thread_error = cause;
     return status;
@@ -211,7 +222,7 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
 }
 
 /* All that a queue is given between the two exchanges. */
-static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op)
+static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op, uint64_t turn)
 {
     dtrain_status status = dtrain__events_await(group, 0, 0);
     if (status == DTRAIN_OK && group->piece_count > 0)
@@ -219,7 +230,7 @@ static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrai
     else if (status == DTRAIN_OK)
         status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
     if (status == DTRAIN_OK)
-        status = dtrain_device_event_record(group->device, group->mine.events[1]);
+        status = dtrain__events_record(group, turn, 1);
     return status;
 }
 
@@ -257,7 +268,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     dtrain_comm *comm = group->comm;
     dtrain__device_word *word = dtrain__events_word(group, comm->rank);
     uint64_t turn = word->turn + 1;
-    dtrain_status status = dtrain_device_event_record(group->device, group->mine.events[0]);
+    dtrain_status status = dtrain__events_record(group, turn, 0);
     if (status != DTRAIN_OK)
         return dtrain__device_failed(group, op, comm->number + 1, status);
     status = dtrain__events_meet(group, op);
@@ -266,7 +277,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     status = dtrain__events_enter(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, status);
-    status = dtrain__events_work(group, op);
+    status = dtrain__events_work(group, op, turn);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
     __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
@@ -299,16 +310,17 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
     void *probe = NULL;
     int threads = group->comm->transport.board != NULL;
     dtrain_status status = threads ? DTRAIN_OK : dtrain__processes_join(group);
-    for (int i = 0; i < 2 && status == DTRAIN_OK; i++)
-        status = threads ? dtrain_device_event_create(device, &group->mine.events[i])
-                         : device->ops->event_create_shared(device, &group->mine.events[i]);
+    for (int i = 0; i < 2 && threads && status == DTRAIN_OK; i++)
+        status = dtrain_device_event_create(device, &group->mine.events[i]);
+    if (!threads && status == DTRAIN_OK)
+        status = dtrain__processes_open_page(group);
     if (status == DTRAIN_OK)
         status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, DTRAIN__EVENTS_PROBE_BYTES, &probe);
     group->mine.probe = (unsigned char *)probe;
     if (status == DTRAIN_OK && !threads)
-        status = dtrain__processes_share(group);
+        status = device->ops->memory_share(device, probe, &group->mine.shared_probe);
     if (status == DTRAIN_OK)
-        status = dtrain_device_event_record(device, group->mine.events[0]);
+        status = dtrain__events_record(group, 0, 0);
     return status;
 }
 
@@ -330,9 +342,7 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
         status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
                                       comm->size, 0, 1);
     dtrain__error said = dtrain__thread_error;
-    dtrain_status waited = dtrain_device_wait(group->device);
-    if (group->processes != NULL)
-        dtrain__processes_close_all(group); /* before their owners know that they were tried, and free them */
+    dtrain_status waited = group->processes != NULL ? dtrain__processes_try(group) : dtrain_device_wait(group->device);
     return status == DTRAIN_OK ? waited : dtrain__report(&said);
 }
 

@@ -385,7 +385,9 @@ DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
                             "device_group_wait: the group is NULL; was its creation checked?");
     if (group->async != NULL) /* whose thread then leaves the queue alone */
         dtrain__async_wait(group->async, group->async->posted, INT64_MAX);
-    dtrain_status status = dtrain_device_wait(group->device);
+    dtrain_status status = dtrain__events_wait(group);
+    if (status == DTRAIN_OK && group->processes != NULL)
+        return dtrain__processes_check(group);
     if (status != DTRAIN_OK || group->mode != DTRAIN_DEVICE_FLAGS)
         return status;
     status = dtrain__flags_check(group);
@@ -404,11 +406,15 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
         return;
     }
     dtrain__hosts_free(group);
-    if (group->mine.events[0] != NULL && (group->processes != NULL || group->comm->transport.board != NULL))
+    if (group->processes != NULL && group->processes->queues != NULL) {
+        dtrain__processes_wait(group); /* if the device has failed, peers that wait for it go on */
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+    } else if (group->mine.events[0] != NULL && group->comm->transport.board != NULL) {
+        dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
+    }
     dtrain__flags_leave(group);
-    dtrain_device_wait(group->device);
     dtrain__processes_free(group);
+    dtrain_device_wait(group->device);
     for (int i = 0; i < 2; i++)
         dtrain_device_event_destroy(group->device, group->mine.events[i]);
     for (int slot = 0; slot < group->slots; slot++)

@@ -98,9 +98,13 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *
  * A call that breaks the group in EVENTS, FLAGS or HOSTS, whatever phase the others are in, returns when its rank's
  * device has left their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait
- * for an event that nobody records. For that, such a call waits for what its queue, and theirs, hold: longer than
- * timeout_ms where they do not get on. A process that was killed is not waited for once the system has taken down what
- * it had on its device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
+ * for what nobody will do. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms
+ * where they do not get on. A process that was killed is not waited for once the system has taken down what it had on
+ * its device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
+ *
+ * A process may also be killed when this rank's call has returned, and its queue waits for the other's. Those waits are
+ * ended a tenth of a second later by a thread of the group; where progress is DTRAIN_PROGRESS_POLL, there is none, and
+ * dtrain_device_group_wait, the next call or destroy ends them: wait with that there, not with dtrain_device_wait.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk; in
  * HOSTS five times and twice a chunk, in a reduce-scatter once, and for every slots' worth of it twice and twice a
@@ -174,7 +178,10 @@ DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t
 
 /* Waits for the device's queue, and says whether all calls so far have done what they should.
  *
- *   errors   what dtrain_device_wait says; DTRAIN_ERR_TIMEOUT  FLAGS: a device has waited too long for another's
+ *   errors   what dtrain_device_wait says
+ *            DTRAIN_ERR_TIMEOUT    FLAGS: a device has waited too long for another's
+ *            DTRAIN_ERR_PEER_LOST  EVENTS between processes: a rank has ended before its device had done its part of an
+ *                                  earlier call; results since are undefined, and the group is broken on every rank
  *
  * one thread per object; blocks as dtrain_device_wait */
 DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group);

@@ -1,6 +1,6 @@
 /* ---- >>device_processes ----
  * What ranks that are processes of one host share, so that their devices can reach each other's memory: a page of
- * words, which stand for those of a board (see >>device_events), and handles of memory and events.
+ * words, which stand for those of a board and for events (see >>device_events), and handles of memory.
  *
  * Rank 0 offers the page as a memory file without a name; the others open it by that process' number and descriptor,
  * and know it by a key. Who cannot is on another host, or as good as that. No file is left behind, however a process
@@ -11,15 +11,23 @@
  *
  * A process that dies leaves its words as they were. It is not waited for: its queues end with it, before the system
  * counts it as gone. One that is lost but neither gone nor out of the others' memory is stopped, or hangs in a driver;
- * it is waited for a while only. */
+ * it is waited for a while only.
+ *
+ * Queues order themselves by numbers in the page, which every queue writes when it comes to a place, and the others'
+ * queues await. A number only grows, cyclically. So whoever waits for a queue that does no more is let go on by the
+ * CPU: it stores the number itself. Every rank does so for those that have ended, as soon as it waits for its own
+ * queue; for a program that waits for its queue without this library's knowing, a thread of the group does. A rank
+ * whose device has failed stores its own numbers when it breaks the group, or leaves it. */
 #ifndef DTRAIN__DEVICE_PROCESSES
 #define DTRAIN__DEVICE_PROCESSES
 #include "device_call.c"
 
 #define DTRAIN__PROCESS_GRACE_NS 2000000000 /* for a rank that is lost, and has not gone */
+#define DTRAIN__PROCESS_NUMBER 0xfffffff0u  /* before the first: every long run sees that they wrap */
 
 /* A rank's part of the page. */
 typedef struct dtrain__process_words {
+    uint32_t passed[2]; /* the numbers of the last first and second place of a call that its queue has come to */
     dtrain__device_word device;
     uint64_t process, began; /* process 0: it has not come */
     uint32_t told;           /* why is readable */
@@ -30,6 +38,7 @@ typedef struct dtrain__process_words {
 typedef struct dtrain__process_page {
     uint64_t key[2];
     uint32_t broken; /* 1 + the first rank that said why */
+    uint32_t missed; /* 1 + a rank that was out before its queue came to where another's waited for it; 0: none */
     char pad[DTRAIN__CACHE_LINE];
     dtrain__process_words ranks[DTRAIN__DEVICE_MOST];
 } dtrain__process_page;
@@ -44,6 +53,7 @@ typedef struct dtrain__opened {
 /* Where a rank's buffers of a call are, in whole 64-bit words. */
 typedef struct dtrain__parcel {
     uint64_t status; /* not DTRAIN_OK: they cannot be shared, and text says why */
+    uint64_t mark;   /* the number of its first place in this call */
     uint64_t has_in, has_out;
     dtrain_device_shared in, out;
     char text[DTRAIN__DEVICE_NOTE_TEXT];
@@ -51,16 +61,24 @@ typedef struct dtrain__parcel {
 
 #define DTRAIN__PARCEL_WORDS (sizeof(dtrain__parcel) / sizeof(uint64_t))
 
-/* A peer's events and probe, as this process has them. */
+/* What this process knows of a peer. */
 typedef struct dtrain__process_peer {
-    void *events[2];
+    uint32_t awaited[2]; /* the last numbers of its that this rank's queue waits for */
     unsigned char *probe;
-    int gone; /* its events may never pass, and need not: its queue does no more */
+    int gone;        /* its queue does no more */
+    int64_t lost_ns; /* since when it is known to be lost; 0: it is not */
 } dtrain__process_peer;
 
 struct dtrain__processes {
     dtrain__process_page *page;
-    int page_fd; /* rank 0's, until all have opened it; else -1 */
+    unsigned char *queues; /* where the page is for this process' queues; NULL: not for them */
+    int page_fd;           /* rank 0's, until all have opened it; else -1 */
+    uint32_t mark;         /* of this rank's last first place */
+    void *end;             /* an event, of this rank's queue */
+    dtrain__os_thread thread;
+    int watched;
+    uint32_t stop;
+    dtrain__bell bell;
     size_t bytes;
     dtrain__process_peer *peers;
     dtrain__parcel *parcels; /* of the call under way */
@@ -91,10 +109,13 @@ static dtrain_status dtrain__processes_new(dtrain_device_group *group)
     group->processes->page_fd = -1;
     group->processes->parcels = (dtrain__parcel *)(void *)(block + header);
     group->processes->peers = (dtrain__process_peer *)(void *)(group->processes->parcels + size);
+    group->processes->mark = DTRAIN__PROCESS_NUMBER;
+    for (size_t i = 0; i < 2 * size; i++)
+        group->processes->peers[i / 2].awaited[i % 2] = DTRAIN__PROCESS_NUMBER;
     return DTRAIN_OK;
 }
 
-/* Writes into the page who this rank is. */
+/* Writes into the page who this rank is, and that its queue has not come to anything. */
 static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
 {
     dtrain__process_words *own = &group->processes->page->ranks[group->comm->rank];
@@ -102,6 +123,7 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
     own->began = dtrain__os_process_began(getpid(), &known);
     if (own->began == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc");
+    own->passed[0] = own->passed[1] = DTRAIN__PROCESS_NUMBER;
     __atomic_store_n(&own->process, (uint64_t)getpid(), __ATOMIC_SEQ_CST);
     return DTRAIN_OK;
 }
@@ -193,29 +215,205 @@ static void dtrain__processes_look(dtrain_device_group *group)
             group->processes->peers[rank].gone = dtrain__processes_gone(group, rank);
 }
 
+/* Whether a peer is not to be waited for: its process has ended, or it is lost and has had its time. */
+static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
+{
+    dtrain__process_peer *peer = &group->processes->peers[rank];
+    int64_t now = dtrain__os_now_ns();
+    if (dtrain__processes_gone(group, rank))
+        return 1;
+    if (peer->lost_ns == 0 && dtrain__comm_has_left(group->comm, rank))
+        peer->lost_ns = now;
+    return peer->lost_ns != 0 && now - peer->lost_ns > DTRAIN__PROCESS_GRACE_NS;
+}
+
+/* One turn of waiting for a device. */
+static void dtrain__processes_nap(dtrain_comm *comm, unsigned turn)
+{
+    struct timespec nap = dtrain__os_timespec(1000000);
+    if (turn < DTRAIN__WAIT_YIELDS) {
+        sched_yield();
+        return;
+    }
+    if (comm->desc.progress == DTRAIN_PROGRESS_POLL && comm->transport.poll != NULL)
+        comm->transport.poll(comm->transport.self, dtrain__os_now_ns());
+    nanosleep(&nap, NULL);
+}
+
 /* Waits until a peer's word is no more than `inside`, or its device can be in nobody's memory. */
 static void dtrain__processes_settle(dtrain_device_group *group, int rank, uint32_t inside)
 {
-    dtrain_comm *comm = group->comm;
     const uint32_t *word = &group->processes->page->ranks[rank].device.inside;
-    int64_t lost_ns = 0;
     for (unsigned turn = 0; __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
-        int64_t now = dtrain__os_now_ns();
-        if (turn < DTRAIN__WAIT_YIELDS) {
-            sched_yield();
-            continue;
-        }
-        if (dtrain__processes_gone(group, rank))
+        if (turn >= DTRAIN__WAIT_YIELDS && dtrain__processes_is_out(group, rank))
             return;
-        if (comm->desc.progress == DTRAIN_PROGRESS_POLL && comm->transport.poll != NULL)
-            comm->transport.poll(comm->transport.self, now);
-        if (lost_ns == 0 && dtrain__comm_has_left(comm, rank))
-            lost_ns = now;
-        if (lost_ns != 0 && now - lost_ns > DTRAIN__PROCESS_GRACE_NS)
-            return;
-        struct timespec nap = dtrain__os_timespec(1000000);
-        nanosleep(&nap, NULL);
+        dtrain__processes_nap(group->comm, turn);
     }
+}
+
+/* ---- numbers that queues write and await ---- */
+
+/* A rank's word, as queues know it. */
+static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int rank, int second)
+{
+    const dtrain__processes *all = group->processes;
+    const unsigned char *word = (const unsigned char *)&all->page->ranks[rank].passed[second];
+    return (uint32_t *)(void *)(all->queues + (word - (const unsigned char *)all->page));
+}
+
+/* Queues that this rank has come to its next first place. */
+static dtrain_status dtrain__processes_mark(dtrain_device_group *group)
+{
+    uint32_t *word = dtrain__processes_word(group, group->comm->rank, 0);
+    return group->device->ops->word_write(group->device, word, ++group->processes->mark);
+}
+
+/* The number of the second place of a call. */
+static uint32_t dtrain__processes_second(uint64_t turn)
+{
+    return (uint32_t)turn + DTRAIN__PROCESS_NUMBER;
+}
+
+static dtrain_status dtrain__processes_mark_second(dtrain_device_group *group, uint64_t turn)
+{
+    uint32_t *word = dtrain__processes_word(group, group->comm->rank, 1);
+    return group->device->ops->word_write(group->device, word, dtrain__processes_second(turn));
+}
+
+/* Queues the wait for a peer's place. */
+static dtrain_status dtrain__processes_await(dtrain_device_group *group, int rank, int second, uint64_t turn)
+{
+    uint32_t mark = (uint32_t)group->processes->parcels[rank].mark;
+    uint32_t number = second ? dtrain__processes_second(turn) : mark;
+    __atomic_store_n(&group->processes->peers[rank].awaited[second], number, __ATOMIC_SEQ_CST);
+    return group->device->ops->word_await(group->device, dtrain__processes_word(group, rank, second), number);
+}
+
+/* Lets all go on that wait for this number or an earlier one. */
+static void dtrain__processes_pass(uint32_t *word, uint32_t number)
+{
+    uint32_t now = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    while ((int32_t)(now - number) < 0 &&
+           !__atomic_compare_exchange_n(word, &now, number, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        continue;
+}
+
+/* Whether this rank's queue waits for a peer's; any thread. */
+static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
+{
+    const uint32_t *passed = group->processes->page->ranks[rank].passed;
+    const uint32_t *awaited = group->processes->peers[rank].awaited;
+    int waits = 0;
+    for (int second = 0; second < 2 && rank != group->comm->rank; second++)
+        waits |= (int32_t)(__atomic_load_n(&passed[second], __ATOMIC_SEQ_CST) -
+                           __atomic_load_n(&awaited[second], __ATOMIC_SEQ_CST)) < 0;
+    return waits;
+}
+
+/* Ends this rank's waits for a peer whose queue does no more, once all who may go on by that can know; any thread. */
+static void dtrain__processes_release(dtrain_device_group *group, int rank)
+{
+    const dtrain__processes *all = group->processes;
+    __atomic_store_n(&all->page->missed, (uint32_t)rank + 1, __ATOMIC_SEQ_CST);
+    for (int second = 0; second < 2; second++)
+        dtrain__processes_pass(&all->page->ranks[rank].passed[second],
+                               __atomic_load_n(&all->peers[rank].awaited[second], __ATOMIC_SEQ_CST));
+}
+
+/* Waits for this rank's queue. Its waits for peers that are out are ended from here, and from until_ns on those for
+ * all: then this returns 1. When it is done, or has failed, nobody waits for it any more. */
+static int dtrain__processes_drain(dtrain_device_group *group, int64_t until_ns, dtrain_status *status)
+{
+    const dtrain__processes *all = group->processes;
+    dtrain__process_words *own = &all->page->ranks[group->comm->rank];
+    int done = 0, late = 0;
+    *status = dtrain_device_event_record(group->device, all->end);
+    for (unsigned turn = 0; *status == DTRAIN_OK; turn++) {
+        *status = dtrain_device_event_done(group->device, all->end, &done);
+        if (done || *status != DTRAIN_OK)
+            break;
+        late = until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns;
+        for (int rank = 0; rank < group->comm->size && turn >= DTRAIN__WAIT_YIELDS; rank++)
+            if (dtrain__processes_waits(group, rank) && (late || dtrain__processes_is_out(group, rank)))
+                dtrain__processes_release(group, rank);
+        dtrain__processes_nap(group->comm, turn);
+    }
+    dtrain__error said = dtrain__thread_error;
+    dtrain_status waited = dtrain_device_wait(group->device);
+    if (*status == DTRAIN_OK)
+        *status = waited;
+    else
+        dtrain__report(&said);
+    dtrain__processes_pass(&own->passed[0], all->mark);
+    dtrain__processes_pass(&own->passed[1], dtrain__processes_second(own->device.turn));
+    return late;
+}
+
+static dtrain_status dtrain__processes_wait(dtrain_device_group *group)
+{
+    dtrain_status status;
+    dtrain__processes_drain(group, INT64_MAX, &status);
+    return status;
+}
+
+/* Makes an error of a wait that was ended, as its peer has: what this rank's device has read since is nobody's. */
+static dtrain_status dtrain__processes_check(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    int rank = (int)__atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST) - 1;
+    if (rank < 0)
+        return DTRAIN_OK;
+    dtrain__fail(&comm->error, DTRAIN_ERR_PEER_LOST,
+                 "device_group on rank %d: rank %d is lost: its process %llu has ended, or was given up, before its "
+                 "device had done its part of an earlier call; results since are undefined, go on with "
+                 "dtrain_comm_shrink",
+                 comm->rank, rank, (unsigned long long)group->processes->page->ranks[rank].process);
+    return dtrain__device_break(group);
+}
+
+static int dtrain__processes_stopped(void *argument)
+{
+    return __atomic_load_n(&((dtrain__processes *)argument)->stop, __ATOMIC_SEQ_CST) != 0;
+}
+
+/* The group's thread: ten times a second. */
+static void dtrain__processes_watch(void *argument)
+{
+    dtrain_device_group *group = (dtrain_device_group *)argument;
+    dtrain__processes *all = group->processes;
+    while (!dtrain__processes_stopped(all)) {
+        for (int rank = 0; rank < group->comm->size; rank++)
+            if (dtrain__processes_waits(group, rank) && dtrain__processes_gone(group, rank))
+                dtrain__processes_release(group, rank);
+        dtrain__bell_wait(&all->bell, DTRAIN__WAIT_YIELDS, INT64_MAX, dtrain__processes_stopped, all);
+    }
+}
+
+static dtrain_status dtrain__processes_watch_start(dtrain_device_group *group)
+{
+    dtrain__processes *all = group->processes;
+    if (group->comm->size == 1 || group->comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return DTRAIN_OK;
+    int error = dtrain__os_thread_start(&all->thread, dtrain__processes_watch, group, 0);
+    all->watched = error == 0;
+    if (error == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "the system refused a thread (%s): ask for DTRAIN_DEVICE_STAGED, or set progress to "
+                        "DTRAIN_PROGRESS_POLL to do without",
+                        strerror(error));
+}
+
+/* A forked child has no such thread. */
+static void dtrain__processes_watch_stop(dtrain_device_group *group)
+{
+    dtrain__processes *all = group->processes;
+    if (!all->watched || all->page->ranks[group->comm->rank].process != (uint64_t)getpid())
+        return;
+    __atomic_store_n(&all->stop, 1u, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&all->bell);
+    dtrain__os_thread_join(&all->thread);
+    all->watched = 0;
 }
 
 /* ---- memory of peers ---- */
@@ -237,7 +435,7 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
         if (o->rank != rank ||
             (o->what.base - now->base >= now->bytes && now->base - o->what.base >= o->what.bytes)) /* apart */
             continue;
-        status = dtrain_device_wait(group->device);
+        status = dtrain__processes_wait(group);
         if (status == DTRAIN_OK)
             dtrain__processes_close(group, i);
     }
@@ -322,6 +520,7 @@ static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dt
     dtrain__parcel mine, *parcels = group->processes->parcels;
     memset(&mine, 0, sizeof mine);
     mine.status = (uint64_t)dtrain__processes_pack(group, whole, &mine);
+    mine.mark = group->processes->mark;
     if (mine.status != DTRAIN_OK)
         snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
     dtrain__op op =
@@ -386,7 +585,8 @@ static int dtrain__processes_has_all(const dtrain_device *device)
 {
     const dtrain_device_ops *ops = device->ops;
     return ops->handles != NULL && ops->memory_share != NULL && ops->memory_open != NULL && ops->memory_close != NULL &&
-           ops->event_create_shared != NULL && ops->event_share != NULL && ops->event_open != NULL;
+           ops->page_open != NULL && ops->page_close != NULL && ops->word_write != NULL && ops->word_await != NULL &&
+           ops->event_done != NULL;
 }
 
 /* Why processes cannot, by what all have said; NULL: they may. */
@@ -400,28 +600,30 @@ static const char *dtrain__processes_hindrance(const dtrain_device_group *group,
     return rank == 0 && first->page_fd == 0 ? "the system gave it no memory to share" : NULL;
 }
 
-/* Makes what the others need of this rank to try. */
-static dtrain_status dtrain__processes_share(dtrain_device_group *group)
+/* Opens the page to this process' queues. All ranks' first mark is the first number. */
+static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
 {
-    dtrain_device *device = group->device;
-    dtrain__device_note *note = &group->mine;
-    dtrain_status status = DTRAIN_OK;
-    for (int i = 0; i < 2 && status == DTRAIN_OK; i++)
-        status = device->ops->event_share(device, note->events[i], note->shared_events[i]);
-    return status == DTRAIN_OK ? device->ops->memory_share(device, note->probe, &note->shared_probe) : status;
+    dtrain__processes *all = group->processes;
+    void *queues = NULL;
+    dtrain_status status = dtrain_device_event_create(group->device, &all->end);
+    if (status == DTRAIN_OK)
+        status = group->device->ops->page_open(group->device, all->page, sizeof *all->page, &queues);
+    if (status != DTRAIN_OK)
+        return status;
+    all->queues = (unsigned char *)queues;
+    for (int rank = 0; rank < group->comm->size; rank++)
+        all->parcels[rank].mark = (uint32_t)(DTRAIN__PROCESS_NUMBER + 1);
+    return dtrain__processes_watch_start(group);
 }
 
 /* Opens what the others have made. */
 static dtrain_status dtrain__processes_open_peers(dtrain_device_group *group)
 {
-    dtrain_device *device = group->device;
     dtrain_status status = dtrain__processes_meet_all(group);
     for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
         dtrain__process_peer *peer = &group->processes->peers[rank];
         const dtrain__device_note *note = &group->notes[rank];
         void *probe = group->mine.probe;
-        for (int i = 0; i < 2 && rank != group->comm->rank && status == DTRAIN_OK; i++)
-            status = device->ops->event_open(device, note->shared_events[i], &peer->events[i]);
         if (rank != group->comm->rank && status == DTRAIN_OK)
             status = dtrain__processes_open(group, rank, &note->shared_probe, &probe);
         peer->probe = (unsigned char *)probe;
@@ -429,15 +631,37 @@ static dtrain_status dtrain__processes_open_peers(dtrain_device_group *group)
     return status;
 }
 
+/* Waits for what this rank's queue has tried, in time for the others to hear of it, and closes what they own before
+ * they know that it was tried. */
+static dtrain_status dtrain__processes_try(dtrain_device_group *group)
+{
+    int64_t ms = group->comm->desc.timeout_ms;
+    int64_t until = ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(ms) / 2;
+    dtrain_status status;
+    int late = dtrain__processes_drain(group, until, &status);
+    if (late && status == DTRAIN_OK)
+        status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                              "its device %s has waited %lld ms for what the others' queues write in memory that all "
+                              "share, or for what its own held before; make the group while the devices are idle",
+                              dtrain_device_name(group->device), (long long)ms / 2);
+    dtrain__processes_close_all(group);
+    return status;
+}
+
+/* Frees what the ranks shared, once this rank's queue is done. */
 static void dtrain__processes_free(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
     if (all == NULL)
         return;
     dtrain__processes_close_offer(group);
-    dtrain__processes_close_all(group);
-    for (int i = 0; i < 2 * group->comm->size; i++)
-        dtrain_device_event_destroy(group->device, all->peers[i / 2].events[i % 2]);
+    if (all->queues != NULL) {
+        dtrain__processes_wait(group);
+        dtrain__processes_watch_stop(group);
+        dtrain__processes_close_all(group);
+        group->device->ops->page_close(group->device, all->page);
+    }
+    dtrain_device_event_destroy(group->device, all->end);
     dtrain__free(group->comm->allocator, all->opened, all->opened_room * sizeof(dtrain__opened));
     if (all->page != NULL)
         dtrain__os_unreserve(all->page, sizeof *all->page);

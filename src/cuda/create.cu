@@ -95,10 +95,11 @@ DTRAIN__CUDA_ROW(memory_share, (dtrain_device * device, const void *pointer, dtr
 DTRAIN__CUDA_ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),
                  (device, shared, base))
 DTRAIN__CUDA_VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))
-DTRAIN__CUDA_ROW(event_create_shared, (dtrain_device * device, void **event), (device, event))
-DTRAIN__CUDA_ROW(event_share, (dtrain_device * device, void *event, unsigned char *handle), (device, event, handle))
-DTRAIN__CUDA_ROW(event_open, (dtrain_device * device, const unsigned char *handle, void **event),
-                 (device, handle, event))
+DTRAIN__CUDA_ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues),
+                 (device, page, bytes, queues))
+DTRAIN__CUDA_VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page))
+DTRAIN__CUDA_ROW(word_write, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
+DTRAIN__CUDA_ROW(word_await, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
 
 #ifdef DTRAIN_CUDA_EMULATE
 #define DTRAIN__CUDA_HANDLES "cuda ipc, emulated"
@@ -149,9 +150,10 @@ static const dtrain_device_ops dtrain__cuda_ops = {
     dtrain__cuda_row_memory_share,
     dtrain__cuda_row_memory_open,
     dtrain__cuda_row_memory_close,
-    dtrain__cuda_row_event_create_shared,
-    dtrain__cuda_row_event_share,
-    dtrain__cuda_row_event_open,
+    dtrain__cuda_row_page_open,
+    dtrain__cuda_row_page_close,
+    dtrain__cuda_row_word_write,
+    dtrain__cuda_row_word_await,
     dtrain__cuda_row_flag_traits,
     dtrain__cuda_row_flags_run,
 };
@@ -197,12 +199,16 @@ static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
     queue->push = dtrain__cuda_emulated_push;
     queue->pop = dtrain__cuda_emulated_pop;
     queue->attribute = dtrain__cuda_emulated_attribute;
+    queue->word_write = dtrain__cuda_emulated_write;
+    queue->word_await = dtrain__cuda_emulated_await;
 #else
     get_fn get = (get_fn)dtrain__cuda_driver("cuDeviceGet");
     retain_fn retain = (retain_fn)dtrain__cuda_driver("cuDevicePrimaryCtxRetain");
     queue->push = (dtrain__cuda_push_fn)dtrain__cuda_driver("cuCtxPushCurrent");
     queue->pop = (dtrain__cuda_pop_fn)dtrain__cuda_driver("cuCtxPopCurrent");
     queue->attribute = (dtrain__cuda_attribute_fn)dtrain__cuda_driver("cuPointerGetAttribute");
+    queue->word_write = (dtrain__cuda_word_fn)dtrain__cuda_driver("cuStreamWriteValue32");
+    queue->word_await = (dtrain__cuda_word_fn)dtrain__cuda_driver("cuStreamWaitValue32");
 #endif
     if (get == NULL || retain == NULL || queue->push == NULL || queue->pop == NULL || get(&gpu, queue->index) != 0 ||
         retain(&queue->context, gpu) != 0)

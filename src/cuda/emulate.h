@@ -50,6 +50,8 @@ enum {
     cudaErrorIllegalAddress = 700,
     cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorContextIsDestroyed = 709,
+    cudaErrorHostMemoryAlreadyRegistered = 712,
+    cudaErrorHostMemoryNotRegistered = 713,
     cudaErrorNotSupported = 801,
     cudaErrorSystemDriverMismatch = 803,
     cudaErrorCompatNotSupportedOnDevice = 804
@@ -58,9 +60,10 @@ enum { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cud
 enum {
     cudaMemcpyDefault = 4,
     cudaEventDisableTiming = 2,
-    cudaEventInterprocess = 4,
     cudaStreamNonBlocking = 1,
-    cudaHostAllocDefault = 0
+    cudaHostAllocDefault = 0,
+    cudaHostRegisterPortable = 1,
+    cudaHostRegisterMapped = 2
 };
 enum {
     cudaDevAttrMultiProcessorCount = 16,
@@ -77,7 +80,6 @@ typedef struct cudaPointerAttributes {
 typedef struct cudaIpcMemHandle_t {
     char reserved[64];
 } cudaIpcMemHandle_t;
-typedef cudaIpcMemHandle_t cudaIpcEventHandle_t;
 
 /* Kinds of things beside the memory types: memory of a pool, and of another process. */
 enum { DTRAIN__CUDA_EMULATED_POOL = 10, DTRAIN__CUDA_EMULATED_OPENED };
@@ -88,7 +90,7 @@ typedef struct dtrain__cuda_emulated_thing {
     char *map; /* of memory: guard pages at both ends, the allocation before the last */
     char *pointer;
     size_t map_bytes, bytes;
-    int kind, gpu;  /* a memory type or one of the above, 's' or 'e' */
+    int kind, gpu;  /* a memory type or one of the above, 's', 'e', or 'p' for a page that is registered */
     int fd;         /* + 1, of what another process may open; 0: nothing */
     uint64_t id;    /* of memory; of what is another process', its file's */
     long opened_of; /* that process */
@@ -104,11 +106,12 @@ static struct dtrain__cuda_emulation {
     cudaError_t lasting;
     cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
     int after;
-    int no_ipc; /* for tests: a GPU that shares nothing between processes */
+    int no_ipc;   /* for tests: a GPU that shares no memory between processes, */
+    int no_words; /* and one whose streams neither write nor await words */
     uint64_t made;
     int apart; /* for tests: 1: no GPU reaches another's memory */
     char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, {{0}}};
+} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, 0, {{0}}};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
 static __thread int dtrain__cuda_emulated_depth;        /* operations of this thread that run now */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
@@ -270,7 +273,8 @@ static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, d
             *found = *thing;
         if (hit && take) {
             *link = thing->next;
-            int counts = thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED;
+            int counts = thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED &&
+                         thing->kind != 'p';
             dtrain__cuda_emulated.used -= counts ? thing->bytes : 0;
             free(thing);
             break;
@@ -457,12 +461,9 @@ static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
     cudaError_t error = dtrain__cuda_emulated_error();
     if (error == 0)
         error = dtrain__cuda_emulated_add('e', 0, &thing);
-    if (error == 0 && (flags & cudaEventInterprocess))
-        error = dtrain__cuda_emulated_file(&thing->fd, 0);
-    if (error != 0) {
-        free(thing);
+    (void)flags;
+    if (error != 0)
         return error;
-    }
     dtrain__cuda_emulated_link(thing);
     *event = thing;
     return cudaSuccess;
@@ -470,12 +471,7 @@ static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 
 static cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
-    dtrain__cuda_emulated_thing thing;
-    if (!dtrain__cuda_emulated_find('e', event, 1, &thing))
-        return cudaErrorInvalidResourceHandle;
-    if (thing.fd > 0)
-        close(thing.fd - 1);
-    return cudaSuccess;
+    return dtrain__cuda_emulated_find('e', event, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 static cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)

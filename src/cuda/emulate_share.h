@@ -1,7 +1,8 @@
 /* ---- >>cuda-emulate-share ----
- * DTRAIN_CUDA_EMULATE: memory and events between processes. An allocation that is to be shared moves into a file
- * without a name, which others find by this process' number and the descriptor, as long as both are: a process that is
- * killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives its owner. */
+ * DTRAIN_CUDA_EMULATE: memory between processes, and words that order their streams. An allocation that is to be shared
+ * moves into a file without a name, which others find by this process' number and the descriptor, as long as both are:
+ * a process that is killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives
+ * its owner. */
 #ifndef DTRAIN__CUDA_EMULATE_SHARE
 #define DTRAIN__CUDA_EMULATE_SHARE
 #include "emulate.h"
@@ -60,8 +61,7 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
     return cudaErrorMemoryAllocation;
 }
 
-/* The token of an allocation, or of an event that was made for this. */
-static cudaError_t dtrain__cuda_emulated_give(int kind, const void *pointer, cudaIpcMemHandle_t *handle)
+static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer)
 {
     dtrain__cuda_emulated_token token;
     struct stat file;
@@ -77,11 +77,11 @@ static cudaError_t dtrain__cuda_emulated_give(int kind, const void *pointer, cud
         pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
     }
     dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
-    while (thing != NULL && (thing->kind != kind || thing->pointer != (const char *)pointer))
+    while (thing != NULL && (thing->kind != cudaMemoryTypeDevice || thing->pointer != (const char *)pointer))
         thing = thing->next;
     error = thing != NULL ? cudaSuccess : cudaErrorInvalidValue;
     if (thing != NULL && thing->fd == 0)
-        error = kind == 'e' ? cudaErrorInvalidResourceHandle : dtrain__cuda_emulated_move(thing);
+        error = dtrain__cuda_emulated_move(thing);
     if (error == 0 && fstat(thing->fd - 1, &file) == 0) {
         memset(&token, 0, sizeof token);
         token.device = (uint64_t)file.st_dev, token.file = (uint64_t)file.st_ino;
@@ -117,11 +117,6 @@ static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, 
         return cudaSuccess;
     close(*fd);
     return cudaErrorInvalidResourceHandle;
-}
-
-static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer)
-{
-    return dtrain__cuda_emulated_give(cudaMemoryTypeDevice, pointer, handle);
 }
 
 /* What was opened before is opened again where it is. */
@@ -192,27 +187,65 @@ static cudaError_t cudaIpcCloseMemHandle(void *pointer)
     return left >= 0 ? dtrain__cuda_emulated.lasting : cudaErrorInvalidValue;
 }
 
-static cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event)
+static cudaError_t cudaHostRegister(void *page, size_t bytes, unsigned flags)
 {
-    return dtrain__cuda_emulated_give('e', event, handle);
+    dtrain__cuda_emulated_thing *thing;
+    cudaError_t error = dtrain__cuda_emulated_error();
+    (void)flags;
+    if (error == 0 && dtrain__cuda_emulated_find('p', page, 0, NULL))
+        error = cudaErrorHostMemoryAlreadyRegistered;
+    if (error == 0)
+        error = dtrain__cuda_emulated_add('p', bytes, &thing);
+    if (error != 0)
+        return error;
+    thing->pointer = (char *)page;
+    dtrain__cuda_emulated_link(thing);
+    return cudaSuccess;
 }
 
-/* Streams run at once, so that the event has passed as soon as its owner speaks of it. */
-static cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle)
+static cudaError_t cudaHostUnregister(void *page)
 {
-    dtrain__cuda_emulated_token token;
-    dtrain__cuda_emulated_thing *thing;
-    int fd;
-    cudaError_t error = dtrain__cuda_emulated_take(&handle, &token, &fd);
-    if (error != 0)
-        return error;
-    close(fd);
-    error = dtrain__cuda_emulated_add('e', 0, &thing);
-    if (error != 0)
-        return error;
-    dtrain__cuda_emulated_link(thing);
-    *event = thing;
-    return cudaSuccess;
+    return dtrain__cuda_emulated_find('p', page, 1, NULL) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+
+static cudaError_t cudaHostGetDevicePointer(void **pointer, void *page, unsigned flags)
+{
+    (void)flags;
+    *pointer = page;
+    return dtrain__cuda_emulated_find('p', page, 0, NULL) ? dtrain__cuda_emulated_error() : cudaErrorInvalidValue;
+}
+
+/* Before a word: is it in a page? */
+static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long long at)
+{
+    cudaError_t error = dtrain__cuda_emulated_stream(stream);
+    if (error == 0 && dtrain__cuda_emulated.no_words)
+        error = cudaErrorNotSupported;
+    if (error == 0 &&
+        (at % sizeof(uint32_t) != 0 || !dtrain__cuda_emulated_find('p', (const void *)(uintptr_t)at, 0, NULL)))
+        error = cudaErrorInvalidValue;
+    return error;
+}
+
+/* The driver's cuStreamWriteValue32. */
+static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
+{
+    cudaError_t error = dtrain__cuda_emulated_word(stream, at);
+    (void)flags;
+    if (error == 0)
+        __atomic_store_n((uint32_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);
+    return error;
+}
+
+/* The driver's cuStreamWaitValue32. Streams run at once: a word that is there, as all are whose write came before what
+ * says so, keeps nobody. */
+static int dtrain__cuda_emulated_await(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
+{
+    cudaError_t error = dtrain__cuda_emulated_word(stream, at);
+    (void)flags;
+    while (error == 0 && (int32_t)(__atomic_load_n((uint32_t *)(uintptr_t)at, __ATOMIC_SEQ_CST) - value) < 0)
+        sched_yield();
+    return error;
 }
 #endif
 

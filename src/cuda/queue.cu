@@ -6,10 +6,12 @@
 #include "cuda.h"
 #include "body.h"
 
-/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent. */
+/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent,
+ * cuStreamWriteValue32 and cuStreamWaitValue32. */
 typedef int (*dtrain__cuda_attribute_fn)(void *data, int attribute, unsigned long long pointer);
 typedef int (*dtrain__cuda_push_fn)(void *context);
 typedef int (*dtrain__cuda_pop_fn)(void **context);
+typedef int (*dtrain__cuda_word_fn)(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags);
 
 typedef struct dtrain__cuda_queue {
     dtrain_device device;
@@ -22,6 +24,7 @@ typedef struct dtrain__cuda_queue {
     void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */
     dtrain__cuda_push_fn push;
     dtrain__cuda_pop_fn pop;
+    dtrain__cuda_word_fn word_write, word_await; /* NULL: the driver has none */
 } dtrain__cuda_queue;
 
 static dtrain__cuda_queue *dtrain__cuda_queue_of(dtrain_device *device)

@@ -1,6 +1,8 @@
 /* ---- >>cuda-share ----
- * Memory and events of a GPU as other processes of the host have them, by CUDA's legacy IPC: a handle names a whole
- * allocation of cudaMalloc's, and where in it a pointer is travels beside. */
+ * Memory of a GPU as other processes of the host have it, by CUDA's legacy IPC: a handle names a whole allocation of
+ * cudaMalloc's, and where in it a pointer is travels beside. Streams of processes are ordered by words in memory of the
+ * CPU's that all have mapped: an event of a process that was killed may keep those who wait for it for ever, a word can
+ * be written for it. */
 #ifndef DTRAIN__CUDA_SHARE
 #define DTRAIN__CUDA_SHARE
 #include "emulate_share.h"
@@ -98,31 +100,51 @@ static void dtrain__cuda_memory_close(dtrain_device *device, void *base)
         dtrain__cuda_drop(cudaIpcCloseMemHandle(base));
 }
 
-static dtrain_status dtrain__cuda_event_create_shared(dtrain_device *device, void **event)
+/* A page is registered for all GPUs of the process. */
+static dtrain_status dtrain__cuda_page_open(dtrain_device *device, void *page, size_t bytes, void **queues)
 {
-    cudaEvent_t made = NULL;
-    cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming | cudaEventInterprocess);
-    *event = error == cudaSuccess ? (void *)made : NULL;
-    return dtrain__cuda_apart(device, "cudaEventCreateWithFlags (between processes)", error);
+    const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    *queues = NULL;
+    if (queue->word_write == NULL || queue->word_await == NULL)
+        return dtrain__cuda_apart(device, "cuStreamWriteValue32", cudaErrorNotSupported);
+    cudaError_t error = cudaHostRegister(page, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+    if (error != cudaSuccess)
+        return dtrain__cuda_apart(device, "cudaHostRegister", error);
+    error = cudaHostGetDevicePointer(queues, page, 0);
+    if (error != cudaSuccess)
+        dtrain__cuda_drop(cudaHostUnregister(page));
+    return dtrain__cuda_apart(device, "cudaHostGetDevicePointer", error);
 }
 
-static dtrain_status dtrain__cuda_event_share(dtrain_device *device, void *event, unsigned char *handle)
+static void dtrain__cuda_page_close(dtrain_device *device, void *page)
 {
-    cudaIpcEventHandle_t made;
-    memset(&made, 0, sizeof made);
-    cudaError_t error = cudaIpcGetEventHandle(&made, (cudaEvent_t)event);
-    memcpy(handle, &made, DTRAIN_DEVICE_HANDLE_BYTES);
-    return dtrain__cuda_apart(device, "cudaIpcGetEventHandle", error);
+    (void)device;
+    dtrain__cuda_drop(cudaHostUnregister(page));
 }
 
-static dtrain_status dtrain__cuda_event_open(dtrain_device *device, const unsigned char *handle, void **event)
+/* What the driver says of a word; that it takes none at all is found when it is tried. */
+static dtrain_status dtrain__cuda_word(dtrain_device *device, const char *call, int code)
 {
-    cudaIpcEventHandle_t theirs;
-    cudaEvent_t made = NULL;
-    memcpy(&theirs, handle, sizeof theirs);
-    cudaError_t error = cudaIpcOpenEventHandle(&made, theirs);
-    *event = error == cudaSuccess ? (void *)made : NULL;
-    return dtrain__cuda_apart(device, "cudaIpcOpenEventHandle", error);
+    cudaError_t error = (cudaError_t)code; /* the driver's numbers are the runtime's */
+    if (error == cudaErrorNotSupported || error == cudaErrorInvalidValue)
+        return dtrain__cuda_apart(device, call, error);
+    return dtrain__cuda_status(device, call, error);
+}
+
+static dtrain_status dtrain__cuda_word_write(dtrain_device *device, uint32_t *word, uint32_t value)
+{
+    enum { fenced = 0 }; /* CU_STREAM_WRITE_VALUE_DEFAULT: what the stream has done is seen before the word */
+    const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    unsigned long long at = (unsigned long long)(uintptr_t)word;
+    return dtrain__cuda_word(device, "cuStreamWriteValue32", queue->word_write(queue->stream, at, value, fenced));
+}
+
+static dtrain_status dtrain__cuda_word_await(dtrain_device *device, uint32_t *word, uint32_t value)
+{
+    enum { at_least = 0 }; /* CU_STREAM_WAIT_VALUE_GEQ: (int32_t)(word - value) >= 0 */
+    const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    unsigned long long at = (unsigned long long)(uintptr_t)word;
+    return dtrain__cuda_word(device, "cuStreamWaitValue32", queue->word_await(queue->stream, at, value, at_least));
 }
 
 #endif

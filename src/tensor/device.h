@@ -127,16 +127,19 @@ typedef struct dtrain_device_ops {
                             size_t count, int add);
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
-    /* Between processes of a host, all or none. Nobody opens what is of his own process; what is opened may be opened
-     * again, and is closed as often. Shared events and opened ones are destroyed by event_destroy. UNSUPPORTED: this
-     * memory, or this process, cannot; the text says why. */
+    /* Between processes of a host, all or none. Nobody opens memory of his own process; what is opened may be opened
+     * again, and is closed as often. A page is the CPU's memory, mapped in several processes: opened once in each, at
+     * *queues for any of its queues, and closed when those are done with it. A queue writes a word there when all before
+     * it is done and seen by all, and goes on at a word that it awaits when word - value, as a number with a sign, is 0
+     * or more, whoever wrote it, the CPU too. UNSUPPORTED: this memory, process or device cannot; the text says why. */
     const char *handles; /* whose handles are: tables of one name open each other's; NULL: none */
     dtrain_status (*memory_share)(dtrain_device *device, const void *pointer, dtrain_device_shared *shared);
     dtrain_status (*memory_open)(dtrain_device *device, const dtrain_device_shared *shared, void **base);
     void (*memory_close)(dtrain_device *device, void *base);
-    dtrain_status (*event_create_shared)(dtrain_device *device, void **event);
-    dtrain_status (*event_share)(dtrain_device *device, void *event, unsigned char *handle);
-    dtrain_status (*event_open)(dtrain_device *device, const unsigned char *handle, void **event);
+    dtrain_status (*page_open)(dtrain_device *device, void *page, size_t bytes, void **queues);
+    void (*page_close)(dtrain_device *device, void *page);
+    dtrain_status (*word_write)(dtrain_device *device, uint32_t *word, uint32_t value);
+    dtrain_status (*word_await)(dtrain_device *device, uint32_t *word, uint32_t value);
     dtrain_status (*flag_traits)(dtrain_device *device, dtrain_device_flag_traits *traits);
     dtrain_status (*flags)(dtrain_device *device, const dtrain_device_flags *part);
 } dtrain_device_ops;
