@@ -2611,7 +2611,8 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
  *
  * Until dtrain_ddp_finish the group is the DDP's: no other collective of comm.
  *
- *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next
+ *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next. On devices with DTRAIN_PROGRESS_POLL,
+ *                   or with one queue each: 0 on every rank, or on none
  *   weight          of this rank's examples in the whole step, usually their tokens; may be 0
  *   errors          DTRAIN_ERR_INVALID  a step is open; micro_batches negative; weight negative or not finite
  *                   DTRAIN_ERR_MEMORY   more micro-batches than in any step before
@@ -3163,7 +3164,9 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
  * the caller holds no memory is one piece: its ranges lie one after another in table order, at addresses that stay
  * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
  * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
- * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised.
+ * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
+ * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order, as
+ * many micro-batches included.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H

@@ -211,6 +211,44 @@ TEST(steps_are_dropped_while_units_are_held)
         CHECK_OK(dtrain_run_threads(3, hold, &own_memory, NULL));
 }
 
+/* Two units that train lie in one place, and between them are frozen ones. */
+static dtrain_status leave_out(dtrain_comm *comm, void *user)
+{
+    async_device fake;
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_param table[PARAMS];
+    float host[MOST];
+    dtrain_device *device = async_begin(&fake, dtrain_comm_rank(comm), 1, 20);
+    (void)user;
+    fill_table(table, device);
+    table[0].tied = 0;
+    table[1].frozen = table[2].frozen = 1;
+    CHECK_OK(dtrain_fsdp_create(&fsdp, comm, table, PARAMS, NULL));
+    forward(fsdp);
+    CHECK_OK(dtrain_fsdp_gather(fsdp, LAYERS + 1));
+    CHECK_OK(dtrain_fsdp_reduce(fsdp, LAYERS + 1));
+    CHECK_OK(dtrain_fsdp_next(fsdp)); /* the first unit counts as unused while the last one is on its way */
+    CHECK_OK(dtrain_fsdp_step(fsdp, 0.1f));
+    CHECK_OK(dtrain_fsdp_begin(fsdp, 0, 1.0));
+    CHECK_OK(dtrain_fsdp_drop(fsdp));
+    forward(fsdp); /* outside of a step, from where gradients go nowhere */
+    CHECK_OK(dtrain_fsdp_gather(fsdp, LAYERS + 1));
+    CHECK_OK(dtrain_device_fill(device, dtrain_fsdp_unit_grad(fsdp, names[4], LAYERS + 1), "\1\2\3\4", 4, sizes[4]));
+    CHECK_OK(dtrain_fsdp_release(fsdp, LAYERS + 1));
+    CHECK_OK(dtrain_fsdp_gather(fsdp, 0));
+    CHECK_OK(dtrain_device_copy(device, host, dtrain_fsdp_unit_grad(fsdp, names[0], 0), sizes[0] * sizeof *host));
+    for (size_t i = 0; i < sizes[0]; i++)
+        CHECK_EQ(to_bits(host[i]), 0);
+    dtrain_fsdp_destroy(fsdp);
+    async_end(&fake);
+    return DTRAIN_OK;
+}
+
+TEST(units_that_are_left_out_leave_their_place_clean)
+{
+    CHECK_OK(dtrain_run_threads(3, leave_out, NULL, NULL));
+}
+
 static float as_bf16(float value)
 {
     return from_bits((to_bits(value) + 0x7fff + (to_bits(value) >> 16 & 1)) & 0xffff0000u);

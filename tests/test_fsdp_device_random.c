@@ -209,8 +209,8 @@ static void pass_down(rank_state *s, uint64_t key, unsigned leaves)
 
 static void evaluate(rank_state *s)
 {
-    if (s->d->desc.strategy % 3 == 0 && draw(&s->plan, 2) == 0 && !dtrain_fsdp_prefetch_pending(s->fsdp))
-        (void)dtrain_fsdp_prefetch(s->fsdp);
+    if (s->d->desc.strategy % 3 == 1 && draw(&s->plan, 2) == 0 && !dtrain_fsdp_prefetch_pending(s->fsdp))
+        CHECK_OK(dtrain_fsdp_prefetch(s->fsdp)); /* full shard, hybrid */
     pass_up(s);
 }
 
@@ -299,14 +299,16 @@ static void step(rank_state *s)
     unsigned leaves = one_in(&s->plan, 3) ? 2 + draw(&s->plan, 5) : 0;
     int rests = (int)draw(&s->plan, (unsigned)s->d->ranks * 2), fewer = 1 + (int)draw(&s->plan, 3);
     int overflows = s->d->desc.loss_scale > 0 && one_in(&s->plan, 3) ? (int)draw(&s->plan, (unsigned)s->d->ranks) : -1;
+    int skips = s->d->desc.strategy == DTRAIN_NO_SHARD && one_in(&s->plan, 2);
     if (begin && rests == s->rank && s->d->ranks > 1)
         mine = micro > fewer ? micro - fewer : 0;
     if (begin)
         CHECK_OK(dtrain_fsdp_begin(s->fsdp, mine, 1.0 + s->rank % 3));
     for (int i = 0; i < micro; i++) {
         uint64_t key = 1 + draw(&s->plan, 1u << 20) + (uint64_t)s->rank * 977;
-        if (i >= mine) {
-            CHECK_OK(dtrain_fsdp_join(s->fsdp));
+        if (i >= mine) { /* where nothing is scattered, the end of the step may stand for the last of them */
+            if (!skips || i < micro - 1)
+                CHECK_OK(dtrain_fsdp_join(s->fsdp));
             continue;
         }
         pass_up(s);

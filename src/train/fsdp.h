@@ -42,7 +42,9 @@
  * the caller holds no memory is one piece: its ranges lie one after another in table order, at addresses that stay
  * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
  * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
- * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised.
+ * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
+ * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order, as
+ * many micro-batches included.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H

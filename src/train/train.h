@@ -405,7 +405,8 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
  *
  * Until dtrain_ddp_finish the group is the DDP's: no other collective of comm.
  *
- *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next
+ *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next. On devices with DTRAIN_PROGRESS_POLL,
+ *                   or with one queue each: 0 on every rank, or on none
  *   weight          of this rank's examples in the whole step, usually their tokens; may be 0
  *   errors          DTRAIN_ERR_INVALID  a step is open; micro_batches negative; weight negative or not finite
  *                   DTRAIN_ERR_MEMORY   more micro-batches than in any step before
