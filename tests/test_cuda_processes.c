@@ -5,6 +5,7 @@
 #include "cuda_device.h"
 #include "processes.h"
 #include <pthread.h>
+#include <sys/mman.h>
 
 enum { MOST = 70001, VICTIM = 1 };
 
