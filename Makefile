@@ -7,8 +7,9 @@
 # make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
 # make bench     the benchmark table into build/bench.csv
 # make cuda      dtrain_cuda.h for every GPU from sm_80 on, and examples/*.cu, by nvcc (NVCC=...); needs no GPU
-# make test-cuda the tests of dtrain_cuda.h on a GPU; make test runs them emulated
-# make bench-cuda  its kernels as shares of the rate of a copy, on a GPU
+# make test-cuda the tests of dtrain_cuda.h on a GPU; make test runs them emulated. CUDA_LARGE=1: vectors to 2^28 too;
+#                SANITIZER="compute-sanitizer --tool memcheck" (or racecheck, ...): under it
+# make bench-cuda  its kernels as shares of the rate of a copy, collectives and training of ranks that share it, on a GPU
 CC ?= cc
 CFLAGS ?= -O2
 WARN = -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion
@@ -76,10 +77,15 @@ test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench build/plan,$(
 # Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.
 cuda_code = -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90] \
 	$(if $(filter sm_100,$(shell $(NVCC) --list-gpu-code 2>/dev/null)),-gencode=arch=compute_100$(comma)code=sm_100)
+# train_gpt_cuda is left out where there is no cuBLAS beside nvcc.
+cublas = $(wildcard $(dir $(shell command -v $(firstword $(NVCC)) 2>/dev/null))../include/cublas_v2.h)
+no_cublas = build/train_gpt_cuda is left out: $(firstword $(NVCC)) has no cublas_v2.h of cuBLAS in ../include
 cuda_examples = $(patsubst examples/%.cu,build/%,$(wildcard examples/*.cu))
+cuda_programs = $(if $(cublas),$(cuda_examples),$(filter-out build/train_gpt_cuda,$(cuda_examples)))
 cuda_tests = $(patsubst tests/%.c,build/cuda/%,$(wildcard tests/test_cuda_*.c))
 
-cuda: build/cuda/dtrain_cuda.o $(cuda_examples)
+cuda: build/cuda/dtrain_cuda.o $(cuda_programs)
+	@$(if $(cublas),:,echo "$(no_cublas)")
 
 nvcc:
 	@command -v $(firstword $(NVCC)) >/dev/null || \
@@ -94,7 +100,7 @@ build/train_gpt_cuda: LIBS := -lcublas $(LIBS)
 $(cuda_examples): build/%: examples/%.cu dtrain_cuda.h $(wildcard examples/*.h) | build nvcc
 	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
 
-build/bench_cuda: tools/bench_cuda.cu dtrain_cuda.h | build nvcc
+build/bench_cuda: tools/bench_cuda.cu $(wildcard tools/bench_cuda_*.h) dtrain_cuda.h | build nvcc
 	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
 
 build/cuda/libdtrain.a: dtrain.h | build/cuda nvcc
@@ -106,10 +112,17 @@ $(cuda_tests): build/cuda/%: tests/%.c $(wildcard tests/*.h) build/cuda/libdtrai
 	$(NVCC) -std=c++17 -O1 $(cuda_code) $(if $(filter $<,$(private_tests)),-w) -I. -x cu -c $< -o $@.o
 	$(NVCC) $@.o -o $@ build/cuda/libdtrain.a $(LIBS)
 
-test-cuda: $(cuda_tests)
-	@bad=0; for test in $^; do echo "$$test"; $$test || bad=1; done; exit $$bad
+# The calls of CUDA that fail are looked at by the tests; processes that they start are looked at too.
+SANITIZER ?=
+sanitizer = $(if $(SANITIZER),$(SANITIZER) --error-exitcode 9 --target-processes all --report-api-errors no)
 
-bench-cuda: build/bench_cuda
+test-cuda: $(cuda_tests) $(filter build/train_gpt_cuda,$(cuda_programs))
+	@bad=0; for test in $(cuda_tests); do echo "$$test"; $(sanitizer) $$test || bad=1; done; \
+	if [ -n "$(cublas)" ]; then echo tests/test_gpt_cuda.sh; \
+		GPT_CUDA="$(sanitizer) build/train_gpt_cuda" sh tests/test_gpt_cuda.sh || bad=1; \
+	else echo "$(no_cublas)"; fi; exit $$bad
+
+bench-cuda: build/bench_cuda $(filter build/train_gpt_cuda,$(cuda_programs))
 	@build/bench_cuda
 
 demo: all

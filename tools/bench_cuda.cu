@@ -1,4 +1,4 @@
-/* Times each operation of a GPU against the rate at which it copies its own memory, in one process.
+/* Times each operation of a GPU against the rate at which it copies its own memory, and ranks that share it.
  *
  * nvcc -std=c++17 -O2 -arch=sm_90 -I. tools/bench_cuda.cu -o build/bench_cuda -lpthread -lm
  * build/bench_cuda [OP ...] [key=value ...]
@@ -9,16 +9,20 @@
  *
  * The first line is the ceiling: cudaMemcpyAsync from device to device, 8 bytes an element; the last is the same once
  * more. Then op us bytes_per_element GBps of_copy reach: GBps is the bytes that must move / us, of_copy its share of
- * the ceiling, reach what it should be at least (- where nothing is promised). top-k's reach is 1/1.4, and 1/1.3 with
- * the residual. Vectors are rotated through memory of at least four times the L2, filled anew for each operation;
- * runs are queued ahead, so that the GPU never waits for the CPU, and each is timed by two events. `copy` is a copy by
- * a kernel. tools/bench_cuda_peers.py prints such lines for PyTorch. Without a GPU it says so and exits with 0. */
+ * the ceiling, reach what it should be at least, and whether it is: ok or MISSED (- where nothing is promised). top-k's
+ * reach is 1/1.4, and 1/1.3 with the residual. Vectors are rotated through memory of at least four times the L2, filled
+ * anew for each operation; runs are queued ahead, so that the GPU never waits for the CPU, and each is timed by two
+ * events. `copy` is a copy by a kernel. tools/bench_cuda_peers.py prints such lines for PyTorch.
+ *
+ * Then collectives of 4 ranks on the GPU (tools/bench_cuda_ranks.h; flags_4 is the kernel of FLAGS, its ranks blocks of
+ * one grid: tools/bench_cuda_flags.h), staged_2 beside the CPU's all-reduce, and steps of build/train_gpt_cuda
+ * (tools/bench_cuda_train.h). Without a GPU it says so and exits with 0; 1: an operation failed. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #define DTRAIN_CUDA_IMPLEMENTATION
 #include "dtrain_cuda.h"
 
-#define BENCH_RUNS 1001
+#define BENCH_RUNS 1001 /* at most */
 #define BENCH_WARM 5
 #define BENCH_ROUND 20 /* vectors in the pool: a multiple of this, so that each keeps its role in a rotation */
 #define BENCH_POOL 2000
@@ -37,6 +41,31 @@ typedef struct bench {
     uint64_t step;
     double ceiling; /* GB/s */
 } bench;
+
+/* Ends a line that says a share of what is possible. reach: what it should be at least; 0: nothing is promised. */
+static void bench_share(const char *of, double share, double reach)
+{
+    if (reach > 0)
+        printf(" %s=%.3f reach=%.3f %s\n", of, share, reach, share >= reach ? "ok" : "MISSED");
+    else
+        printf(" %s=%.3f reach=-\n", of, share);
+    fflush(stdout);
+}
+
+/* The line of what has no figure; returns 1 where it should have one. */
+static int bench_not_run(const char *name, dtrain_status status, const char *why)
+{
+    if (status == DTRAIN_ERR_UNSUPPORTED)
+        printf("op=%s skipped: %s\n", name, why);
+    else
+        printf("op=%s FAILED: %s: %s\n", name, dtrain_status_name(status), why);
+    fflush(stdout);
+    return status != DTRAIN_ERR_UNSUPPORTED;
+}
+
+#include "bench_cuda_flags.h"
+#include "bench_cuda_ranks.h"
+#include "bench_cuda_train.h"
 
 typedef struct bench_op {
     const char *name;
@@ -161,6 +190,11 @@ static dtrain_status bench_unpack_add(bench *b, float **x)
     return dtrain_device_unpack(b->device, DTRAIN_I8, BENCH_BLOCK, x[0], x[1], b->count, 1);
 }
 
+static dtrain_status bench_flags(bench *b, float **x)
+{
+    return flags_run(b->device, x, b->count, BENCH_RUNS + BENCH_WARM);
+}
+
 static const double bench_code_bytes = 1 + 4.0 / BENCH_BLOCK;
 static const bench_op bench_ceiling = {"memcpy", bench_memcpy, 2, 8, 0, 0};
 static const bench_op bench_ops[] = {{"scale", bench_scale, 1, 8, 0.97, 0},
@@ -173,6 +207,7 @@ static const bench_op bench_ops[] = {{"scale", bench_scale, 1, 8, 0.97, 0},
                                      {"adamw_bf16", bench_adamw_bf16, 5, 30, 0.92, 1},
                                      {"topk", bench_topk, 1, 4.08, 1 / 1.4, 0},
                                      {"topk_add", bench_topk_add, 2, 12.08, 1 / 1.3, 0},
+                                     {"flags_4", bench_flags, 10, 32, 0, 0},
                                      {"sparse_add", bench_sparse_add, 1, 0.16, 0, 0},
                                      {"int8_pack", bench_pack, 2, 4 + bench_code_bytes, 0, 0},
                                      {"int8_unpack", bench_unpack, 2, 4 + bench_code_bytes, 0, 0},
@@ -236,14 +271,10 @@ static double bench_time(bench *b, const bench_op *op, int runs)
 static void bench_line(bench *b, const bench_op *op, int runs)
 {
     double us = bench_time(b, op, runs), rate = op->bytes * (double)b->count * 1e-3 / us;
-    char reach[16] = "-";
     if (b->ceiling <= 0)
         b->ceiling = rate;
-    if (op->reach > 0)
-        snprintf(reach, sizeof reach, "%.3f", op->reach);
-    printf("op=%s us=%.2f bytes_per_element=%.4g GBps=%.1f of_copy=%.3f reach=%s\n", op->name, us, op->bytes, rate,
-           rate / b->ceiling, reach);
-    fflush(stdout);
+    printf("op=%s us=%.2f bytes_per_element=%.4g GBps=%.1f", op->name, us, op->bytes, rate);
+    bench_share("of_copy", rate / b->ceiling, op->reach);
 }
 
 static void *bench_room(bench *b, size_t bytes)
@@ -280,6 +311,7 @@ static void bench_open(bench *b, size_t bytes)
 
 static void bench_close(bench *b)
 {
+    flags_close(b->device);
     dtrain_device_selection_destroy(b->device, b->selection);
     for (size_t i = 0; i < b->vectors; i++)
         dtrain_device_free(b->device, DTRAIN_MEMORY_DEVICE, b->pool[i]);
@@ -287,6 +319,19 @@ static void bench_close(bench *b)
     dtrain_device_free(b->device, DTRAIN_MEMORY_DEVICE, b->values);
     dtrain_device_free(b->device, DTRAIN_MEMORY_DEVICE, b->limbs);
     dtrain_cuda_destroy(b->device);
+}
+
+static const char *const bench_programs[] = {"ddp_4", "fsdp_4"};
+
+static int bench_known(const char *name)
+{
+    for (size_t k = 0; k < sizeof bench_ops / sizeof bench_ops[0]; k++)
+        if (strcmp(name, bench_ops[k].name) == 0)
+            return 1;
+    for (int k = 0; k < RANKS_BENCHES; k++)
+        if (strcmp(name, ranks_plans[k].name) == 0)
+            return 1;
+    return strcmp(name, bench_programs[0]) == 0 || strcmp(name, bench_programs[1]) == 0;
 }
 
 static int bench_wanted(int argc, char **argv, const char *name)
@@ -304,15 +349,14 @@ static int bench_wanted(int argc, char **argv, const char *name)
 static int bench_arguments(int argc, char **argv, size_t *bytes, int *runs)
 {
     for (int i = 1; i < argc; i++) {
-        size_t known = 0;
+        int known;
         if (strncmp(argv[i], "bytes=", 6) == 0)
             known = (*bytes = (size_t)strtoull(argv[i] + 6, NULL, 10) / 4 * 4) > 0;
         else if (strncmp(argv[i], "runs=", 5) == 0)
             known = (*runs = atoi(argv[i] + 5)) > 0;
         else
-            for (size_t k = 0; k < sizeof bench_ops / sizeof bench_ops[0]; k++)
-                known += strcmp(argv[i], bench_ops[k].name) == 0;
-        if (known == 0) {
+            known = bench_known(argv[i]);
+        if (!known) {
             fprintf(stderr, "bench_cuda: %s is no operation, bytes=N or runs=N; see the top of tools/bench_cuda.cu\n",
                     argv[i]);
             return 0;
@@ -326,13 +370,29 @@ static int bench_arguments(int argc, char **argv, size_t *bytes, int *runs)
     return 1;
 }
 
+/* Runs what ranks do, of processes or of threads, where it is wanted. */
+static void bench_ranks(int argc, char **argv, ranks_bench *ranks, int processes, int runs)
+{
+    for (int k = 0; k < RANKS_BENCHES; k++)
+        if (ranks[k].plan.processes == processes && bench_wanted(argc, argv, ranks[k].plan.name))
+            ranks_run(&ranks[k], runs < 15 ? runs : 15);
+}
+
 int main(int argc, char **argv)
 {
     static bench b;
+    static train_bench train;
     size_t bytes = (size_t)1 << 28;
-    int runs = 31;
+    int runs = 31, failed = 0;
     if (!bench_arguments(argc, argv, &bytes, &runs))
         return 2;
+    train.program = TRAIN_PROGRAM;
+    train.model = TRAIN_MODEL;
+    train.tokens = TRAIN_TOKENS;
+    ranks_bench *ranks = ranks_room();
+    if (ranks == NULL)
+        return 1;
+    bench_ranks(argc, argv, ranks, 1, runs); /* before this process has seen the GPU */
     dtrain_status status = dtrain_cuda_create(&b.device, NULL);
     if (status == DTRAIN_ERR_UNSUPPORTED) {
         printf("not run: %s\n", dtrain_last_error());
@@ -346,5 +406,11 @@ int main(int argc, char **argv)
             bench_line(&b, &bench_ops[k], runs);
     bench_line(&b, &bench_ceiling, runs);
     bench_close(&b);
-    return 0;
+    bench_ranks(argc, argv, ranks, 0, runs);
+    for (int k = 0; k < RANKS_BENCHES; k++)
+        if (bench_wanted(argc, argv, ranks[k].plan.name))
+            failed |= ranks_print(&ranks[k], b.ceiling);
+    failed |=
+        train_lines(&train, bench_wanted(argc, argv, bench_programs[0]), bench_wanted(argc, argv, bench_programs[1]));
+    return failed;
 }
