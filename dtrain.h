@@ -62,6 +62,13 @@
  *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
  *
+ * ON GPUS: dtrain_cuda.h makes a dtrain_device of a GPU's stream. The same calls of DDP, FSDP, optimizers and
+ * checkpoints train there the parameters whose table says so; collectives of your own are those of a group of devices.
+ *
+ *     table[i].device = gpu;
+ *     float *w = dtrain_fsdp_unit_param(fsdp, "qkvw", layer);          memory of the GPU, at addresses that stay
+ *     DTRAIN_CHECK(dtrain_device_group_create(&group, world, gpu, NULL));
+ *
  * IN PARTS: dtrain_mesh lays ranks out as replicas, stages and parts of layers. The table says which part of a tensor
  * this rank has (dtrain_param_cut, dtrain_param_layers), FSDP goes over the replicas, a dtrain_pipeline runs a
  * dtrain_module of each stage, whose callbacks call the layers of >>tensor-parallel.
