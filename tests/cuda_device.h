@@ -59,6 +59,27 @@ __attribute__((unused)) static void device_drop(dtrain_device *device, void *poi
     dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, pointer);
 }
 
+/* How many elements tests of large vectors go up to: 2^28 with CUDA_LARGE=1 in the environment, 2^n with another n of
+ * it. 0, which the test has said: they are not asked for. */
+__attribute__((unused)) static size_t cuda_large(void)
+{
+    const char *text = getenv("CUDA_LARGE");
+    int power = text != NULL ? atoi(text) : 0;
+    if (power <= 0 || power > 40)
+        printf("skipped: large vectors, which CUDA_LARGE=1 asks for\n");
+    return power <= 0 || power > 40 ? 0 : (size_t)1 << (power == 1 ? 28 : power);
+}
+
+/* Numbers of a rank's, which repeat after a prime number of them. */
+__attribute__((unused)) static void cuda_numbers(float *to, int rank, size_t count)
+{
+    enum { PERIOD = 65521 };
+    for (size_t i = 0; i < count && i < PERIOD; i++)
+        to[i] = dtrain_random_normal((uint64_t)rank + 1, i);
+    for (size_t i = PERIOD; i < count; i += PERIOD)
+        memcpy(to + i, to, (count - i < PERIOD ? count - i : PERIOD) * sizeof *to);
+}
+
 #define CHECK_OK(call)                                                                                                 \
     do {                                                                                                               \
         if ((call) != DTRAIN_OK)                                                                                       \

@@ -14,7 +14,7 @@
 #define MAX_PROCESSES 64
 
 typedef struct scene {
-    int ranks;
+    int ranks, seconds; /* seconds: that a process may take; 0: 60 */
     char root[128];
     dtrain_comm_desc desc; /* rank, world_size and root are filled in */
     void *user;
@@ -142,7 +142,7 @@ __attribute__((unused)) static void run_ranks(scene *s, rank_body body)
     for (int rank = 0; rank < s->ranks; rank++)
         pids[rank] = start_rank(s, rank, body);
     for (int rank = 0; rank < s->ranks; rank++) {
-        int end = end_of(pids[rank], 60);
+        int end = end_of(pids[rank], s->seconds > 0 ? s->seconds : 60);
         if (end != 0)
             TEST_FAIL("rank %d of %d at %s ended with %d", rank, s->ranks, s->root, end);
     }

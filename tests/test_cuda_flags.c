@@ -1,5 +1,5 @@
-/* Collectives in one kernel a rank. Ranks that are blocks of one cooperative kernel, or, emulated, threads with a kernel
- * each, give the bits of the CPU's; groups in FLAGS do on several GPUs, and refuse what cannot be. */
+/* Collectives in one kernel a rank. Ranks that are blocks of one cooperative kernel, or, emulated, threads with a
+ * kernel each, give the bits of the CPU's; groups in FLAGS do on several GPUs, and refuse what cannot be. */
 #ifndef __CUDACC__
 #define DTRAIN__CUDA_EMULATED_GPUS 8
 #endif
@@ -10,6 +10,8 @@
 #include <unistd.h>
 
 enum { RANKS = 8, MOST = 20011, ROOM = (MOST + 64) * 4, BLOCKS = 4, THREADS = 256 };
+
+static size_t room = ROOM; /* bytes of a rank's array */
 
 /* ---- ranks of one device ----
  * Every rank has flags, an error word and two arrays on one device; a call is made of a part for each. */
@@ -48,8 +50,8 @@ static void ranks_begin(ranks *r, int n, uint32_t first)
         CHECK_OK(dtrain_device_alloc(r->device, DTRAIN_MEMORY_PINNED, sizeof(uint64_t), &pinned));
         r->errors[k] = (uint64_t *)pinned;
         *r->errors[k] = 0;
-        r->in[k] = (unsigned char *)device_put(r->device, NULL, ROOM);
-        r->out[k] = (unsigned char *)device_put(r->device, NULL, ROOM);
+        r->in[k] = (unsigned char *)device_put(r->device, NULL, room);
+        r->out[k] = (unsigned char *)device_put(r->device, NULL, room);
     }
     CHECK_OK(dtrain_device_wait(r->device));
 }
@@ -256,30 +258,40 @@ static dtrain_status reduce_on_cpu(dtrain_comm *world, void *user)
 {
     due *d = (due *)user;
     int rank = dtrain_comm_rank(world);
-    unsigned char *out = rank == 0 ? d->whole : (unsigned char *)malloc(ROOM);
+    unsigned char *out = rank == 0 ? d->whole : (unsigned char *)malloc(room);
     dtrain_status status = dtrain_all_reduce(world, d->in[rank], out, d->c->count, d->c->dtype, d->c->op);
     if (rank != 0)
         free(out);
     return status;
 }
 
+/* A rank's numbers, which repeat after a prime number of them. */
+static void values(const call *c, int rank, unsigned char *to)
+{
+    static const size_t period = 65521;
+    size_t width = width_of(c);
+    for (size_t i = 0; i < c->count && i < period; i++)
+        value(c->dtype, rank, i, to + i * width);
+    for (size_t i = period; i < c->count; i += period)
+        memcpy(to + i * width, to, (c->count - i < period ? c->count - i : period) * width);
+}
+
 /* Runs a call one way and compares every byte of every rank's output, the room around it included. */
 static void compare(ranks *r, const call *c, int threads, uint64_t seed)
 {
-    static unsigned char got[ROOM], expected[ROOM], send[ROOM];
+    unsigned char *got = (unsigned char *)malloc(3 * room), *expected = got + room, *send = expected + room;
     size_t width = width_of(c), bytes = c->count * width;
     due d;
     memset(&d, 0, sizeof d);
     d.c = c;
-    d.whole = (unsigned char *)calloc(1, ROOM);
+    d.whole = (unsigned char *)calloc(1, room);
     for (int k = 0; k < r->n; k++) {
-        d.in[k] = (unsigned char *)calloc(1, ROOM);
-        for (size_t i = 0; i < c->count; i++)
-            value(c->dtype, k, i, d.in[k] + i * width);
-        memset(send, 0x5a, ROOM);
-        CHECK_OK(dtrain_device_copy(r->device, r->out[k], send, ROOM));
+        d.in[k] = (unsigned char *)calloc(1, room);
+        values(c, k, d.in[k]);
+        memset(send, 0x5a, room);
+        CHECK_OK(dtrain_device_copy(r->device, r->out[k], send, room));
         memcpy(send + (in_of(r, c, k) - r->in[k]), d.in[k], bytes);
-        CHECK_OK(dtrain_device_copy(r->device, r->in[k], send, ROOM));
+        CHECK_OK(dtrain_device_copy(r->device, r->in[k], send, room));
     }
     r->epoch++;
 #ifndef __CUDACC__
@@ -296,7 +308,7 @@ static void compare(ranks *r, const call *c, int threads, uint64_t seed)
     for (int k = 0; k < r->n; k++) {
         unsigned char *to = c->in_place ? r->in[k] : r->out[k];
         size_t begin, mine = dtrain_split(c->count, r->n, k, &begin) * width, at = (size_t)(out_of(r, c, k) - to);
-        memset(expected, 0x5a, ROOM);
+        memset(expected, 0x5a, room);
         if (c->in_place)
             memcpy(expected + at, d.in[k], bytes);
         if (c->kind == REDUCE_SCATTER)
@@ -307,8 +319,8 @@ static void compare(ranks *r, const call *c, int threads, uint64_t seed)
         }
         if (c->kind != REDUCE_SCATTER && c->kind != ALL_GATHER)
             memcpy(expected + at, d.whole, bytes);
-        CHECK_OK(dtrain_device_copy(r->device, got, to, ROOM));
-        if (memcmp(got, expected, ROOM) != 0)
+        CHECK_OK(dtrain_device_copy(r->device, got, to, room));
+        if (memcmp(got, expected, room) != 0)
             TEST_FAIL("kind %d, %s, op %d, %zu elements, rank %d of %d, in place %d, offset %zu, epoch %x: other bits",
                       c->kind, dtrain_dtype_name(c->dtype), (int)c->op, c->count, k, r->n, c->in_place, c->offset,
                       r->epoch);
@@ -317,6 +329,7 @@ static void compare(ranks *r, const call *c, int threads, uint64_t seed)
     for (int k = 0; k < r->n; k++)
         free(d.in[k]);
     free(d.whole);
+    free(got);
 }
 
 /* Calls of every kind, odd counts, at any alignment and in place; the epochs wrap in the midst of them. */
@@ -369,6 +382,24 @@ TEST(every_dtype_and_op_gives_the_cpus_bits)
                     compare(&r, &c, 0, 0);
                 }
         ranks_end(&r);
+    }
+}
+
+TEST(large_vectors_give_the_cpus_bits)
+{
+    static const int sizes[] = {2, 4, 8};
+    size_t most = cuda_large();
+    for (int s = 0; s < 3 && most > 0; s++) {
+        ranks r;
+        room = (most + 64) * 4;
+        ranks_begin(&r, sizes[s], 1);
+        for (int kind = ALL_REDUCE; kind <= BROADCAST; kind++) {
+            call c = {kind, kind % 2, DTRAIN_F32, DTRAIN_SUM, most - (size_t)(kind % 2), 4, 0, BLOCKS};
+            if (kind != AT_ONCE)
+                compare(&r, &c, 0, 0);
+        }
+        ranks_end(&r);
+        room = ROOM;
     }
 }
 

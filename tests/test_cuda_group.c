@@ -7,13 +7,11 @@ enum { MOST = 70001 };
 typedef struct run {
     dtrain_device_mode mode;
     int async; /* the group has a queue and a thread of its own */
+    const size_t *counts;
+    int counts_n;
+    size_t most; /* of them */
     int failures;
 } run;
-
-static float number(int rank, size_t i)
-{
-    return dtrain_random_normal((uint64_t)rank + 1, i);
-}
 
 static int differ(const float *got, const float *expected, size_t count)
 {
@@ -24,12 +22,11 @@ static int differ(const float *got, const float *expected, size_t count)
 static int calls(dtrain_comm *world, dtrain_device *device, dtrain_device_group *group, float *there, size_t count,
                  size_t offset)
 {
-    static const size_t room = MOST + 4;
     int rank = dtrain_comm_rank(world), wrong = 0;
     size_t begin, mine = dtrain_shard(world, count, rank, &begin);
-    float *in = (float *)calloc(3 * room, sizeof *in), *out = in + room, *got = out + room, *at = there + offset;
-    for (size_t i = 0; i < count; i++)
-        in[i] = number(rank, i);
+    float *in = (float *)malloc((3 * count + 1) * sizeof *in), *out = in + count, *got = out + count;
+    float *at = there + offset;
+    cuda_numbers(in, rank, count);
     CHECK_OK(dtrain_device_copy(device, at, in, count * sizeof *in));
     CHECK_OK(dtrain_device_group_all_reduce(group, at, at, count, DTRAIN_F32, DTRAIN_MEAN));
     CHECK_OK(dtrain_device_copy(device, got, at, count * sizeof *got));
@@ -44,15 +41,14 @@ static int calls(dtrain_comm *world, dtrain_device *device, dtrain_device_group 
     CHECK_OK(dtrain_device_copy(device, at, in, count * sizeof *in));
     CHECK_OK(dtrain_device_group_broadcast(group, at, count, DTRAIN_F32, dtrain_comm_size(world) - 1));
     CHECK_OK(dtrain_device_copy(device, got, at, count * sizeof *got));
-    for (size_t i = 0; i < count; i++)
-        wrong += got[i] < number(dtrain_comm_size(world) - 1, i) || got[i] > number(dtrain_comm_size(world) - 1, i);
+    cuda_numbers(out, dtrain_comm_size(world) - 1, count);
+    wrong += differ(got, out, count);
     free(in);
     return wrong;
 }
 
 static dtrain_status one_rank(dtrain_comm *world, void *user)
 {
-    static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097, MOST};
     run *r = (run *)user;
     dtrain_device *device = cuda_device(0);
     dtrain_device_group *group = NULL;
@@ -62,11 +58,11 @@ static dtrain_status one_rank(dtrain_comm *world, void *user)
     memset(&desc, 0, sizeof desc);
     desc.mode = r->mode;
     desc.async = r->async;
-    CHECK_OK(dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, (MOST + 4) * sizeof(float), &there));
+    CHECK_OK(dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, (r->most + 4) * sizeof(float), &there));
     CHECK_OK(dtrain_device_group_create(&group, world, device, &desc));
     CHECK_EQ(dtrain_device_group_mode(group), r->mode == DTRAIN_DEVICE_STAGED ? r->mode : DTRAIN_DEVICE_EVENTS);
-    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++)
-        wrong += calls(world, device, group, (float *)there, counts[i], i % 4);
+    for (int i = 0; i < r->counts_n; i++)
+        wrong += calls(world, device, group, (float *)there, r->counts[i], (size_t)i % 4);
     __atomic_add_fetch(&r->failures, wrong, __ATOMIC_SEQ_CST);
     dtrain_device_group_destroy(group);
     dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, there);
@@ -76,10 +72,11 @@ static dtrain_status one_rank(dtrain_comm *world, void *user)
 
 static void ranks_of(dtrain_device_mode mode, int async)
 {
+    static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097, MOST};
     static const int sizes[] = {1, 2, 3, 4, 8};
     dtrain_cuda_destroy(cuda_device(0)); /* ends here without a GPU */
     for (int i = 0; i < 5; i++) {
-        run r = {mode, async, 0};
+        run r = {mode, async, counts, sizeof counts / sizeof counts[0], MOST, 0};
         CHECK_OK(dtrain_run_threads(sizes[i], one_rank, &r, NULL));
         CHECK_EQ(r.failures, 0);
     }
@@ -99,4 +96,21 @@ TEST(groups_with_a_queue_and_a_thread_of_their_own_give_the_cpus_bits)
 {
     ranks_of(DTRAIN_DEVICE_MODE_AUTO, 1);
     ranks_of(DTRAIN_DEVICE_STAGED, 1);
+}
+
+/* The last one begins at an odd offset, as one in four does. */
+TEST(large_vectors_give_the_cpus_bits)
+{
+    static const int sizes[] = {1, 2, 4, 8};
+    size_t most = cuda_large();
+    const size_t counts[] = {(most >> 8) + 1, (most >> 4) + 3, most, most - 1};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 300000;
+    for (int i = 0; i < 8 && most > 0; i++) {
+        run r = {i < 4 ? DTRAIN_DEVICE_MODE_AUTO : DTRAIN_DEVICE_STAGED, 0, counts, 4, most, 0};
+        dtrain_cuda_destroy(cuda_device(0)); /* ends here without a GPU */
+        CHECK_OK(dtrain_run_threads(sizes[i % 4], one_rank, &r, &desc));
+        CHECK_EQ(r.failures, 0);
+    }
 }

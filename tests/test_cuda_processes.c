@@ -86,6 +86,27 @@ static void device_finish(dtrain_device *device)
     dtrain_cuda_destroy(device);
 }
 
+/* A scene; ends here without a GPU, which a process of its own looks for: CUDA lives in none that was forked after it
+ * began. */
+static void scene_on_gpu(scene *s, int ranks, int tcp)
+{
+#ifdef __CUDACC__
+    static int known;
+    if (!known) {
+        fflush(stdout);
+        pid_t pid = fork();
+        if (pid == 0) {
+            dtrain_cuda_destroy(cuda_device(0)); /* prints and exits with 0 where there is none */
+            _exit(7);
+        }
+        if (end_of(pid, 60) == 0)
+            exit(0);
+        known = 1;
+    }
+#endif
+    scene_begin(s, ranks, tcp);
+}
+
 /* Files without a name that this process has open. */
 static int memory_files(void)
 {
@@ -110,11 +131,6 @@ static int opened(void)
 #endif
 
 /* ---- results ---- */
-
-static float number(int rank, size_t i)
-{
-    return dtrain_random_normal((uint64_t)rank + 1, i);
-}
 
 static int differ(const float *got, const float *expected, size_t count)
 {
@@ -167,17 +183,16 @@ static int copies(dtrain_comm *world, dtrain_device *device, dtrain_device_group
     return wrong + differ(p->got, p->out, count);
 }
 
-static place place_new(dtrain_comm *world, dtrain_device *device)
+static place place_new(dtrain_comm *world, dtrain_device *device, size_t most)
 {
     place p;
     memset(&p, 0, sizeof p);
-    p.a = (float *)device_put(device, NULL, (MOST + 8) * sizeof(float));
-    p.b = (float *)device_put(device, NULL, (MOST + 8) * sizeof(float));
-    p.in = (float *)calloc(3 * (size_t)MOST, sizeof(float));
-    p.out = p.in + MOST;
-    p.got = p.out + MOST;
-    for (size_t i = 0; i < MOST; i++)
-        p.in[i] = number(dtrain_comm_rank(world), i);
+    p.a = (float *)device_put(device, NULL, (most + 8) * sizeof(float));
+    p.b = (float *)device_put(device, NULL, (most + 8) * sizeof(float));
+    p.in = (float *)malloc(3 * most * sizeof(float));
+    p.out = p.in + most;
+    p.got = p.out + most;
+    cuda_numbers(p.in, dtrain_comm_rank(world), most);
     return p;
 }
 
@@ -188,27 +203,40 @@ static void place_free(place *p, dtrain_device *device)
     free(p->in);
 }
 
+/* How many elements the calls are tried with: each number twice, apart and in place. */
+typedef struct trial {
+    const size_t *counts;
+    size_t counts_n, most; /* of them */
+} trial;
+
 /* Makes a group and tries it with all kinds of calls. */
-static void works(dtrain_comm *world, dtrain_device *device, dtrain_device_mode mode, dtrain_device_mode expected)
+static void works_on(dtrain_comm *world, dtrain_device *device, dtrain_device_mode mode, dtrain_device_mode expected,
+                     const trial *t)
 {
-    static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097, MOST};
     dtrain_device_group *group = NULL;
     dtrain_device_group_desc desc;
-    place p = place_new(world, device);
+    place p = place_new(world, device, t->most);
     int wrong = 0;
     memset(&desc, 0, sizeof desc);
     desc.mode = mode;
     CHECK_OK(dtrain_device_group_create(&group, world, device, &desc));
     CHECK_EQ(dtrain_device_group_mode(group), expected);
-    for (size_t i = 0; i < 2 * sizeof counts / sizeof counts[0] && group != NULL; i++) {
+    for (size_t i = 0; i < 2 * t->counts_n && group != NULL; i++) {
         p.offset = i % 4;
         p.in_place = (int)(i % 2);
-        wrong += reduces(world, device, group, &p, counts[i / 2]);
-        wrong += copies(world, device, group, &p, counts[i / 2]);
+        wrong += reduces(world, device, group, &p, t->counts[i / 2]);
+        wrong += copies(world, device, group, &p, t->counts[i / 2]);
     }
     CHECK_EQ(wrong, 0);
     dtrain_device_group_destroy(group);
     place_free(&p, device);
+}
+
+static void works(dtrain_comm *world, dtrain_device *device, dtrain_device_mode mode, dtrain_device_mode expected)
+{
+    static const size_t counts[] = {0, 1, 2, 3, 7, 64, 1000, 4097, MOST};
+    trial t = {counts, sizeof counts / sizeof counts[0], MOST};
+    works_on(world, device, mode, expected, &t);
 }
 
 static dtrain_device_mode wanted, becomes;
@@ -229,7 +257,7 @@ static void tries_on(int ranks, dtrain_device_mode mode, dtrain_device_mode expe
     scene s;
     wanted = mode;
     becomes = expected;
-    scene_begin(&s, ranks, ranks % 2);
+    scene_on_gpu(&s, ranks, ranks % 2);
     run_ranks(&s, tries);
 }
 
@@ -243,6 +271,33 @@ TEST(processes_on_one_gpu_go_by_events_and_give_the_cpus_bits)
 TEST(processes_on_one_gpu_give_the_cpus_bits_staged)
 {
     tries_on(2, DTRAIN_DEVICE_STAGED, DTRAIN_DEVICE_STAGED);
+}
+
+static size_t large;
+
+static int tries_large(dtrain_comm *world, scene *s)
+{
+    const size_t counts[] = {(large >> 8) + 1, large, large - 1};
+    trial t = {counts, 3, large};
+    dtrain_device *device = device_begin();
+    (void)s;
+    works_on(world, device, wanted, becomes, &t);
+    device_finish(device);
+    return 0;
+}
+
+TEST(large_vectors_of_processes_give_the_cpus_bits)
+{
+    large = cuda_large();
+    wanted = DTRAIN_DEVICE_MODE_AUTO;
+    becomes = DTRAIN_DEVICE_EVENTS;
+    for (int ranks = 2; ranks <= 4 && large > 0; ranks += 2) {
+        scene s;
+        scene_on_gpu(&s, ranks, 0);
+        s.seconds = 900;
+        s.desc.timeout_ms = 300000;
+        run_ranks(&s, tries_large);
+    }
 }
 
 /* Memory comes and goes, at old addresses and new: what was opened before is not taken for it. */
@@ -278,7 +333,7 @@ static int reuses(dtrain_comm *world, scene *s)
 TEST(memory_that_was_freed_is_not_taken_for_what_is_in_its_place)
 {
     scene s;
-    scene_begin(&s, 3, 0);
+    scene_on_gpu(&s, 3, 0);
     run_ranks(&s, reuses);
 }
 
@@ -344,7 +399,7 @@ static int refuses(dtrain_comm *world, scene *s)
 TEST(memory_that_cannot_be_shared_is_refused_on_all_ranks_with_the_cure)
 {
     scene s;
-    scene_begin(&s, 3, 0);
+    scene_on_gpu(&s, 3, 0);
     run_ranks(&s, refuses);
 }
 
@@ -403,7 +458,7 @@ TEST(where_processes_cannot_reach_each_other_the_group_is_staged_and_events_unsu
 #endif
     for (; way < WAYS; way++) {
         scene s;
-        scene_begin(&s, 3, 0);
+        scene_on_gpu(&s, 3, 0);
         run_ranks(&s, no_way);
     }
 }
@@ -433,7 +488,7 @@ static int two_in_one(dtrain_comm *world, scene *s)
     scene two;
     pthread_t threads[2];
     (void)world, (void)s;
-    scene_begin(&two, 2, 0);
+    scene_on_gpu(&two, 2, 0);
     for (int i = 0; i < 2; i++)
         CHECK_EQ(pthread_create(&threads[i], NULL, one_of_two, &two), 0);
     for (int i = 0; i < 2; i++)
@@ -444,7 +499,7 @@ static int two_in_one(dtrain_comm *world, scene *s)
 TEST(ranks_of_a_transport_of_processes_that_are_in_one_process_stage)
 {
     scene s;
-    scene_begin(&s, 1, 0);
+    scene_on_gpu(&s, 1, 0);
     run_ranks(&s, two_in_one);
 }
 
@@ -492,7 +547,7 @@ static int hands_over(dtrain_comm *world, scene *s)
 TEST(handles_are_of_allocations_and_open_for_others_alone_while_they_last)
 {
     scene s;
-    scene_begin(&s, 2, 0);
+    scene_on_gpu(&s, 2, 0);
     run_ranks(&s, hands_over);
 }
 
@@ -592,7 +647,7 @@ static void goes(int ranks, unsigned after_us, dtrain_progress progress)
     scene s;
     pid_t pids[MAX_PROCESSES];
     int before = test_failures;
-    scene_begin(&s, ranks, 0);
+    scene_on_gpu(&s, ranks, 0);
     dtrain_set_log(quiet, NULL);
     s.desc.progress = progress;
     s.desc.heartbeat_ms = how == SIGSTOP ? 1000 : 0;
@@ -657,7 +712,7 @@ TEST(a_device_that_breaks_ends_the_group_on_all_processes)
     for (when = 1; when <= 60; when += 1 + when / 16) {
         scene s;
         int before = test_failures;
-        scene_begin(&s, 3, 0);
+        scene_on_gpu(&s, 3, 0);
         run_ranks(&s, one_breaks);
         if (test_failures != before)
             TEST_FAIL("call %d", when);
