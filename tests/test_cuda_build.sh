@@ -226,6 +226,7 @@ check_nvcc() { # nvcc, name, directory
     check_exact "$1" "$2" "$3"
     check_sass "$1" "$2" "$3"
     check_programs "$1" "$2" "$3"
+    check_train "$1" "$2" "$3"
 }
 
 check_exact() { # nvcc, name, directory
@@ -271,6 +272,31 @@ check_programs() { # nvcc, name, directory
     holds "$2: without a driver or a GPU calls say so" "$3/user" "on CUDA: "
     "$1" -Xcompiler -fsanitize=address "$3/fast.o" "$top/user.o" "$top/dtrain.o" -o "$3/asan" -lpthread -lm
     holds "$2: and leak nothing" env ASAN_OPTIONS=protect_shadow_gap=0:detect_leaks=1 "$3/asan" "on CUDA: "
+}
+
+# The program that trains, where the toolkit has cuBLAS: its kernels, beside the implementations that are compiled above.
+check_train() { # nvcc, name, directory
+    home=$(dirname "$(readlink -f "$1")")/..
+    if [ ! -e "$home/include/cublas_v2.h" ]; then
+        skip "$2: examples/train_gpt_cuda.cu, as it comes without cuBLAS"
+        return
+    fi
+    sed '/^#define DTRAIN_\(CUDA_\)*IMPLEMENTATION$/d' examples/train_gpt_cuda.cu >"$3/train.cu"
+    # shellcheck disable=SC2086
+    holds "$2: examples/train_gpt_cuda.cu, no warning, no spill, no local memory" \
+        "$1" -O2 -arch=sm_90 $strict $assembler -Iexamples -c "$3/train.cu" -o "$3/train.o"
+    if ! "$1" "$3/train.o" "$3/plain.o" "$top/dtrain.o" -o "$3/train" -lcublas -lpthread -lm >"$3/link.log" 2>&1 &&
+        grep -q 'cannot find -lcublas' "$3/link.log"; then
+        skip "$2: train_gpt_cuda's link, as the toolkit has no libcublas"
+        return
+    fi
+    LD_LIBRARY_PATH=$home/lib64 "$3/train" --steps 1 >"$3/train.log" 2>&1
+    cat "$3/train.log" >>"$3/link.log"
+    if grep -q '^train_gpt_cuda: GPUs of this machine: ' "$3/train.log"; then
+        good "$2: train_gpt_cuda links, and says that there is no GPU"
+    else
+        bad "$2: train_gpt_cuda links, and says that there is no GPU" "$3/link.log"
+    fi
 }
 
 check_without_nvcc() {
