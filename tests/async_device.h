@@ -68,8 +68,8 @@ typedef struct async_device {
     async_op *first, **last;
     long queued, done; /* operations */
     int leaving, failed;
-    uint64_t random;
-    unsigned delay_us; /* the longest; 0: none */
+    uint64_t random, seed; /* the first is the thread's */
+    unsigned delay_us;     /* the longest; 0: none */
     char name[16];
     /* What a test asks for, counted from 1; 0: never. Set by the rank's own thread while the queue is empty. */
     long fail_call, fail_done, kill_done, fail_allocation;
@@ -265,7 +265,8 @@ static void async_turn(async_device *d, async_op *o, int failed)
     async_dawdle(d);
     if (d->done + 1 == d->kill_done)
         kill(getpid(), SIGKILL);
-    int fails = d->done + 1 == d->fail_done || (!failed && async_perform(o) != DTRAIN_OK);
+    int queue_failed = __atomic_load_n(&d->queue_failed, __ATOMIC_SEQ_CST); /* what it was to wait for is not there */
+    int fails = d->done + 1 == d->fail_done || (!failed && !queue_failed && async_perform(o) != DTRAIN_OK);
     if (o->kind == ASYNC_RECORD)
         async_event_reach(o);
     if (o->kind == ASYNC_FREE)
@@ -583,7 +584,7 @@ static dtrain_status async_queue_create(dtrain_device *device, dtrain_device **m
     if (status != DTRAIN_OK)
         return status;
     async_device *another = (async_device *)malloc(sizeof *another);
-    *made = async_begin(another, 0, d->random, d->delay_us);
+    *made = async_begin(another, 0, d->seed = d->seed * 31 + 7, d->delay_us);
     memcpy(another->name, d->name, sizeof another->name);
     another->fail_call = d->queue_fail_call;
     another->fail_done = d->queue_fail_done;
@@ -685,6 +686,7 @@ static dtrain_device *async_begin(async_device *d, int number, uint64_t seed, un
     d->device.name = d->name;
     d->device.self = d;
     d->last = &d->first;
+    d->seed = seed * 64 + (uint64_t)number;
     d->random = (seed * 64 + (uint64_t)number) * 0x9e3779b97f4a7c15u + 1;
     d->delay_us = delay_us;
     pthread_mutex_init(&d->mutex, NULL);
