@@ -236,7 +236,7 @@ static dtrain_status until_it_breaks(dg_rank *r, char *x, char *y, size_t count,
         dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_SUM, count, i % r->size};
         status = dg_do(r->comm, r->group, &c, x, y);
         if (status == DTRAIN_OK && i % 3 == 2)
-            status = dtrain_device_wait(r->device);
+            dtrain_device_wait(r->device); /* a device that has broken stays so: the next call says it to all */
     }
     return status;
 }
@@ -264,6 +264,18 @@ TEST(a_rank_that_leaves_is_lost_to_all_hosts)
 
 enum { IN_A_CALL_OF_IT, WHEN_ITS_TURN_COMES };
 
+static int ended; /* ranks whose call has failed, which they keep their groups until the others have heard of */
+
+static void wait_for_all(const dg_rank *r)
+{
+    double begun = now_s();
+    __atomic_add_fetch(&ended, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&ended, __ATOMIC_SEQ_CST) < r->size && now_s() < begun + 10)
+        usleep(200);
+    if (__atomic_load_n(&ended, __ATOMIC_SEQ_CST) < r->size)
+        TEST_FAIL("rank %d has failed, and the others have not heard of it", r->rank);
+}
+
 static void one_breaks(dg_rank *r)
 {
     char *x = dg_alloc(r, 70000 * 4), *y = dg_alloc(r, 70000 * 4);
@@ -273,6 +285,7 @@ static void one_breaks(dg_rank *r)
     }
     dtrain_status status = dg_create(r);
     keep(r, status == DTRAIN_OK ? until_it_breaks(r, x, y, 70000, 60) : status);
+    wait_for_all(r);
     dtrain_device_group_destroy(r->group);
     r->group = NULL;
     dg_free(r, x);
@@ -297,6 +310,7 @@ TEST(a_device_that_breaks_at_any_call_or_operation_ends_the_group_on_all_hosts)
         w.alone = 1;
         w.number = n;
         w.seed = (uint64_t)n;
+        ended = 0;
         dg_on_threads(&w);
         CHECK_CONTAINS(w.text[VICTIM], "fake:1");
         trials += broke_in_the_trial(&w);
