@@ -209,7 +209,7 @@ static int one_goes(dtrain_comm *world, scene *s)
     dtrain_comm *rest = NULL;
     (void)s;
     dtrain_status status = calls_until_it_breaks(world, device);
-    if (now_s() - begun > (what == ABORTS && dtrain_comm_rank(world) <= VICTIM ? 8 : 2.5))
+    if (now_s() - begun > (what == ABORTS && dtrain_comm_rank(world) <= VICTIM ? 25 : 15)) /* the deadline is 60 */
         TEST_FAIL("rank %d has taken %.1f s: %s", dtrain_comm_rank(world), now_s() - begun, dtrain_last_error());
     CHECK_EQ(status, what == IS_KILLED ? DTRAIN_ERR_PEER_LOST : what == BREAKS ? DTRAIN_ERR_IO : DTRAIN_ERR_ABORTED);
     CHECK_CONTAINS(dtrain_last_error(), "device_group_");

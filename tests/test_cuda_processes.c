@@ -632,7 +632,7 @@ static int one_goes(dtrain_comm *world, scene *s)
     if (dtrain_comm_rank(world) == VICTIM)
         return 0; /* it was stopped, and is out */
     CHECK_CONTAINS(dtrain_last_error(), "rank 1");
-    CHECK(now_s() - begun < (double)s->desc.heartbeat_ms * 1e-3 + 5);
+    CHECK(now_s() - begun < (double)s->desc.heartbeat_ms * 1e-3 + 20);
     CHECK_OK(dtrain_comm_shrink(world, &rest));
     if (rest != NULL)
         works(rest, device, DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_EVENTS);
@@ -933,9 +933,9 @@ static int late_and_killed(dtrain_comm *world, scene *s)
     }
     dtrain_device_group_destroy(group);
     CHECK_EQ(late.next, late.count);
-    CHECK(now_s() - begun < 5);
+    CHECK(now_s() - begun < 20); /* the deadline is 60 */
     device_drop(device, x);
-    while ((status = dtrain_barrier(world)) == DTRAIN_OK && now_s() - begun < 5)
+    while ((status = dtrain_barrier(world)) == DTRAIN_OK && now_s() - begun < 20)
         continue;
     CHECK_OK(dtrain_comm_shrink(world, &rest));
     if (rest != NULL)
