@@ -66,7 +66,7 @@ static void drawn_call(dg_rank *r, pair *p, int kind, size_t count, uint64_t see
     static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F64, DTRAIN_I64};
     static const dtrain_op ops[] = {DTRAIN_SUM, DTRAIN_MEAN, DTRAIN_MAX, DTRAIN_MIN};
     uint64_t draw = dg_mix(seed * 64 + count * 4 + (uint64_t)kind);
-    dg_call c = {kind, dtypes[draw % 4], ops[draw / 4 % 4], count, (int)(draw / 16 % (uint64_t)r->size)};
+    dg_call c = {kind, dtypes[draw % 4], ops[draw / 4 % 4], count, (int)(draw / 16 % (uint64_t)r->size), NULL};
     dg_place place = {(size_t)(draw / 128 % 8), (size_t)(draw / 1024 % 8), (int)(draw / 8192 % 2)};
     if (c.dtype == DTRAIN_I64 && c.op == DTRAIN_MEAN)
         c.op = DTRAIN_SUM;

@@ -2,10 +2,10 @@
  * the group in whatever phase is heard of on both. */
 #include <stdint.h>
 
-static const char *hosts = ""; /* a letter for each rank */
+static const char *host_letters = ""; /* a letter for each rank */
 static uint64_t host_of(int rank)
 {
-    return (uint64_t)(unsigned char)hosts[rank];
+    return (uint64_t)(unsigned char)host_letters[rank];
 }
 
 #define DTRAIN__DEVICE_HOST(rank) host_of(rank)
@@ -153,7 +153,8 @@ static int gives_the_bits(dtrain_comm *world, scene *s)
     CHECK_EQ(dtrain_device_group_mode(group), becomes);
     for (size_t i = 0; i < 8 * sizeof counts / sizeof *counts && group != NULL; i++)
         if (differs(world, device, group, &r, (int)(i % 4), counts[i / 8], i % 3, (int)(i / 4 % 2)))
-            TEST_FAIL("%s: rank %d: call %zu of %zu differs", hosts, dtrain_comm_rank(world), i % 4, counts[i / 8]);
+            TEST_FAIL("%s: rank %d: call %zu of %zu differs", host_letters, dtrain_comm_rank(world), i % 4,
+                      counts[i / 8]);
     dtrain_device_group_destroy(group);
     room_free(&r, device);
     device_finish(device);
@@ -165,7 +166,7 @@ TEST(processes_of_two_hosts_and_more_give_the_cpus_bits)
     static const char *const on[] = {"aabb", "aabbcc", "aaaabbbb", "ab", "aab"};
     for (size_t i = 0; i < sizeof on / sizeof *on; i++) {
         scene s;
-        hosts = on[i];
+        host_letters = on[i];
         becomes = i < 3 ? DTRAIN_DEVICE_HOSTS : DTRAIN_DEVICE_STAGED;
         scene_begin(&s, (int)strlen(on[i]), 1);
         run_ranks(&s, gives_the_bits);
@@ -216,7 +217,7 @@ static int one_goes(dtrain_comm *world, scene *s)
     CHECK_CONTAINS(dtrain_last_error(), what == BREAKS ? "breaks" : what == ABORTS ? "had enough" : "rank 1");
     if (what == IS_KILLED) {
         CHECK_OK(dtrain_comm_shrink(world, &rest));
-        hosts = "aaaa"; /* of ranks of the world */
+        host_letters = "aaaa"; /* of ranks of the world */
         becomes = DTRAIN_DEVICE_EVENTS;
         if (rest != NULL)
             gives_the_bits(rest, s);
@@ -234,7 +235,7 @@ static void goes(int how, int first, int last, int step)
         scene s;
         pid_t pids[4];
         int before = test_failures;
-        hosts = "aabb";
+        host_letters = "aabb";
         scene_begin(&s, 4, 1);
         for (int rank = 0; rank < 4; rank++)
             pids[rank] = start_rank(&s, rank, one_goes);

@@ -491,7 +491,12 @@ static void one_breaks(dg_rank *r)
         r->fake.queue_fail_done = how == OWN_TURN ? n : 0;
     }
     dtrain_status status = dg_create(r);
-    keep(r, status == DTRAIN_OK ? until_it_breaks(r, &s, 60) : status);
+    for (int i = 0; i < 60 && status == DTRAIN_OK; i++) {
+        status = until_it_breaks(r, &s, 1);
+        if (r->rank == VICTIM && how == OWN_TURN) /* else all rounds may be queued before its turn comes */
+            async_idle(r->fake.queue);
+    }
+    keep(r, status);
     several_end(r, &s);
 }
 

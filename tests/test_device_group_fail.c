@@ -25,7 +25,7 @@ static dtrain_status until_it_breaks(dg_rank *r, char *x, char *y, size_t count,
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; i < calls && status == DTRAIN_OK; i++) {
-        dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_SUM, count, i % r->size};
+        dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_SUM, count, i % r->size, NULL};
         if (r->rank == 0 && r->device != NULL && r->world->behind_us > 0)
             async_sleep(r->device, r->world->behind_us);
         status = dg_do(r->comm, r->group, &c, x, y);
@@ -206,33 +206,35 @@ typedef struct difference {
 #define BIG 1000000
 
 static const difference differences[] = {
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 101, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 101, 0, NULL}},
      {"f32 x 100)", "f32 x 101)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 0, 0}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 1, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 0, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 1, 0, NULL}},
      {"f32 x 0)", "f32 x 1)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL}},
      {"f32 x 1000000)", "f32 x 1000001)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 65536, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 65536, 0, NULL}},
      {"f32 x 1000000)", "f32 x 65536)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_ALL_REDUCE, DTRAIN_I32, DTRAIN_SUM, 100, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_I32, DTRAIN_SUM, 100, 0, NULL}},
      {"f32 x 100", "i32 x 100"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_MAX, 100, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_MAX, 100, 0, NULL}},
      {"sum, f32", "max, f32"}},
-    {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_MEAN, 100, 0}},
+    {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL},
+      {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_MEAN, 100, 0, NULL}},
      {"sum, f32", "mean, f32"}},
-    {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG, 0}, {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0}},
+    {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL},
+      {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL}},
      {"f32 x 1000000)", "f32 x 1000001)"}},
-    {{{DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG, 0}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG + 3, 0}},
+    {{{DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG + 3, 0, NULL}},
      {"f32 x 1000000)", "f32 x 1000003)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}},
      {"all_reduce", "all_gather"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0}},
+    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}},
      {"all_reduce", "reduce_scatter"}},
-    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0}},
+    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}},
      {"broadcast", "all_gather"}},
-    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 2}},
+    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 2, NULL}},
      {"root 0", "root 2"}},
-    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG, 0}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0}},
+    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL}},
      {"f32 x 1000000, root", "f32 x 1000001, root"}}};
 
 enum { DIFFERENCES = sizeof differences / sizeof *differences };
