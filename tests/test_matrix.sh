@@ -1,7 +1,7 @@
 #!/bin/sh
 # The compile matrix and the amalgamation: what a user's compiler sees, and what an author's mistake meets. Asks cc, or the
 # compilers that COMPILERS in the environment names; with MATRIX=all there, also what takes long and has seldom found
-# anything. .ci/run sets both.
+# anything. .ci/run names compilers, make soak sets both.
 set -u
 cd "$(dirname "$0")/.."
 root=$PWD
