@@ -146,6 +146,7 @@ soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/
 	COMPILERS="gcc clang" MATRIX=all sh tests/test_matrix.sh
 	MESHES=all sh tests/test_mesh_gpt.sh
 	sh tests/test_cuda_build.sh
+	sh tests/fuzz.sh replay
 	DEVICE_FAULTS=all $(test_dir)/test_device_table whatever_call_of_a_device_fails_the_error_comes_back
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault
 	KILL_ROUNDS=200 $(test_dir)/test_survive survivors_of_kills_at_random_times_shrink_and_go_on
