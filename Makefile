@@ -26,6 +26,7 @@ comma = ,
 test_programs = $(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_*.c) $(wildcard tests/soak.c))
 test_flags = -O2 $(if $(SAN),-g1 -fsanitize=$(SAN) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
 private_tests = $(shell grep -l '^.define DTRAIN_IMPLEMENTATION' tests/*.c)
+own_tests = $(shell grep -l '^.define DTRAIN__' tests/test_*.c)
 
 all: dtrain.h dtrain_cuda.h $(programs)
 
@@ -54,21 +55,36 @@ build/plan: $(wildcard tools/plan_*.h) examples/report.h
 build/%: tools/%.c dtrain.h | build
 	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
 
-# For tests that use the public calls alone. A test that reaches what is private, or defines a DTRAIN__ macro, has an
-# implementation of its own, with DTRAIN_API static, so that what it does not call costs no time to compile, and -O1,
-# which takes half as long as -O2. What the compiler says of these asks as much time again: tests/test_matrix.sh asks, in
-# .ci/run.
-$(test_dir)/libdtrain.a: dtrain.h | $(test_dir)
-	printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >$(test_dir)/dtrain.c
-	$(CC) $(test_flags) $(WARN) -I. -c $(test_dir)/dtrain.c -o $(test_dir)/dtrain.o
-	ar rcs $@ $(test_dir)/dtrain.o
+# What tests link with: the library, and dtrain_cuda.h on its emulation, with their private functions open to tests that
+# reach them and with the hooks of tests/hooks.h. A test that defines a DTRAIN__ macro has implementations of its own.
+# Compilers warn of the library in tests/test_matrix.sh.
+open = $(test_dir)/open
 
-$(test_dir)/%: tests/%.c $(wildcard tests/*.h) $(test_dir)/libdtrain.a $(wildcard examples/*) | $(test_dir)
-	$(CC) $(subst -O2,-O1,$(test_flags)) $(if $(filter $<,$(private_tests)),-w,$(WARN)) -I. $< -o $@ $(test_dir)/libdtrain.a $(LIBS)
+$(open)/%: % tests/open.awk
+	@mkdir -p $(open)
+	awk -v bodies=0 -f tests/open.awk $< >$@
 
-$(test_dir)/test_plan: $(wildcard tools/plan_*.h)
+$(test_dir)/dtrain.o: dtrain.h tests/open.awk tests/hooks.h | $(test_dir)
+	{ echo '#define DTRAIN_IMPLEMENTATION'; echo '#include "tests/hooks.h"'; awk -v bodies=1 -f tests/open.awk dtrain.h; } >$(@:.o=.c)
+	$(CC) $(test_flags) -w -I. -c $(@:.o=.c) -o $@
 
-$(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_cuda_*.c)): dtrain_cuda.h
+$(test_dir)/dtrain_cuda.o: dtrain_cuda.h tests/open.awk $(open)/dtrain.h | $(test_dir)
+	{ echo '#define DTRAIN_CUDA_EMULATE'; echo '#define DTRAIN_CUDA_IMPLEMENTATION'; awk -v bodies=1 -f tests/open.awk dtrain_cuda.h; } >$(@:.o=.c)
+	$(CC) $(test_flags) -w -I$(open) -c $(@:.o=.c) -o $@
+
+$(test_dir)/libdtrain.a: $(test_dir)/dtrain.o $(test_dir)/dtrain_cuda.o
+	ar rcs $@ $^
+
+$(test_dir)/%.o: tests/%.c $(wildcard tests/*.h) $(open)/dtrain.h $(open)/dtrain_cuda.h $(wildcard examples/*) | $(test_dir)
+	$(CC) $(subst -O2,-O1,$(test_flags)) $(WARN) $(if $(filter $<,$(own_tests)),,-I$(open)) -I. -c $< -o $@
+
+$(test_dir)/%: $(test_dir)/%.o $(test_dir)/libdtrain.a
+	$(CC) $(test_flags) $^ -o $@ $(LIBS)
+
+$(test_dir)/test_plan.o: $(wildcard tools/plan_*.h)
+
+.PRECIOUS: $(test_dir)/%.o $(open)/%
+.DELETE_ON_ERROR:
 
 # No test runs build/bench or build/plan, which take as long to compile as six tests: `make` builds them.
 test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench build/plan,$(programs))) $(test_programs)

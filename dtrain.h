@@ -4891,6 +4891,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *
 
 #define DTRAIN__CACHE_LINE 64
 
+#ifndef DTRAIN__TUNED
+#define DTRAIN__TUNED(name, value) (value) /* a size or a time that a test may choose by its name */
+#endif
+
 static int64_t dtrain__os_now_ns(void)
 {
     struct timespec now;
@@ -5336,10 +5340,6 @@ static int dtrain__mul_size(size_t a, size_t b, size_t *product)
     return b == 0 || a <= SIZE_MAX / b;
 }
 
-#ifndef DTRAIN_RESIZE
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
-    dtrain__resize_default(pointer, old_bytes, new_bytes, align)
-
 static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
     void *block = NULL;
@@ -5352,6 +5352,10 @@ static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_
     free(pointer);
     return block;
 }
+
+#ifndef DTRAIN_RESIZE
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
+    dtrain__resize_default(pointer, old_bytes, new_bytes, align)
 #endif
 
 /* Adds to the bytes in use; less is a number that wraps around. */
@@ -15013,16 +15017,11 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 #ifndef DTRAIN__STEP
 #define DTRAIN__STEP
 
-#ifndef DTRAIN__BLOCK_BYTES
-#define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
-#endif
+#define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
-#ifndef DTRAIN__BLOCK_ALONE
-#define DTRAIN__BLOCK_ALONE ((size_t)1 << 20) /* of partial sums, where one piece at a time is under way */
-#endif
-#ifndef DTRAIN__MESSAGE_CHUNK
-#define DTRAIN__MESSAGE_CHUNK ((size_t)128 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
-#endif
+#define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* of them, where one piece is under way */
+/* Received and folded at once; at least DTRAIN__MESSAGE_SMALL. */
+#define DTRAIN__MESSAGE_CHUNK DTRAIN__TUNED(message_chunk, (size_t)128 << 10)
 
 typedef struct dtrain__step {
     int to, from; /* -1: none */
@@ -21438,13 +21437,14 @@ struct dtrain__hosts {
 
 /* ---- who is where ---- */
 
+#ifndef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
+#define DTRAIN__DEVICE_HOST(rank, host) (host)
+#endif
+
 static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
 {
-#ifdef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
-    return DTRAIN__DEVICE_HOST(dtrain__comm_origin(comm, comm->rank));
-#else
-    return comm->socket != NULL ? comm->socket->hub->members[dtrain__comm_origin(comm, comm->rank)].host : 0;
-#endif
+    int origin = dtrain__comm_origin(comm, comm->rank);
+    return DTRAIN__DEVICE_HOST(origin, comm->socket != NULL ? comm->socket->hub->members[origin].host : 0);
 }
 
 static int dtrain__hosts_differ(const dtrain_device_group *group)
@@ -27734,14 +27734,11 @@ DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggrega
 #ifndef DTRAIN__LAYOUT
 #define DTRAIN__LAYOUT
 
-#ifndef DTRAIN__LAYOUT_SMALL
-#define DTRAIN__LAYOUT_SMALL ((size_t)16 << 10) /* elements of a range that travels with others */
-#endif
-#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* of all that do so in a unit, at most */
-#define DTRAIN__LAYOUT_LITTLE 32                /* part of two units that all small ranges of a table may be */
-#ifndef DTRAIN__LAYOUT_HOME
-#define DTRAIN__LAYOUT_HOME ((size_t)64 << 10) /* elements of a part that is worth whole pages of its own */
-#endif
+#define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
+#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_LITTLE 32 /* part of two units that all small ranges of a table may be */
+/* Elements of a part that is worth whole pages of its own. */
+#define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
 
 typedef struct dtrain__cut {
     size_t param; /* of the table */
@@ -36259,9 +36256,7 @@ static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtr
 #ifndef DTRAIN__SERVER
 #define DTRAIN__SERVER
 
-#ifndef DTRAIN__SERVER_PIECE
-#define DTRAIN__SERVER_PIECE 65536 /* elements at most */
-#endif
+#define DTRAIN__SERVER_PIECE DTRAIN__TUNED(server_piece, (size_t)65536) /* elements at most */
 #define DTRAIN__SERVER_WINDOW 4 /* pieces under way in one direction */
 #define DTRAIN__SERVER_PREFIX sizeof(double)
 #define DTRAIN__SERVER_LETTER 4 /* words */
@@ -37801,9 +37796,7 @@ enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a r
 
 /* Of rounds through a server: pieces under way to and from each member, and elements of one that is not packed. */
 enum { DTRAIN__ROUNDS_WAYS = 2 };
-#ifndef DTRAIN__ROUNDS_PIECE
-#define DTRAIN__ROUNDS_PIECE ((size_t)131072)
-#endif
+#define DTRAIN__ROUNDS_PIECE DTRAIN__TUNED(rounds_piece, (size_t)131072)
 
 typedef struct dtrain__rounds_fragment {
     size_t begin, count;     /* in the object's own order of elements */
@@ -45706,9 +45699,8 @@ static dtrain_status dtrain__portion_write(dtrain__portion *part, int directory,
 
 #define DTRAIN__SAVE_INDEX "index.json"
 #define DTRAIN__SAVE_LATEST "latest"
-#ifndef DTRAIN__SAVE_LEFT_NS /* that network file systems get to show what a rank wrote last */
-#define DTRAIN__SAVE_LEFT_NS 10000000000
-#endif
+/* That network file systems get to show what a rank wrote last. */
+#define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
 #define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
 
 /* What ranks tell each other. */

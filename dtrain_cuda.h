@@ -280,7 +280,7 @@ typedef struct dtrain__cuda_emulated_thing {
     int opened;     /* how often */
 } dtrain__cuda_emulated_thing;
 
-static struct dtrain__cuda_emulation {
+typedef struct dtrain__cuda_emulation {
     pthread_mutex_t mutex;
     dtrain__cuda_emulated_thing *things;
     size_t used;
@@ -294,7 +294,10 @@ static struct dtrain__cuda_emulation {
     uint64_t made;
     int apart; /* for tests: 1: no GPU reaches another's memory */
     char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
-} dtrain__cuda_emulated = {PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, 0, {{0}}};
+} dtrain__cuda_emulation;
+
+static dtrain__cuda_emulation dtrain__cuda_emulated = {
+    PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, 0, {{0}}};
 static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
 static __thread int dtrain__cuda_emulated_depth;        /* operations of this thread that run now */
 static __thread int dtrain__cuda_emulated_below;        /* that before a push */
@@ -456,8 +459,8 @@ static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, d
             *found = *thing;
         if (hit && take) {
             *link = thing->next;
-            int counts = thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED &&
-                         thing->kind != 'p';
+            int counts =
+                thing->kind != cudaMemoryTypeHost && thing->kind != DTRAIN__CUDA_EMULATED_OPENED && thing->kind != 'p';
             dtrain__cuda_emulated.used -= counts ? thing->bytes : 0;
             free(thing);
             break;

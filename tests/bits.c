@@ -6,7 +6,7 @@
  * casts give are hashed. */
 #define DTRAIN_API static /* what is not called costs no time to compile */
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 
 #define ROOM 70000
 static unsigned char inputs[9][ROOM] __attribute__((aligned(64))), work[9][ROOM], output[9][ROOM];

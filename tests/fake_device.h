@@ -5,6 +5,7 @@
  * thread's. */
 #ifndef FAKE_DEVICE_H
 #define FAKE_DEVICE_H
+#pragma GCC diagnostic ignored "-Wunused-function" /* no test uses all of it */
 
 #include <pthread.h>
 #include <sys/mman.h>

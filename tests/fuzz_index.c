@@ -2,6 +2,7 @@
  * it guards is reached; what is accepted is printed and read again.
  *
  * make fuzz MINUTES=n */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -3,6 +3,7 @@
  * way, written again and compared.
  *
  * make fuzz MINUTES=n */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -1,6 +1,7 @@
 /* Fuzz target: what comes over a connection, before the proof and after it. The first byte chooses the parser.
  *
  * make fuzz MINUTES=n */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -4,7 +4,7 @@
  *
  *   soak [MINUTES [SEED [FIRST]]]   repeatable from the seed that it prints, or from its round FIRST on; "soak 0" does
  *                                   twenty rounds */
-#include "../dtrain.h"
+#include "dtrain.h"
 
 #include <signal.h>
 #include <stdio.h>

@@ -5,7 +5,7 @@
  *   steady [MINUTES]   0: a few thousand operations */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 
 #define RANKS 8
 #define MOST ((size_t)1 << 18) /* elements */

@@ -1,7 +1,7 @@
 /* ---- >>test_attention ----
  * Attention beside finite differences of itself in float64; heads together beside heads alone; and a block of a model,
  * split by heads, beside the whole one, and the sums that its split rows need. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "split_layers.h"
 

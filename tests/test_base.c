@@ -1,7 +1,7 @@
 /* The base floor: status and log, allocator, random numbers, SHA-256, JSON. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 
 #include "test.h"
 #include <locale.h>

@@ -1,16 +1,14 @@
 /* Saves that are killed, cut short or refused: an error that says why, the last checkpoint whole, and the next save
  * good. CHECKPOINT_ROUNDS sets how many jobs are killed, CHECKPOINT_SEED what is drawn. */
-static int file_fault(const char *call);
-static unsigned long most(const char *call, unsigned long bytes);
-#define DTRAIN__FILE_FAULT(call) file_fault(call)
-#define DTRAIN__FILE_LIMIT(call, bytes) most(call, bytes)
-#define DTRAIN__SAVE_LEFT_NS 500000000
+#include "hooks.h"
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include "checkpoint_model.h"
+
+const int64_t hook_save_left_ns = 500000000;
 
 #include <sys/mount.h>
 #include <sys/resource.h>
@@ -21,7 +19,7 @@ static int armed, calls, target, error_number, hit; /* the target'th call fails 
 static int gate;                                    /* 1: writes wait */
 static int stutters;                                /* 1: few bytes a call */
 
-static int file_fault(const char *call)
+int hook_file_fault(const char *call)
 {
     while (__atomic_load_n(&gate, __ATOMIC_SEQ_CST) && strcmp(call, "write") == 0)
         usleep(200);
@@ -33,10 +31,10 @@ static int file_fault(const char *call)
     return error_number;
 }
 
-static unsigned long most(const char *call, unsigned long bytes)
+size_t hook_file_limit(const char *call, size_t bytes)
 {
     static uint32_t turn;
-    unsigned long some = 1 + __atomic_fetch_add(&turn, 1, __ATOMIC_RELAXED) % 97 * 41;
+    size_t some = 1 + __atomic_fetch_add(&turn, 1, __ATOMIC_RELAXED) % 97 * 41;
     (void)call;
     return stutters && bytes > some ? some : bytes;
 }

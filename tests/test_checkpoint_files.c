@@ -1,6 +1,6 @@
 /* What checkpoints are on the disk: what fits and what does not, damage, what is kept and what is cleared, disks that
  * are not shared, asynchronous saves. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include "checkpoint_model.h"

@@ -1,6 +1,6 @@
 /* Checkpoints across layouts: what data, pipeline and tensor ranks have saved comes back to the bit under any other
  * layout, and is the same file when it is exported. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 

@@ -1,7 +1,7 @@
 /* The arithmetic under checkpoints: hashes, and which elements of one split are those of another. */
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 
 TEST(an_index_of_another_version_says_so)

@@ -1,6 +1,6 @@
 /* A run that was stopped and resumed from a checkpoint, against one that never stopped: the same bits on as many ranks,
  * with the order of data, random numbers and the loss scale; on another number of ranks, the same losses. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include "checkpoint_model.h"

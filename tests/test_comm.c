@@ -1,11 +1,13 @@
 /* Groups and collectives on threads: results against a sequential reference, failures provoked for real. */
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#define DTRAIN__BLOCK_BYTES ((size_t)20 << 10) /* several pieces at small counts */
-#define DTRAIN__BLOCK_ALONE ((size_t)40 << 10)
-#define DTRAIN__MESSAGE_CHUNK ((size_t)8 << 10) /* and several chunks in each */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
+
+const size_t hook_block_bytes = 20 << 10; /* several pieces at small counts */
+const size_t hook_block_alone = 40 << 10;
+const size_t hook_message_chunk = 8 << 10; /* and several chunks in each */
 
 typedef struct scenario {
     size_t count;

@@ -1,7 +1,7 @@
 /* ---- >>test_compressed ----
  * Compressed all-reduces against plain ones: every rank makes the vectors of all, packs and adds them one after the
  * other, and compares bits; on threads, over sockets and over cables. Nothing is lost but rounding, at every step. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "worlds.h"
 #include <math.h>

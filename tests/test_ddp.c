@@ -1,7 +1,7 @@
 /* ---- >>test_ddp ----
  * Data-parallel steps over threads: folds by the tree, weights, ranks without examples, calls out of place. Gradients
  * are made from their micro-batch's number, so that any rank can compute any of them. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include <math.h>
 

@@ -2,7 +2,7 @@
  * DDP and FSDP whose sums travel compressed: overlapped or not the same bits, those of an aggregator over a table of
  * layers; bytes by hand; a create that fails on one rank, ranks that leave or are killed while buckets are under way.
  */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "worlds.h"
 

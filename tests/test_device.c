@@ -1,19 +1,16 @@
 /* The core's side of devices: the same bytes with and without one, no touch of a device's memory but by its own
  * functions, every error passed on, nothing left behind. */
-#include <stddef.h>
-
-static void *counted_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) counted_resize(pointer, old_bytes, new_bytes, align)
+#include "hooks.h"
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "fake_device.h"
 
 static long resizes, fail_resize; /* the failing one, counted from 1; 0: none */
 static size_t resized_bytes;      /* in use */
 
-static void *counted_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+void *hook_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
     void *block = NULL;
     if (new_bytes > 0 && ++resizes == fail_resize)

@@ -1,6 +1,6 @@
 /* Collectives of devices that go on beside the caller's queue: the bits of the CPU's in any interleaving with the
  * queue's own work and with blocking calls, and an end on every rank whatever breaks, leaves or is destroyed. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "device_worlds.h"
 #include <time.h>
@@ -12,7 +12,7 @@ static const dtrain_device_mode modes[] = {DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_S
 static void *counted(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
     (void)user;
-    return counted_resize(pointer, old_bytes, new_bytes, align);
+    return hook_resize(pointer, old_bytes, new_bytes, align);
 }
 
 static dtrain_allocator allocator = {counted, NULL, 0, 0};

@@ -1,13 +1,10 @@
 /* Compressed all-reduces of vectors on devices beside those on the CPU: results, residuals, velocities and what is sent
  * are the same to the bit, step after step, for every compressor that a device has, among ranks of which some have
  * none; whatever call or memory fails, every rank hears of it and nothing is left. */
-#include <stddef.h>
-
-static void *counted_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) counted_resize(pointer, old_bytes, new_bytes, align)
+#include "hooks.h"
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "worlds.h"
 #include "fake_device.h"
@@ -28,7 +25,7 @@ static fake fakes[MOST_RANKS];
 static long resizes, fail_resize; /* the failing one, counted from 1; 0: none */
 static size_t resized_bytes;
 
-static void *counted_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+void *hook_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
     void *block = NULL;
     if (new_bytes > 0 && __atomic_add_fetch(&resizes, 1, __ATOMIC_SEQ_CST) == fail_resize)

@@ -1,12 +1,9 @@
 /* Collectives over devices give the bits of the CPU's, at every size, kind, place and interleaving, in the order of
  * the queues alone, and make nothing after the start. */
-#include <stddef.h>
-
-static void *counted_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) counted_resize(pointer, old_bytes, new_bytes, align)
+#include "hooks.h"
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "device_bits.h"
 

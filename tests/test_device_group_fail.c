@@ -1,12 +1,9 @@
 /* Collectives over devices that go wrong: ranks that leave or are killed in every phase, devices that break at every
  * operation, calls and descs that differ. Nobody hangs, everybody can clean up, and texts say what came. */
-#include <stddef.h>
-
-static void *counted_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) counted_resize(pointer, old_bytes, new_bytes, align)
+#include "hooks.h"
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "device_worlds.h"
 

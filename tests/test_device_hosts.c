@@ -1,15 +1,9 @@
 /* Collectives over devices of several hosts, which are one here that the ranks take for several: the bits of the CPU's
  * for every way that ranks lie on hosts, and an end on every rank in whatever phase one leaves or breaks. */
-#include <stddef.h>
-#include <stdint.h>
-
-static void *counted_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
-static uint64_t host_of(int rank);
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) counted_resize(pointer, old_bytes, new_bytes, align)
-#define DTRAIN__DEVICE_HOST(rank) host_of(rank)
+#include "hooks.h"
 #define DTRAIN_IMPLEMENTATION
 #define DTRAIN_API static
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "device_bits.h"
 
@@ -17,7 +11,7 @@ enum { COUNT = 3001, VICTIM = 1 };
 
 static const char *hosts; /* a letter for each rank */
 
-static uint64_t host_of(int rank)
+uint64_t hook_device_host(int rank)
 {
     return (uint64_t)(unsigned char)hosts[rank];
 }

@@ -177,7 +177,9 @@ for example in device_reduce train_gpt_cuda; do
     [ -n "$line" ] && [ "$line" = "$made" ]
     check $? "$example's own line is that of make"
 done
-${CC:-cc} -O1 -DDTRAIN_CUDA_EMULATE -I. -x c examples/device_reduce.cu -x none -o "$dir/device_reduce" -lpthread -lm >"$dir/log" 2>&1
+make -s build/tests/libdtrain.a >"$dir/log" 2>&1
+sed '/^#define DTRAIN_IMPLEMENTATION$/d' examples/device_reduce.cu >"$dir/device_reduce.c"
+${CC:-cc} -O1 -D_DEFAULT_SOURCE -DDTRAIN_CUDA_EMULATE -I. "$dir/device_reduce.c" build/tests/libdtrain.a -o "$dir/device_reduce" -lpthread -lm >"$dir/log" 2>&1
 check $? "device_reduce builds as C with its GPU emulated"
 try "device_reduce runs" run device_reduce
 try "device_reduce prints what its last comment says" prints_its_comment device_reduce
@@ -187,10 +189,11 @@ awk '/^#define DTRAIN_IMPLEMENTATION/ { on = 1 } on && /^\/\*/ { on = 0 } on' ex
 [ -s "$dir/readme.c" ] && cmp "$dir/readme.c" "$dir/quick.c" >"$dir/log" 2>&1
 check $? "the README's program is examples/quickstart.c"
 
+sed '/^#define DTRAIN_IMPLEMENTATION$/d' tests/snippets.c >"$dir/snippets.c"
 for compiler in gcc clang; do
     command -v $compiler >/dev/null 2>&1 || continue
     for language in "-std=c99" "-x c++ -std=c++11"; do
-        $compiler $language -O0 $warnings -I. tests/snippets.c -x none -o "$dir/snippets" -lpthread -lm >"$dir/log" 2>&1 &&
+        $compiler $language -O0 -D_DEFAULT_SOURCE $warnings -I. "$dir/snippets.c" -x none build/tests/libdtrain.a -o "$dir/snippets" -lpthread -lm >"$dir/log" 2>&1 &&
             run snippets && tail -1 "$dir/out" | grep -q '^[1-9][0-9]* passed, 0 failed$'
         check $? "the manual's snippets compile and run: $compiler $language"
     done

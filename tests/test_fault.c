@@ -3,15 +3,17 @@
  * the library makes to the system are caught here and passed on, or not. Every call ends within its deadline, with
  * the right result or an error. FAULT_SEED=n and FAULT_RUNS=n repeat and prolong. */
 #define _GNU_SOURCE
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#define DTRAIN__BLOCK_BYTES ((size_t)20 << 10)
-#define DTRAIN__BLOCK_ALONE ((size_t)40 << 10)
-#define DTRAIN__MESSAGE_CHUNK ((size_t)8 << 10)
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include <sys/syscall.h>
+
+const size_t hook_block_bytes = 20 << 10;
+const size_t hook_block_alone = 40 << 10;
+const size_t hook_message_chunk = 8 << 10;
 
 #define MOST_RANKS 6
 

@@ -3,7 +3,7 @@
  * call promises, with values written by hand. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "fsdp_model.h"
 

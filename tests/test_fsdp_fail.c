@@ -1,6 +1,6 @@
 /* What FSDP does when it is called wrongly, on one rank or on all, and when a rank dies: an error on every rank that
  * says what was expected, an object that can be used or says that it cannot, and nothing left behind. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include "fsdp_model.h"

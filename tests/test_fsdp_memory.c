@@ -1,7 +1,7 @@
 /* The memory of FSDP: what is counted against the plan, what the plan says against figures by hand, pages that are
  * really gone, allocations of a warm loop, and with FSDP_LAYER_FLOATS=4194304 the resident size of four processes that
  * train 200 million parameters. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 

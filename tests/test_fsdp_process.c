@@ -2,7 +2,7 @@
  * counts what it sends; and processes that are killed in the middle of a step. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include "fsdp_model.h"

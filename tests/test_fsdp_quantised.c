@@ -2,7 +2,7 @@
  * FSDP whose parameters and gradients travel as int8: what is gathered against the compressor on each part, sums
  * against float64 within the quantiser's bound, the same bits on every rank and transport; training ends where it does
  * without. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "worlds.h"
 #include <math.h>

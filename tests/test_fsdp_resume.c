@@ -1,6 +1,6 @@
 /* FSDP beyond one object: a state that is written to new slices goes on as if it had never stopped, and a rank that is
  * lost is noticed by those that share no sharded group with it. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 

@@ -1,11 +1,13 @@
 /* Local SGD through a server: the bits of the all-reduce, what travels, members that are late or killed, and the death
  * of the server. */
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#define DTRAIN__ROUNDS_PIECE ((size_t)100) /* so that a small model has many pieces */
 #include "dtrain.h"
 #include "test.h"
 #include "processes.h"
+
+const size_t hook_rounds_piece = 100; /* so that a small model has many pieces */
 
 #include <math.h>
 

@@ -1,6 +1,6 @@
 /* Modules against a hand-written loop over the same arithmetic, against finite differences in float64, and against
  * themselves without FSDP; several micro-batches in flight; memory. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "module_model.h"
 #include <unistd.h>

@@ -1,5 +1,5 @@
 /* Callbacks that fail on one rank, ranks without memory, and wrong uses: what each says, and that all go on. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "module_model.h"
 

@@ -1,6 +1,6 @@
 /* Backward passes in halves, other micro-batches between them, and layers that recompute what they save: the bits of
  * whole passes, with and without FSDP; what is called how often; memory; wrong uses and failures. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "module_model.h"
 

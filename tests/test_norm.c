@@ -3,7 +3,7 @@
  * to a row of bits, any order and partition, ranks, what is not finite; and the clipping that stands on it. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include <math.h>
 

@@ -3,7 +3,7 @@
  * repeats a run. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 
 #define PAGE dtrain__os_page_bytes()

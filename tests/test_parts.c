@@ -1,6 +1,6 @@
 /* Parts of parameters: how they are cut, where their elements lie in the whole model, which tables have good ones, and
  * as which pieces of whole tensors they are saved. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 
 static dtrain_param whole(const char *name, int stacked, int ndim, size_t a, size_t b, size_t c)

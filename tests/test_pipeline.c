@@ -1,6 +1,6 @@
 /* Pipelines against the whole model on one rank, bit for bit: every schedule, 1 to 8 ranks as threads and as processes,
  * 1 to 9 micro-batches, with FSDP over several pipelines; that model against float64; evaluation; memory. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "worlds.h"
 #include "pipeline_model.h"

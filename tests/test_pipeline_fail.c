@@ -1,6 +1,6 @@
 /* Pipelines that go wrong: callbacks that fail, wrong descs and inputs, ranks without memory, processes that are
  * killed; what every rank is told, and that the next step is whole. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include "pipeline_model.h"

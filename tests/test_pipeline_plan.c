@@ -1,6 +1,6 @@
 /* Cuts into stages and planned schedules: orders written by hand, the formulas of the papers, every dependency looked
  * up by the test itself, and orders that cannot run. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 
 #include <math.h>

@@ -2,15 +2,17 @@
  * every transport and algorithm. Integers wrap, floats are crafted so that sums are exact in any order, or drawn at
  * random and summed by the tree of the manual. PROPERTY_SEED=n repeats a run; PROPERTY_LARGE=1 adds vectors of more
  * than 2^31 elements, which take 5 GB. */
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#define DTRAIN__BLOCK_BYTES ((size_t)5 << 10) /* several blocks at small counts */
-#define DTRAIN__BLOCK_ALONE ((size_t)12 << 10)
-#define DTRAIN__MESSAGE_CHUNK ((size_t)4 << 10) /* and several chunks in each */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "processes.h"
 #include <math.h>
+
+const size_t hook_block_bytes = 5 << 10; /* several blocks at small counts */
+const size_t hook_block_alone = 12 << 10;
+const size_t hook_message_chunk = 4 << 10; /* and several chunks in each */
 
 #define MOST_RANKS 200
 

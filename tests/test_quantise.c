@@ -3,7 +3,7 @@
  * formats promise; one result on every instruction set. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include <math.h>
 

@@ -1,10 +1,6 @@
 /* What the system refuses while files are written and read: every call in turn, a disk that is full, a process that is
  * killed. The old file stays, nothing is left beside it, and no descriptor is lost. */
-static int fault_next(const char *call);
-#define DTRAIN__FILE_FAULT(call) fault_next(call)
-#define DTRAIN__FILE_LIMIT(call, bytes) ((bytes) < fault_limit ? (bytes) : fault_limit)
-#include <stddef.h>
-static size_t fault_limit = (size_t)-1;
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -25,7 +21,15 @@ static int fault_error;       /* with this errno */
 static const char *fault_one; /* only calls of this name are counted; NULL: all */
 static const char *fault_hit; /* the name of the call that failed; NULL: none did */
 
-static int fault_next(const char *call)
+static size_t fault_limit = (size_t)-1;
+
+size_t hook_file_limit(const char *call, size_t bytes)
+{
+    (void)call;
+    return bytes < fault_limit ? bytes : fault_limit;
+}
+
+int hook_file_fault(const char *call)
 {
     if (fault_at == 0 || (fault_one != NULL && strcmp(call, fault_one) != 0))
         return 0;

@@ -1,10 +1,12 @@
 /* The path of machines that store numbers the other way round, taken on this one: files then hold each number turned
  * around, and reading turns it back. */
-#define DTRAIN__FILE_SWAP 1
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+
+const int hook_file_swap = 1;
 
 static const size_t two[1] = {2};
 

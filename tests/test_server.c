@@ -1,11 +1,13 @@
 /* The synchronous parameter server: bit for bit an all-reduce, on threads and on processes, of which some are killed.
  * Pieces are short, so that small models have many. */
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#define DTRAIN__SERVER_PIECE 1000
 #include "dtrain.h"
 #include "test.h"
 #include "server_model.h"
+
+const size_t hook_server_piece = 1000;
 
 /* Numbers of many magnitudes, which no other order adds to the same bits. */
 static float gradient(int rank, size_t i, int step)

@@ -1,10 +1,12 @@
 /* The asynchronous parameter server: within its bound whatever workers do, slow, stopped or killed, and it learns. */
+#include "hooks.h"
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#define DTRAIN__SERVER_PIECE 1000
 #include "dtrain.h"
 #include "test.h"
 #include "server_model.h"
+
+const size_t hook_server_piece = 1000;
 
 /* ---- the bound ---- */
 

@@ -3,7 +3,7 @@
  * product against float64 sums, tensors cut and joined, and the texts of errors. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include <math.h>
 

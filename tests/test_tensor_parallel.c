@@ -1,7 +1,7 @@
 /* ---- >>test_tensor_parallel ----
  * Linear layers that are split beside the whole ones in float64 that share nothing with them, at 1 to 8 ranks and sizes
  * that do not divide; the same bits on threads, processes and cables; what cannot be, and what fails. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "split_layers.h"
 

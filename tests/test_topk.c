@@ -3,7 +3,7 @@
  * with each of their bytes wrong. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 
 /* By the definition: NaN above infinity above all numbers, by magnitude. */

@@ -3,7 +3,7 @@
  * threads. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include <fenv.h>
 #include <math.h>

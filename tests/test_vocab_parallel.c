@@ -1,7 +1,7 @@
 /* ---- >>test_vocab_parallel ----
  * The embedding and the cross-entropy that are split by the vocabulary beside the whole ones in float64, and beside
  * finite differences; what is no number; memory. */
-#include "../dtrain.h"
+#include "dtrain.h"
 #include "test.h"
 #include "split_layers.h"
 

@@ -20,10 +20,6 @@ static int dtrain__mul_size(size_t a, size_t b, size_t *product)
     return b == 0 || a <= SIZE_MAX / b;
 }
 
-#ifndef DTRAIN_RESIZE
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
-    dtrain__resize_default(pointer, old_bytes, new_bytes, align)
-
 static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
     void *block = NULL;
@@ -36,6 +32,10 @@ static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_
     free(pointer);
     return block;
 }
+
+#ifndef DTRAIN_RESIZE
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
+    dtrain__resize_default(pointer, old_bytes, new_bytes, align)
 #endif
 
 /* Adds to the bytes in use; less is a number that wraps around. */

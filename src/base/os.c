@@ -25,6 +25,10 @@
 
 #define DTRAIN__CACHE_LINE 64
 
+#ifndef DTRAIN__TUNED
+#define DTRAIN__TUNED(name, value) (value) /* a size or a time that a test may choose by its name */
+#endif
+
 static int64_t dtrain__os_now_ns(void)
 {
     struct timespec now;

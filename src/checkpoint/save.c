@@ -16,9 +16,8 @@
 
 #define DTRAIN__SAVE_INDEX "index.json"
 #define DTRAIN__SAVE_LATEST "latest"
-#ifndef DTRAIN__SAVE_LEFT_NS /* that network file systems get to show what a rank wrote last */
-#define DTRAIN__SAVE_LEFT_NS 10000000000
-#endif
+/* That network file systems get to show what a rank wrote last. */
+#define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
 #define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
 
 /* What ranks tell each other. */

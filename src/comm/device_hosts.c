@@ -40,13 +40,14 @@ struct dtrain__hosts {
 
 /* ---- who is where ---- */
 
+#ifndef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
+#define DTRAIN__DEVICE_HOST(rank, host) (host)
+#endif
+
 static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
 {
-#ifdef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
-    return DTRAIN__DEVICE_HOST(dtrain__comm_origin(comm, comm->rank));
-#else
-    return comm->socket != NULL ? comm->socket->hub->members[dtrain__comm_origin(comm, comm->rank)].host : 0;
-#endif
+    int origin = dtrain__comm_origin(comm, comm->rank);
+    return DTRAIN__DEVICE_HOST(origin, comm->socket != NULL ? comm->socket->hub->members[origin].host : 0);
 }
 
 static int dtrain__hosts_differ(const dtrain_device_group *group)

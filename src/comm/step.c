@@ -6,16 +6,11 @@
 #define DTRAIN__STEP
 #include "op.c"
 
-#ifndef DTRAIN__BLOCK_BYTES
-#define DTRAIN__BLOCK_BYTES ((size_t)256 << 10) /* of partial sums, for each rank */
-#endif
+#define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
-#ifndef DTRAIN__BLOCK_ALONE
-#define DTRAIN__BLOCK_ALONE ((size_t)1 << 20) /* of partial sums, where one piece at a time is under way */
-#endif
-#ifndef DTRAIN__MESSAGE_CHUNK
-#define DTRAIN__MESSAGE_CHUNK ((size_t)128 << 10) /* received and folded at once; at least DTRAIN__MESSAGE_SMALL */
-#endif
+#define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* of them, where one piece is under way */
+/* Received and folded at once; at least DTRAIN__MESSAGE_SMALL. */
+#define DTRAIN__MESSAGE_CHUNK DTRAIN__TUNED(message_chunk, (size_t)128 << 10)
 
 typedef struct dtrain__step {
     int to, from; /* -1: none */

@@ -9,14 +9,11 @@
 #include "params.c"
 #include "kernels.c"
 
-#ifndef DTRAIN__LAYOUT_SMALL
-#define DTRAIN__LAYOUT_SMALL ((size_t)16 << 10) /* elements of a range that travels with others */
-#endif
-#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* of all that do so in a unit, at most */
-#define DTRAIN__LAYOUT_LITTLE 32                /* part of two units that all small ranges of a table may be */
-#ifndef DTRAIN__LAYOUT_HOME
-#define DTRAIN__LAYOUT_HOME ((size_t)64 << 10) /* elements of a part that is worth whole pages of its own */
-#endif
+#define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
+#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_LITTLE 32 /* part of two units that all small ranges of a table may be */
+/* Elements of a part that is worth whole pages of its own. */
+#define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
 
 typedef struct dtrain__cut {
     size_t param; /* of the table */

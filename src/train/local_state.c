@@ -25,9 +25,7 @@ enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a r
 
 /* Of rounds through a server: pieces under way to and from each member, and elements of one that is not packed. */
 enum { DTRAIN__ROUNDS_WAYS = 2 };
-#ifndef DTRAIN__ROUNDS_PIECE
-#define DTRAIN__ROUNDS_PIECE ((size_t)131072)
-#endif
+#define DTRAIN__ROUNDS_PIECE DTRAIN__TUNED(rounds_piece, (size_t)131072)
 
 typedef struct dtrain__rounds_fragment {
     size_t begin, count;     /* in the object's own order of elements */

@@ -12,9 +12,7 @@
 #include "compression.c"
 #include "server_topk.c"
 
-#ifndef DTRAIN__SERVER_PIECE
-#define DTRAIN__SERVER_PIECE 65536 /* elements at most */
-#endif
+#define DTRAIN__SERVER_PIECE DTRAIN__TUNED(server_piece, (size_t)65536) /* elements at most */
 #define DTRAIN__SERVER_WINDOW 4 /* pieces under way in one direction */
 #define DTRAIN__SERVER_PREFIX sizeof(double)
 #define DTRAIN__SERVER_LETTER 4 /* words */

@@ -1,0 +1,55 @@
+# Opens an implementation's private functions to tests, so that none of them compiles an implementation of its own:
+#
+#   awk -v bodies=1 -f tests/open.awk dtrain.h    the implementation with nothing static, to be compiled once
+#   awk -v bodies=0 -f tests/open.awk dtrain.h    the header of those that link with it: functions are declared alone
+#
+# The code's format makes this easy: functions and their braces begin at the first column. Inline functions, constant
+# tables and what macros make are small, and stay copies in each file.
+function put(line)
+{
+    if (held != "")
+        print held
+    held = line
+}
+
+BEGIN { put(bodies ? "" : "#pragma GCC system_header\n#undef DTRAIN_API\n#define DTRAIN_API extern") }
+
+/^\/\* ---- >>begin ----/ || /^#ifdef DTRAIN_CUDA_IMPLEMENTATION/ { inside = 1 }
+
+skips { # a body
+    skips = $0 != "}"
+    next
+}
+
+!inside || /^[ \t#\/*]/ {
+    put($0)
+    next
+}
+
+/^static inline / || /^DTRAIN__INLINE / || /^DTRAIN__CUDA_FN / { inlined = 1 }
+
+/^\{/ && !bodies && !inlined {
+    held = held ";"
+    skips = 1
+    next
+}
+
+/^[{}]/ {
+    inlined = inlined && /^\{/
+    put($0)
+    next
+}
+
+{
+    line = plain = $0
+    gsub(/__attribute__\(\(.*\)\) ?| *\/\*.*/, "", plain)
+    variable = plain !~ /\(/ && plain ~ /[;{]$|=/
+    if (!inlined && plain ~ /^static / && !(variable && plain ~ / const /)) {
+        sub(/static /, variable && !bodies ? "extern " : "", line)
+        if (variable && !bodies)
+            sub(/ =.*;/, ";", line)
+    }
+    put(line)
+}
+
+END { put("") }
