@@ -2618,8 +2618,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
  *
  * Until dtrain_ddp_finish the group is the DDP's: no other collective of comm.
  *
- *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next. On devices with DTRAIN_PROGRESS_POLL,
- *                   or with one queue each: 0 on every rank, or on none
+ *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next
  *   weight          of this rank's examples in the whole step, usually their tokens; may be 0
  *   errors          DTRAIN_ERR_INVALID  a step is open; micro_batches negative; weight negative or not finite
  *                   DTRAIN_ERR_MEMORY   more micro-batches than in any step before
@@ -2639,7 +2638,7 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
  *                                were not; more micro-batches than announced
  *            those of dtrain_all_reduce_async
  *
- * one thread per object; never blocks */
+ * one thread per object; never blocks, but up to timeout_ms on devices that have one queue or DTRAIN_PROGRESS_POLL */
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
 
 /* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch.
@@ -2647,7 +2646,7 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
  *   errors   DTRAIN_ERR_INVALID  no step is open, or all its micro-batches have ended
  *            those of dtrain_all_reduce_async
  *
- * one thread per object; never blocks */
+ * one thread per object; blocks as dtrain_ddp_reduce */
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
 
 /* Closes the step: waits for all units, then divides once. Every gradient is now the weighted mean over all ranks,
@@ -3172,8 +3171,7 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
  * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
  * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
  * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
- * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order, as
- * many micro-batches included.
+ * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
@@ -3363,14 +3361,15 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
  *                                than announced. The object stays as it was
  *            those of dtrain_reduce_scatter: the object is broken
  *
- * collective: every rank, any order of units; blocks up to timeout_ms for the unit before */
+ * collective: every rank, any order of units; blocks up to timeout_ms for the unit before, and with
+ * DTRAIN_PROGRESS_POLL at the first unit of a micro-batch until every rank has come to its first, or to the step's end */
 DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
 /* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
  *
  *   errors   DTRAIN_ERR_INVALID  more micro-batches than announced; gradients of a step are not used yet
  *
- * one thread per object; blocks up to timeout_ms for a unit that is on its way */
+ * one thread per object; blocks as dtrain_fsdp_reduce */
 DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
 
 /* Stands in for a micro-batch for which this rank has no examples: gathers and releases every unit from the first to
@@ -3389,8 +3388,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
 DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why);
 
 /* Waits for all gradients and divides them once by the weight of all ranks, and by the loss scale. A rank with fewer
- * micro-batches than others adds nothing to those that it lacks. Called by clip_grad_norm, local and step where the
- * caller has not.
+ * micro-batches than others adds nothing to those that it lacks; where units are gathered it has made their gathers, by
+ * dtrain_fsdp_join. Called by clip_grad_norm and step where the caller has not.
  *
  *   total_weight   out: of all ranks; may be NULL. When it is 0 gradients are not divided
  *   errors         DTRAIN_ERR_INVALID  on every rank: no rank has reduced anything. The object can be used
@@ -28504,9 +28503,9 @@ typedef struct dtrain__fsdp_device {
     size_t block_floats[2];
     unsigned char *stages; /* three: of units with even numbers, with odd ones, of gradients */
     size_t stage_bytes;
-    uint16_t *halves;       /* this rank's part of sums that travel in 16 bits */
-    int64_t *limbs;         /* of the exact sum of squares; then the norm */
-    dtrain__error refused;  /* what the device refused first, since a call began */
+    uint16_t *halves;      /* this rank's part of sums that travel in 16 bits */
+    int64_t *limbs;        /* of the exact sum of squares; then the norm */
+    dtrain__error refused; /* what the device refused first, since a call began */
 } dtrain__fsdp_device;
 
 typedef struct dtrain__fsdp_event {
@@ -28517,9 +28516,10 @@ typedef struct dtrain__fsdp_event {
 
 typedef struct dtrain__sender dtrain__sender;
 
-/* What ranks tell each other at the end of a step. */
+/* What ranks tell each other where one of them begins to reduce every unit once more, and at the end of a step. */
 typedef struct dtrain__fsdp_note {
-    uint64_t begun; /* micro-batches of which it has reduced something */
+    uint64_t rounds; /* reductions of every unit that it has begun */
+    uint64_t begun;  /* micro-batches of which it has reduced something */
     uint64_t failed;
     char why[DTRAIN__FSDP_WHY];
     double unused;
@@ -28575,7 +28575,9 @@ struct dtrain_fsdp {
     int most;                                /* that one of the ranks has announced */
     double announcement[2], *announcements, total_weight;
     dtrain_work *announcing;
-    dtrain__fsdp_note note, *notes;
+    dtrain__fsdp_note note, said, *notes; /* said: what the others are being told */
+    dtrain_work *saying;
+    int called;        /* reductions of every unit of which all ranks have been told whether this one begins them */
     dtrain__exact sum; /* of squares, where summed says so */
     int summed;
     float loss_scale;
@@ -30460,6 +30462,68 @@ static dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
     return status;
 }
 
+/* Waits until this rank has heard what the others say. */
+static dtrain_status dtrain__fsdp_hear(dtrain_fsdp *fsdp)
+{
+    dtrain_work *saying = fsdp->saying;
+    fsdp->saying = NULL;
+    dtrain_status status = saying != NULL ? dtrain_work_wait(saying) : DTRAIN_OK;
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "hearing of the other ranks, instead", 0);
+}
+
+/* Says to all ranks whether this one begins to reduce every unit once more. Each says so before each such reduction and
+ * once after the last: where one begins, those that have nothing left take part with nothing. */
+static dtrain_status dtrain__fsdp_say(dtrain_fsdp *fsdp, int begins)
+{
+    size_t ranks = (size_t)dtrain_comm_size(fsdp->comm);
+    dtrain_status status = dtrain__fsdp_hear(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->said = fsdp->note;
+    fsdp->said.rounds = (uint64_t)fsdp->round + (uint64_t)begins;
+    fsdp->called = fsdp->round + 1;
+    if (fsdp->world == NULL)
+        fsdp->notes[0] = fsdp->said;
+    else
+        status = dtrain_all_gather_async(fsdp->world, &fsdp->said, fsdp->notes, sizeof fsdp->said * ranks, DTRAIN_U8,
+                                         &fsdp->saying);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->saying = NULL;
+    return dtrain__fsdp_break(fsdp, status, "telling the other ranks, instead", 0);
+}
+
+/* Ends what is under way of all units. */
+static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
+        status = dtrain__fsdp_settle(fsdp, i);
+    return status;
+}
+
+/* Hears the others now. Where only the caller drives what is under way, it ends that first: who waited in one group
+ * would keep those waiting that need it in another. */
+static dtrain_status dtrain__fsdp_listen(dtrain_fsdp *fsdp)
+{
+    int polls = fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL;
+    dtrain_status status = polls ? dtrain__fsdp_settle_all(fsdp) : DTRAIN_OK;
+    return status == DTRAIN_OK ? dtrain__fsdp_hear(fsdp) : status;
+}
+
+/* Begins to reduce every unit. With progress by poll this rank listens, where the reduction may keep it before the step
+ * ends. */
+static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
+{
+    int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
+    if (fsdp->called > fsdp->round)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_say(fsdp, 1);
+    if (status != DTRAIN_OK || once || fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL)
+        return status;
+    return dtrain__fsdp_listen(fsdp);
+}
+
 /* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
@@ -30467,6 +30531,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
     int keeps = folded > 1, last = fsdp->ended >= folded - 1;
+    if (status == DTRAIN_OK && last)
+        status = dtrain__fsdp_open_round(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_settle(fsdp, number);
     if (status == DTRAIN_OK && fsdp->device.queue != NULL)
@@ -30712,21 +30778,14 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
-/* Adds nothing to the reductions that others make and this rank does not. */
-static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
+/* Ends the micro-batches of one reduction of every unit, in which this rank adds nothing to what it has not reduced. */
+static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
 {
-    int any = most > 0;
-    dtrain_status status = DTRAIN_OK;
-    if (fsdp->reduced_units > 0)
+    int folded;
+    dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
+    int end = !fsdp->desc.keep_full_grads ? fsdp->ended + 1 : folded > 1 ? folded : 1;
+    while (status == DTRAIN_OK && fsdp->ended < end)
         status = dtrain__fsdp_end_micro_batch(fsdp);
-    if (fsdp->desc.keep_full_grads && most > 0 && status == DTRAIN_OK)
-        status = dtrain__fsdp_folded(fsdp, &most);
-    if (fsdp->desc.keep_full_grads && most < 1 && any)
-        most = 1;
-    while (status == DTRAIN_OK && fsdp->ended < most)
-        status = dtrain__fsdp_end_micro_batch(fsdp);
-    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
-        status = dtrain__fsdp_settle(fsdp, i);
     return status;
 }
 
@@ -30743,7 +30802,8 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     fsdp->grads = NULL;
     fsdp->buckets_old = 1;
     fsdp->announced = fsdp->last = -1;
-    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
+    fsdp->ended = fsdp->round = fsdp->called = fsdp->joined = 0;
+    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
     dtrain__fsdp_between(fsdp);
 }
@@ -30762,33 +30822,28 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
     dtrain__fsdp_reset(fsdp);
 }
 
-/* Learns what all ranks say of the step; *most: the micro-batches that one of them has begun, at most. */
-static dtrain_status dtrain__fsdp_hear(dtrain_fsdp *fsdp, int *most)
+/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made; *most: the
+ * micro-batches that one of them has begun, at most. */
+static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 {
-    int ranks = dtrain_comm_size(fsdp->comm);
-    dtrain_status status = DTRAIN_OK;
-    fsdp->note.begun = (uint64_t)fsdp->ended + (fsdp->reduced_units > 0);
-    if (fsdp->world != NULL)
-        status = dtrain_all_gather(fsdp->world, &fsdp->note, fsdp->notes, sizeof fsdp->note * (size_t)ranks, DTRAIN_U8);
-    else
-        fsdp->notes[0] = fsdp->note;
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_break(fsdp, status, "ending a step, instead", 0);
+    int ranks = dtrain_comm_size(fsdp->comm), begins = fsdp->reduced_units > 0;
+    dtrain_status status = dtrain__fsdp_announced(fsdp);
+    fsdp->note.begun = (uint64_t)fsdp->ended + (uint64_t)begins;
+    begins |= fsdp->desc.keep_full_grads && fsdp->ended > 0;
+    for (int goes_on = 1; status == DTRAIN_OK && goes_on; begins = goes_on) {
+        status = begins ? dtrain__fsdp_end_round(fsdp) : DTRAIN_OK;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_say(fsdp, 0);
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_listen(fsdp);
+        goes_on = 0;
+        for (int rank = 0; rank < ranks; rank++)
+            goes_on |= fsdp->notes[rank].rounds > (uint64_t)fsdp->round;
+    }
     *most = 0;
     for (int rank = 0; rank < ranks; rank++)
         *most = fsdp->notes[rank].begun > (uint64_t)*most ? (int)fsdp->notes[rank].begun : *most;
-    return DTRAIN_OK;
-}
-
-/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made. */
-static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
-{
-    dtrain_status status = dtrain__fsdp_announced(fsdp);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_hear(fsdp, most);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_catch_up(fsdp, *most);
-    return status;
+    return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
 /* Says whether what there is to train has no elements, as a rank's part may be: its steps are made and counted. */
@@ -32440,6 +32495,7 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 {
     int64_t until_ns = dtrain__os_now_ns() + DTRAIN__FSDP_GRACE_NS;
     dtrain__fsdp_let_go(fsdp, &fsdp->announcing, until_ns);
+    dtrain__fsdp_let_go(fsdp, &fsdp->saying, until_ns);
     for (size_t i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.cut_count; i++) {
         dtrain__fsdp_let_go(fsdp, &fsdp->gathering[i], until_ns);
         dtrain__fsdp_let_go(fsdp, &fsdp->reducing[i], until_ns);

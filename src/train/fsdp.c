@@ -62,9 +62,9 @@ typedef struct dtrain__fsdp_device {
     size_t block_floats[2];
     unsigned char *stages; /* three: of units with even numbers, with odd ones, of gradients */
     size_t stage_bytes;
-    uint16_t *halves;       /* this rank's part of sums that travel in 16 bits */
-    int64_t *limbs;         /* of the exact sum of squares; then the norm */
-    dtrain__error refused;  /* what the device refused first, since a call began */
+    uint16_t *halves;      /* this rank's part of sums that travel in 16 bits */
+    int64_t *limbs;        /* of the exact sum of squares; then the norm */
+    dtrain__error refused; /* what the device refused first, since a call began */
 } dtrain__fsdp_device;
 
 typedef struct dtrain__fsdp_event {
@@ -75,9 +75,10 @@ typedef struct dtrain__fsdp_event {
 
 typedef struct dtrain__sender dtrain__sender;
 
-/* What ranks tell each other at the end of a step. */
+/* What ranks tell each other where one of them begins to reduce every unit once more, and at the end of a step. */
 typedef struct dtrain__fsdp_note {
-    uint64_t begun; /* micro-batches of which it has reduced something */
+    uint64_t rounds; /* reductions of every unit that it has begun */
+    uint64_t begun;  /* micro-batches of which it has reduced something */
     uint64_t failed;
     char why[DTRAIN__FSDP_WHY];
     double unused;
@@ -133,7 +134,9 @@ struct dtrain_fsdp {
     int most;                                /* that one of the ranks has announced */
     double announcement[2], *announcements, total_weight;
     dtrain_work *announcing;
-    dtrain__fsdp_note note, *notes;
+    dtrain__fsdp_note note, said, *notes; /* said: what the others are being told */
+    dtrain_work *saying;
+    int called;        /* reductions of every unit of which all ranks have been told whether this one begins them */
     dtrain__exact sum; /* of squares, where summed says so */
     int summed;
     float loss_scale;

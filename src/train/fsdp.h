@@ -43,8 +43,7 @@
  * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
  * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
  * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
- * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order, as
- * many micro-batches included.
+ * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
@@ -235,14 +234,15 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
  *                                than announced. The object stays as it was
  *            those of dtrain_reduce_scatter: the object is broken
  *
- * collective: every rank, any order of units; blocks up to timeout_ms for the unit before */
+ * collective: every rank, any order of units; blocks up to timeout_ms for the unit before, and with
+ * DTRAIN_PROGRESS_POLL at the first unit of a micro-batch until every rank has come to its first, or to the step's end */
 DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
 /* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
  *
  *   errors   DTRAIN_ERR_INVALID  more micro-batches than announced; gradients of a step are not used yet
  *
- * one thread per object; blocks up to timeout_ms for a unit that is on its way */
+ * one thread per object; blocks as dtrain_fsdp_reduce */
 DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
 
 /* Stands in for a micro-batch for which this rank has no examples: gathers and releases every unit from the first to
@@ -261,8 +261,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
 DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why);
 
 /* Waits for all gradients and divides them once by the weight of all ranks, and by the loss scale. A rank with fewer
- * micro-batches than others adds nothing to those that it lacks. Called by clip_grad_norm, local and step where the
- * caller has not.
+ * micro-batches than others adds nothing to those that it lacks; where units are gathered it has made their gathers, by
+ * dtrain_fsdp_join. Called by clip_grad_norm and step where the caller has not.
  *
  *   total_weight   out: of all ranks; may be NULL. When it is 0 gradients are not divided
  *   errors         DTRAIN_ERR_INVALID  on every rank: no rank has reduced anything. The object can be used

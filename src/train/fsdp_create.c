@@ -479,6 +479,7 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 {
     int64_t until_ns = dtrain__os_now_ns() + DTRAIN__FSDP_GRACE_NS;
     dtrain__fsdp_let_go(fsdp, &fsdp->announcing, until_ns);
+    dtrain__fsdp_let_go(fsdp, &fsdp->saying, until_ns);
     for (size_t i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.cut_count; i++) {
         dtrain__fsdp_let_go(fsdp, &fsdp->gathering[i], until_ns);
         dtrain__fsdp_let_go(fsdp, &fsdp->reducing[i], until_ns);

@@ -414,6 +414,68 @@ static dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
     return status;
 }
 
+/* Waits until this rank has heard what the others say. */
+static dtrain_status dtrain__fsdp_hear(dtrain_fsdp *fsdp)
+{
+    dtrain_work *saying = fsdp->saying;
+    fsdp->saying = NULL;
+    dtrain_status status = saying != NULL ? dtrain_work_wait(saying) : DTRAIN_OK;
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "hearing of the other ranks, instead", 0);
+}
+
+/* Says to all ranks whether this one begins to reduce every unit once more. Each says so before each such reduction and
+ * once after the last: where one begins, those that have nothing left take part with nothing. */
+static dtrain_status dtrain__fsdp_say(dtrain_fsdp *fsdp, int begins)
+{
+    size_t ranks = (size_t)dtrain_comm_size(fsdp->comm);
+    dtrain_status status = dtrain__fsdp_hear(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->said = fsdp->note;
+    fsdp->said.rounds = (uint64_t)fsdp->round + (uint64_t)begins;
+    fsdp->called = fsdp->round + 1;
+    if (fsdp->world == NULL)
+        fsdp->notes[0] = fsdp->said;
+    else
+        status = dtrain_all_gather_async(fsdp->world, &fsdp->said, fsdp->notes, sizeof fsdp->said * ranks, DTRAIN_U8,
+                                         &fsdp->saying);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->saying = NULL;
+    return dtrain__fsdp_break(fsdp, status, "telling the other ranks, instead", 0);
+}
+
+/* Ends what is under way of all units. */
+static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
+        status = dtrain__fsdp_settle(fsdp, i);
+    return status;
+}
+
+/* Hears the others now. Where only the caller drives what is under way, it ends that first: who waited in one group
+ * would keep those waiting that need it in another. */
+static dtrain_status dtrain__fsdp_listen(dtrain_fsdp *fsdp)
+{
+    int polls = fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL;
+    dtrain_status status = polls ? dtrain__fsdp_settle_all(fsdp) : DTRAIN_OK;
+    return status == DTRAIN_OK ? dtrain__fsdp_hear(fsdp) : status;
+}
+
+/* Begins to reduce every unit. With progress by poll this rank listens, where the reduction may keep it before the step
+ * ends. */
+static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
+{
+    int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
+    if (fsdp->called > fsdp->round)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_say(fsdp, 1);
+    if (status != DTRAIN_OK || once || fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL)
+        return status;
+    return dtrain__fsdp_listen(fsdp);
+}
+
 /* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
@@ -421,6 +483,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
     int keeps = folded > 1, last = fsdp->ended >= folded - 1;
+    if (status == DTRAIN_OK && last)
+        status = dtrain__fsdp_open_round(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_settle(fsdp, number);
     if (status == DTRAIN_OK && fsdp->device.queue != NULL)

@@ -35,21 +35,14 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
-/* Adds nothing to the reductions that others make and this rank does not. */
-static dtrain_status dtrain__fsdp_catch_up(dtrain_fsdp *fsdp, int most)
+/* Ends the micro-batches of one reduction of every unit, in which this rank adds nothing to what it has not reduced. */
+static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
 {
-    int any = most > 0;
-    dtrain_status status = DTRAIN_OK;
-    if (fsdp->reduced_units > 0)
+    int folded;
+    dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
+    int end = !fsdp->desc.keep_full_grads ? fsdp->ended + 1 : folded > 1 ? folded : 1;
+    while (status == DTRAIN_OK && fsdp->ended < end)
         status = dtrain__fsdp_end_micro_batch(fsdp);
-    if (fsdp->desc.keep_full_grads && most > 0 && status == DTRAIN_OK)
-        status = dtrain__fsdp_folded(fsdp, &most);
-    if (fsdp->desc.keep_full_grads && most < 1 && any)
-        most = 1;
-    while (status == DTRAIN_OK && fsdp->ended < most)
-        status = dtrain__fsdp_end_micro_batch(fsdp);
-    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
-        status = dtrain__fsdp_settle(fsdp, i);
     return status;
 }
 
@@ -66,7 +59,8 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     fsdp->grads = NULL;
     fsdp->buckets_old = 1;
     fsdp->announced = fsdp->last = -1;
-    fsdp->ended = fsdp->round = fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->joined = 0;
+    fsdp->ended = fsdp->round = fsdp->called = fsdp->joined = 0;
+    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
     dtrain__fsdp_between(fsdp);
 }
@@ -85,33 +79,28 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
     dtrain__fsdp_reset(fsdp);
 }
 
-/* Learns what all ranks say of the step; *most: the micro-batches that one of them has begun, at most. */
-static dtrain_status dtrain__fsdp_hear(dtrain_fsdp *fsdp, int *most)
+/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made; *most: the
+ * micro-batches that one of them has begun, at most. */
+static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 {
-    int ranks = dtrain_comm_size(fsdp->comm);
-    dtrain_status status = DTRAIN_OK;
-    fsdp->note.begun = (uint64_t)fsdp->ended + (fsdp->reduced_units > 0);
-    if (fsdp->world != NULL)
-        status = dtrain_all_gather(fsdp->world, &fsdp->note, fsdp->notes, sizeof fsdp->note * (size_t)ranks, DTRAIN_U8);
-    else
-        fsdp->notes[0] = fsdp->note;
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_break(fsdp, status, "ending a step, instead", 0);
+    int ranks = dtrain_comm_size(fsdp->comm), begins = fsdp->reduced_units > 0;
+    dtrain_status status = dtrain__fsdp_announced(fsdp);
+    fsdp->note.begun = (uint64_t)fsdp->ended + (uint64_t)begins;
+    begins |= fsdp->desc.keep_full_grads && fsdp->ended > 0;
+    for (int goes_on = 1; status == DTRAIN_OK && goes_on; begins = goes_on) {
+        status = begins ? dtrain__fsdp_end_round(fsdp) : DTRAIN_OK;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_say(fsdp, 0);
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_listen(fsdp);
+        goes_on = 0;
+        for (int rank = 0; rank < ranks; rank++)
+            goes_on |= fsdp->notes[rank].rounds > (uint64_t)fsdp->round;
+    }
     *most = 0;
     for (int rank = 0; rank < ranks; rank++)
         *most = fsdp->notes[rank].begun > (uint64_t)*most ? (int)fsdp->notes[rank].begun : *most;
-    return DTRAIN_OK;
-}
-
-/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made. */
-static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
-{
-    dtrain_status status = dtrain__fsdp_announced(fsdp);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_hear(fsdp, most);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_catch_up(fsdp, *most);
-    return status;
+    return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
 /* Says whether what there is to train has no elements, as a rank's part may be: its steps are made and counted. */

@@ -405,8 +405,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
  *
  * Until dtrain_ddp_finish the group is the DDP's: no other collective of comm.
  *
- *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next. On devices with DTRAIN_PROGRESS_POLL,
- *                   or with one queue each: 0 on every rank, or on none
+ *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next
  *   weight          of this rank's examples in the whole step, usually their tokens; may be 0
  *   errors          DTRAIN_ERR_INVALID  a step is open; micro_batches negative; weight negative or not finite
  *                   DTRAIN_ERR_MEMORY   more micro-batches than in any step before
@@ -426,7 +425,7 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
  *                                were not; more micro-batches than announced
  *            those of dtrain_all_reduce_async
  *
- * one thread per object; never blocks */
+ * one thread per object; never blocks, but up to timeout_ms on devices that have one queue or DTRAIN_PROGRESS_POLL */
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
 
 /* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch.
@@ -434,7 +433,7 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
  *   errors   DTRAIN_ERR_INVALID  no step is open, or all its micro-batches have ended
  *            those of dtrain_all_reduce_async
  *
- * one thread per object; never blocks */
+ * one thread per object; blocks as dtrain_ddp_reduce */
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
 
 /* Closes the step: waits for all units, then divides once. Every gradient is now the weighted mean over all ranks,
