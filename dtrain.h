@@ -2641,7 +2641,8 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
  * one thread per object; never blocks, but up to timeout_ms on devices that have one queue or DTRAIN_PROGRESS_POLL */
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
 
-/* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch.
+/* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch: the first
+ * call after one of which all units were reduced is taken as its.
  *
  *   errors   DTRAIN_ERR_INVALID  no step is open, or all its micro-batches have ended
  *            those of dtrain_all_reduce_async
@@ -3365,7 +3366,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
  * DTRAIN_PROGRESS_POLL at the first unit of a micro-batch until every rank has come to its first, or to the step's end */
 DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
-/* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
+/* Ends a micro-batch in which this rank left units out: they add nothing to the sums. After one that ended by itself it
+ * does nothing, until the next pass up has begun.
  *
  *   errors   DTRAIN_ERR_INVALID  more micro-batches than announced; gradients of a step are not used yet
  *
@@ -29979,9 +29981,12 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
         return status;
     status = dtrain__fsdp_advance(fsdp, number);
     /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
-    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended))
+    int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
+    if (status == DTRAIN_OK && computes)
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number);
+    if (computes && direction > 0) /* on its way down the last pass may still come to units without gradients */
+        fsdp->just_ended = 0;
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
     if (unit->stale)

@@ -289,6 +289,52 @@ TEST(a_forward_pass_sees_the_weights_prefetched_or_not)
     on_ranks(3, prefetched_forward, NULL);
 }
 
+/* Of three micro-batches the second is left out as a whole, in the pass down or before it. */
+static dtrain_status left_out_whole(dtrain_comm *world, void *user)
+{
+    const int *how = (const int *)user; /* the strategy; whether it has a pass down */
+    const float g[4] = {1, 2, 3, 4}, g3[4] = {3, 6, 9, 12}, expected[4] = {4, 8, 12, 16};
+    const char *const names[2] = {"a", "b"};
+    dtrain_param table[2] = {param("a", 4, 0, NULL), param("b", 4, 1, NULL)};
+    dtrain_fsdp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.strategy = (dtrain_strategy)how[0];
+    desc.shard_size = 2;
+    dtrain_fsdp *fsdp = made(world, table, 2, &desc);
+    const dtrain_slice *slices = NULL;
+    size_t count = 0;
+    CHECK_EQ(dtrain_fsdp_begin(fsdp, 3, 1.0), DTRAIN_OK);
+    for (int micro = 0; micro < 3; micro++) {
+        CHECK_EQ(forward_pass(fsdp, 2), DTRAIN_OK);
+        for (int unit = 1; unit >= 0 && micro != 1; unit--)
+            train_unit(fsdp, unit, names[unit], micro == 0 ? g : g3, 4);
+        for (int unit = 1; unit >= 0 && micro == 1 && how[1]; unit--) {
+            CHECK_EQ(dtrain_fsdp_gather(fsdp, unit), DTRAIN_OK);
+            CHECK_EQ(dtrain_fsdp_release(fsdp, unit), DTRAIN_OK);
+        }
+        if (micro == 1)
+            CHECK_EQ(dtrain_fsdp_next(fsdp), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_fsdp_next(fsdp), DTRAIN_OK); /* of one that has ended by itself */
+    CHECK_EQ(dtrain_fsdp_next(fsdp), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_fsdp_error(fsdp), "all 3 micro-batches");
+    CHECK_EQ(dtrain_fsdp_finish(fsdp, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_local(fsdp, &slices, &count), DTRAIN_OK);
+    for (size_t i = 0; i < count; i++)
+        check_floats(slices[i].grads, expected + slices[i].begin, slices[i].count, slices[i].name);
+    dtrain_fsdp_destroy(fsdp);
+    return DTRAIN_OK;
+}
+
+TEST(a_micro_batch_of_which_all_is_left_out_counts)
+{
+    for (int i = 0; i < 4; i++)
+        for (int down = 0; down < 2; down++) {
+            int how[2] = {(int)strategies[i], down};
+            on_ranks(2, left_out_whole, how);
+        }
+}
+
 static dtrain_status grouped_parameters(dtrain_comm *world, void *user)
 {
     float ones[4][3] = {{1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}}, value[3];

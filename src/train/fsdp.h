@@ -238,7 +238,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
  * DTRAIN_PROGRESS_POLL at the first unit of a micro-batch until every rank has come to its first, or to the step's end */
 DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
-/* Ends a micro-batch in which this rank left units out: they add nothing to the sums.
+/* Ends a micro-batch in which this rank left units out: they add nothing to the sums. After one that ended by itself it
+ * does nothing, until the next pass up has begun.
  *
  *   errors   DTRAIN_ERR_INVALID  more micro-batches than announced; gradients of a step are not used yet
  *

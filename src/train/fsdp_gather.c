@@ -241,9 +241,12 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
         return status;
     status = dtrain__fsdp_advance(fsdp, number);
     /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
-    if (status == DTRAIN_OK && (fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended))
+    int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
+    if (status == DTRAIN_OK && computes)
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number);
+    if (computes && direction > 0) /* on its way down the last pass may still come to units without gradients */
+        fsdp->just_ended = 0;
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
     if (unit->stale)

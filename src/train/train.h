@@ -428,7 +428,8 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
  * one thread per object; never blocks, but up to timeout_ms on devices that have one queue or DTRAIN_PROGRESS_POLL */
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
 
-/* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch.
+/* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch: the first
+ * call after one of which all units were reduced is taken as its.
  *
  *   errors   DTRAIN_ERR_INVALID  no step is open, or all its micro-batches have ended
  *            those of dtrain_all_reduce_async
