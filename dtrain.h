@@ -3327,7 +3327,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit);
  * one thread per object; never blocks */
 DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
 
-/* Starts to gather the first unit, before the first layer needs it.
+/* Starts to gather the first unit, before the first layer needs it. It reads slices, which the caller is not to write
+ * until the unit has been gathered, or a step finished.
  *
  *   errors   DTRAIN_ERR_INVALID  called already and no gather since; or a strategy that gathers nothing
  *
@@ -29853,6 +29854,16 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
+/* Ends the gathers that are under way, which read slices that are to be written. */
+static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
+        if (fsdp->units[i].state == DTRAIN__COMING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
+    return status;
+}
+
 /* Forgets what was gathered of a unit. */
 static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
 {
@@ -30899,15 +30910,17 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
             fsdp->slices[i].grads = sum + fsdp->layout.cuts[i].grad;
 }
 
-/* idle: that no rank has a micro-batch is no error, and leaves no sums. */
+/* idle: that no rank has a micro-batch is no error, and leaves no sums. Slices may be written after it. */
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
     int most = 0;
     if (fsdp->grads != NULL)
-        return DTRAIN_OK;
+        return dtrain__fsdp_gather_end(fsdp);
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
     if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_gather_end(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_verdict(fsdp, most);
     if (status == DTRAIN_OK)

@@ -293,6 +293,58 @@ TEST(a_unit_is_written_while_another_is_on_its_way)
     CHECK_OK(dtrain_run_threads(3, write_beside, NULL, NULL));
 }
 
+/* A prefetch between the end of a step and the update of its slices, on the way for as long as rank 1 is late: it reads
+ * what was there before. */
+static dtrain_status prefetch_and_update(dtrain_comm *comm, void *user)
+{
+    enum { COUNT = 3000 };
+    static const float none[COUNT], one = 1.0f;
+    int on_device = *(const int *)user, rank = dtrain_comm_rank(comm);
+    float host[COUNT];
+    async_device fake;
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_param table;
+    dtrain_fsdp_desc desc;
+    dtrain_device *device = on_device ? async_begin(&fake, rank, 1, 20) : NULL;
+    memset(&table, 0, sizeof table);
+    memset(&desc, 0, sizeof desc);
+    desc.optimizer.kind = DTRAIN_SGD;
+    table.name = "weights";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = COUNT;
+    table.device = device;
+    CHECK_OK(dtrain_fsdp_create(&fsdp, comm, &table, 1, &desc));
+    CHECK_OK(dtrain_fsdp_gather(fsdp, 0));
+    CHECK_OK(dtrain_device_fill(device, dtrain_fsdp_unit_grad(fsdp, "weights", 0), &one, sizeof one, COUNT));
+    CHECK_OK(dtrain_fsdp_reduce(fsdp, 0));
+    CHECK_OK(dtrain_fsdp_finish(fsdp, NULL));
+    CHECK_OK(dtrain_fsdp_set(fsdp, "weights", none, 0)); /* so that the prefetch has something to bring */
+    if (rank == 1 && on_device)
+        async_sleep(device, 100000);
+    else if (rank == 1)
+        usleep(100000);
+    CHECK_OK(dtrain_fsdp_prefetch(fsdp));
+    CHECK_OK(dtrain_fsdp_step(fsdp, 0.5f));
+    if (on_device) { /* where it came is left as it is until another comes */
+        CHECK_OK(dtrain_device_copy(device, host, dtrain_fsdp_unit_param(fsdp, "weights", 0), sizeof host));
+        CHECK(memcmp(host, none, sizeof host) == 0);
+    }
+    CHECK_OK(dtrain_fsdp_gather(fsdp, 0));
+    CHECK_OK(dtrain_device_copy(device, host, dtrain_fsdp_unit_param(fsdp, "weights", 0), sizeof host));
+    for (size_t i = 0; i < COUNT; i++)
+        CHECK(host[i] == -0.5f);
+    dtrain_fsdp_destroy(fsdp);
+    if (on_device)
+        async_end(&fake);
+    return DTRAIN_OK;
+}
+
+TEST(a_prefetch_reads_no_weights_that_are_being_updated)
+{
+    for (int on_device = 0; on_device < 2; on_device++)
+        CHECK_OK(dtrain_run_threads(3, prefetch_and_update, &on_device, NULL));
+}
+
 /* ---- no threads, and ends ---- */
 
 TEST(ranks_without_threads_of_the_librarys_give_the_cpus_bits)

@@ -199,7 +199,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit);
  * one thread per object; never blocks */
 DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
 
-/* Starts to gather the first unit, before the first layer needs it.
+/* Starts to gather the first unit, before the first layer needs it. It reads slices, which the caller is not to write
+ * until the unit has been gathered, or a step finished.
  *
  *   errors   DTRAIN_ERR_INVALID  called already and no gather since; or a strategy that gathers nothing
  *

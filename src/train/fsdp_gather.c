@@ -113,6 +113,16 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
+/* Ends the gathers that are under way, which read slices that are to be written. */
+static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
+        if (fsdp->units[i].state == DTRAIN__COMING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
+    return status;
+}
+
 /* Forgets what was gathered of a unit. */
 static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
 {

@@ -151,15 +151,17 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
             fsdp->slices[i].grads = sum + fsdp->layout.cuts[i].grad;
 }
 
-/* idle: that no rank has a micro-batch is no error, and leaves no sums. */
+/* idle: that no rank has a micro-batch is no error, and leaves no sums. Slices may be written after it. */
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
     int most = 0;
     if (fsdp->grads != NULL)
-        return DTRAIN_OK;
+        return dtrain__fsdp_gather_end(fsdp);
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
     if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_gather_end(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_verdict(fsdp, most);
     if (status == DTRAIN_OK)
