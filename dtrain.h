@@ -3364,7 +3364,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
  *            those of dtrain_reduce_scatter: the object is broken
  *
  * collective: every rank, any order of units; blocks up to timeout_ms for the unit before, and with
- * DTRAIN_PROGRESS_POLL at the first unit of a micro-batch until every rank has come to its first, or to the step's end */
+ * DTRAIN_PROGRESS_POLL at a micro-batch's first until every rank has come to its own, or to the step's end */
 DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
 /* Ends a micro-batch in which this rank left units out: they add nothing to the sums. After one that ended by itself it
@@ -28567,7 +28567,7 @@ struct dtrain_fsdp {
     int keeps;                               /* nothing is dropped until the step */
     int prefetched;                          /* a prefetch has been called and not been taken */
     int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
-    int just_ended;                          /* no unit has been reduced since the last one was over */
+    int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
     int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
@@ -29750,6 +29750,7 @@ static dtrain_status dtrain__sender_create(dtrain__sender **made, dtrain_comm *c
 
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
 static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp);
 
 /* Starts to gather one range. */
 static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
@@ -29987,10 +29988,15 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
     int room;
+    int asks = fsdp->desc.keep_full_grads && !fsdp->layout.resident && fsdp->announcing != NULL;
     dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__fsdp_advance(fsdp, number);
+    /* who joins asks for the announcements before it gathers; with progress by poll nobody else would send them */
+    if (asks && fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        status = dtrain__fsdp_announced(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_advance(fsdp, number);
     /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
     int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
     if (status == DTRAIN_OK && computes)

@@ -94,10 +94,11 @@ TEST(ranks_without_a_micro_batch_join)
     dtrain_comm_desc soon = {0};
     soon.timeout_ms = 5000;
     for (int i = 0; i < 4; i++)
-        for (int keep = 0; keep < 2; keep++)
+        for (int way = 0; way < 4; way++)
             for (int micro = 1; micro < 8; micro++) {
                 trial t = trial_of(strategies[i], 4, 2, micro);
-                t.desc.keep_full_grads = keep;
+                t.desc.keep_full_grads = way & 1;
+                soon.progress = way & 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
                 trial_run(t, &soon);
             }
 }

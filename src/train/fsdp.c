@@ -123,7 +123,7 @@ struct dtrain_fsdp {
     int keeps;                               /* nothing is dropped until the step */
     int prefetched;                          /* a prefetch has been called and not been taken */
     int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
-    int just_ended;                          /* no unit has been reduced since the last one was over */
+    int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
     int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */

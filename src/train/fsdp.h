@@ -236,7 +236,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
  *            those of dtrain_reduce_scatter: the object is broken
  *
  * collective: every rank, any order of units; blocks up to timeout_ms for the unit before, and with
- * DTRAIN_PROGRESS_POLL at the first unit of a micro-batch until every rank has come to its first, or to the step's end */
+ * DTRAIN_PROGRESS_POLL at a micro-batch's first until every rank has come to its own, or to the step's end */
 DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit);
 
 /* Ends a micro-batch in which this rank left units out: they add nothing to the sums. After one that ended by itself it
