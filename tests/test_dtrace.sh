@@ -83,7 +83,7 @@ EOF
 make -s build/dtrun build/dtrace build/tests/libdtrain.a >"$dir/out" 2>&1 &&
     $CC -I. "$dir/run.c" -o "$dir/run" build/tests/libdtrain.a -lpthread -lm >"$dir/out" 2>&1 ||
     { cat "$dir/out"; echo "0 passed, 1 failed"; exit 1; }
-$CC -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tools/dtrace.c -o "$dir/checked" -lpthread -lm \
+$CC -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tools/dtrace.c -o "$dir/checked" -lpthread -lm \
     2>/dev/null || cp build/dtrace "$dir/checked"
 
 "$dir/run" slow "$dir" >"$dir/out" 2>&1
