@@ -650,8 +650,8 @@ typedef struct dtrain_device_flag_traits {
  * it waits, leaves its work undone. The one that has waited too long writes epoch << 32 | (rank + 1) << 16 | (p + 1) to
  * all errors that are 0, p the rank it has waited for. */
 typedef struct dtrain_device_flags {
-    uint32_t *const *words;  /* of every rank, memory of its device */
-    uint64_t *const *errors; /* of every rank, pinned memory */
+    uint32_t *const *words;  /* of every rank, memory of its device, where this one has it */
+    uint64_t *const *errors; /* of every rank, pinned memory, or in a page; the CPUs write them too */
     uint64_t deadline_ns;    /* 0: none */
     uint32_t epoch;
     int rank, ranks, blocks, at_once;
@@ -1758,7 +1758,7 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *                                       a transport of your own), and the text names the rank and the device; where a
  *                                       device says another status, that one
  *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
- *                                       pinned, mapped piece by piece), in EVENTS and HOSTS; the text, on all ranks,
+ *                                       pinned, mapped piece by piece), but in STAGED; the text, on all ranks,
  *                                       says which and the cure; the group is usable
  *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken; in
  *                                       FLAGS also that a device waited so long in an earlier call: the text names it
@@ -1774,7 +1774,8 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *
  * A process may also be killed when this rank's call has returned, and its queue waits for the other's. Those waits are
  * ended a tenth of a second later by a thread of the group; where progress is DTRAIN_PROGRESS_POLL, there is none, and
- * dtrain_device_group_wait, the next call or destroy ends them: wait with that there, not with dtrain_device_wait.
+ * dtrain_device_group_wait, the next call or destroy ends them: wait with that there, not with dtrain_device_wait. In
+ * FLAGS the device's own deadline ends them at the latest.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk; in
  * HOSTS five times and twice a chunk, in a reduce-scatter once, and for every slots' worth of it twice and twice a
@@ -1850,8 +1851,10 @@ DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t
  *
  *   errors   what dtrain_device_wait says
  *            DTRAIN_ERR_TIMEOUT    FLAGS: a device has waited too long for another's
- *            DTRAIN_ERR_PEER_LOST  EVENTS between processes: a rank has ended before its device had done its part of an
- *                                  earlier call; results since are undefined, and the group is broken on every rank
+ *            DTRAIN_ERR_IO         FLAGS between processes: another rank's device has failed in an earlier call
+ *            DTRAIN_ERR_PEER_LOST  EVENTS and FLAGS between processes: a rank has ended before its device had done its
+ *                                  part of an earlier call; results since are undefined, and the group is broken on
+ *                                  every rank
  *
  * one thread per object; blocks as dtrain_device_wait */
 DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group);
@@ -19656,6 +19659,7 @@ typedef struct dtrain__device_note {
     dtrain_device_shared shared_probe;
     uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
     dtrain__flags_board *flags __attribute__((aligned(8)));
+    dtrain_device_shared shared_words;
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
 } dtrain__device_note;
 
@@ -19696,7 +19700,7 @@ struct dtrain_device_group {
     int mean_of;                  /* likewise: ranks whose sum the results are divided by; 0: not */
     dtrain__flags_board *flags;   /* FLAGS, as all that follows; else NULL */
     uint32_t *words;              /* this rank's, of its device */
-    uint64_t *failure;            /* what a kernel has left for the CPU; 0: nothing */
+    uint64_t *failure;            /* what a kernel has left for the CPU, or a peer; 0: nothing */
     uint32_t epoch;               /* of the call under way, or the last */
     int blocks;                   /* that run at the same time on every device */
     size_t block_bytes;           /* that one holds of an array at a time */
@@ -20092,7 +20096,10 @@ static dtrain_status dtrain__staged_run(dtrain_device_group *group, const dtrain
  * queues await. A number only grows, cyclically. So whoever waits for a queue that does no more is let go on by the
  * CPU: it stores the number itself. Every rank does so for those that have ended, as soon as it waits for its own
  * queue; for a program that waits for its queue without this library's knowing, a thread of the group does. A rank
- * whose device has failed stores its own numbers when it breaks the group, or leaves it. */
+ * whose device has failed stores its own numbers when it breaks the group, or leaves it.
+ *
+ * Kernels that wait for each other (see >>device_flags) look at their rank's `failure` meanwhile. Such a call has a
+ * second place only. Whoever ends waits stores failures too. */
 #ifndef DTRAIN__DEVICE_PROCESSES
 #define DTRAIN__DEVICE_PROCESSES
 
@@ -20104,6 +20111,7 @@ typedef struct dtrain__process_words {
     uint32_t passed[2]; /* the numbers of the last first and second place of a call that its queue has come to */
     dtrain__device_word device;
     uint64_t process, began; /* process 0: it has not come */
+    uint64_t failure;        /* see dtrain_device_flags' errors */
     uint32_t told;           /* why is readable */
     dtrain__error why;       /* it broke the group */
     char pad[DTRAIN__CACHE_LINE];
@@ -20327,12 +20335,16 @@ static void dtrain__processes_settle(dtrain_device_group *group, int rank, uint3
 
 /* ---- numbers that queues write and await ---- */
 
-/* A rank's word, as queues know it. */
-static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int rank, int second)
+/* What is in the page, as queues know it. */
+static void *dtrain__processes_queued(const dtrain_device_group *group, const void *in_page)
 {
     const dtrain__processes *all = group->processes;
-    const unsigned char *word = (const unsigned char *)&all->page->ranks[rank].passed[second];
-    return (uint32_t *)(void *)(all->queues + (word - (const unsigned char *)all->page));
+    return all->queues + ((const unsigned char *)in_page - (const unsigned char *)all->page);
+}
+
+static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int rank, int second)
+{
+    return (uint32_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].passed[second]);
 }
 
 /* Queues that this rank has come to its next first place. */
@@ -20363,6 +20375,18 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
     return group->device->ops->word_await(group->device, dtrain__processes_word(group, rank, second), number);
 }
 
+/* Whether a peer's device is, or is about to be, in others' memory by a kernel that waits for theirs. */
+static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
+{
+    const dtrain__process_words *words = &group->processes->page->ranks[rank];
+    if (__atomic_load_n(&words->device.inside, __ATOMIC_SEQ_CST) == 0) {
+        uint32_t second = dtrain__processes_second(__atomic_load_n(&words->device.turn, __ATOMIC_SEQ_CST));
+        if ((int32_t)(__atomic_load_n(&words->passed[1], __ATOMIC_SEQ_CST) - second) >= 0)
+            return 0;
+    }
+    return !dtrain__processes_is_out(group, rank);
+}
+
 /* Lets all go on that wait for this number or an earlier one. */
 static void dtrain__processes_pass(uint32_t *word, uint32_t number)
 {
@@ -20370,6 +20394,24 @@ static void dtrain__processes_pass(uint32_t *word, uint32_t number)
     while ((int32_t)(now - number) < 0 &&
            !__atomic_compare_exchange_n(word, &now, number, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         continue;
+}
+
+/* This rank's kernel of a call will wait for those of all peers. */
+static void dtrain__processes_expect(dtrain_device_group *group, uint64_t turn)
+{
+    for (int rank = 0; rank < group->comm->size; rank++)
+        __atomic_store_n(&group->processes->peers[rank].awaited[1], dtrain__processes_second(turn), __ATOMIC_SEQ_CST);
+}
+
+/* Ends the kernels of all ranks that wait for others', as one need not be waited for; any thread. */
+static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
+{
+    uint64_t failure = (uint64_t)(group->comm->rank + 1) << 16 | (uint64_t)(rank + 1);
+    for (int other = 0; other < group->comm->size; other++) {
+        uint64_t none = 0;
+        __atomic_compare_exchange_n(&group->processes->page->ranks[other].failure, &none, failure, 0, __ATOMIC_SEQ_CST,
+                                    __ATOMIC_SEQ_CST);
+    }
 }
 
 /* Whether this rank's queue waits for a peer's; any thread. */
@@ -20389,6 +20431,7 @@ static void dtrain__processes_release(dtrain_device_group *group, int rank)
 {
     const dtrain__processes *all = group->processes;
     __atomic_store_n(&all->page->missed, (uint32_t)rank + 1, __ATOMIC_SEQ_CST);
+    dtrain__processes_stop(group, rank);
     for (int second = 0; second < 2; second++)
         dtrain__processes_pass(&all->page->ranks[rank].passed[second],
                                __atomic_load_n(&all->peers[rank].awaited[second], __ATOMIC_SEQ_CST));
@@ -20418,6 +20461,8 @@ static int dtrain__processes_drain(dtrain_device_group *group, int64_t until_ns,
         *status = waited;
     else
         dtrain__report(&said);
+    if (*status != DTRAIN_OK)
+        dtrain__processes_stop(group, group->comm->rank);
     dtrain__processes_pass(&own->passed[0], all->mark);
     dtrain__processes_pass(&own->passed[1], dtrain__processes_second(own->device.turn));
     return late;
@@ -20428,6 +20473,16 @@ static dtrain_status dtrain__processes_wait(dtrain_device_group *group)
     dtrain_status status;
     dtrain__processes_drain(group, INT64_MAX, &status);
     return status;
+}
+
+/* Whether a peer that this rank's kernel has waited for in vain is lost. */
+static int dtrain__processes_missed(dtrain_device_group *group, int rank)
+{
+    uint32_t none = 0;
+    if (dtrain__processes_gone(group, rank) || dtrain__comm_has_left(group->comm, rank))
+        __atomic_compare_exchange_n(&group->processes->page->missed, &none, (uint32_t)rank + 1, 0, __ATOMIC_SEQ_CST,
+                                    __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST) != 0;
 }
 
 /* Makes an error of a wait that was ended, as its peer has: what this rank's device has read since is nobody's. */
@@ -20863,11 +20918,10 @@ static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t
     return status;
 }
 
-/* Makes ready to queue work on peers' memory; an error, as the group is broken. */
+/* Makes ready to queue work on peers' memory, INSIDE; an error, as the group is broken. */
 static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
     if (!dtrain__events_ended(group))
         return group->processes != NULL ? dtrain__processes_reach(group, whole) : DTRAIN_OK;
     dtrain__error cause = dtrain__events_cause(group);
@@ -21019,6 +21073,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     status = dtrain__events_meet(group, op);
     if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
         return dtrain__events_whole(group) ? status : dtrain__events_retreat(group, turn, status);
+    dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
     status = dtrain__events_enter(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, status);
@@ -21094,9 +21149,9 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
 #endif
 
 /* ---- >>device_flags ----
- * Collectives of devices that wait for each other themselves, between ranks that are threads with a device each: one
- * kernel a rank does all of a call, between two rounds of flags in memory of the rank that waits for them. The CPU's
- * part is one exchange, of where buffers are, as in >>device_events.
+ * Collectives of devices that wait for each other themselves, between ranks with a device each, which are threads or
+ * processes of one host: one kernel a rank does all of a call, between two rounds of flags in memory of the rank that
+ * waits for them. The CPU's part is one exchange, of where buffers are, as in >>device_events.
  *
  * Epochs number a group's calls, and begin a little before they wrap, so that every long run has seen it. A call for
  * which few blocks are enough uses no more; one in so many uses all, so that no flag's epoch is older than a difference
@@ -21106,7 +21161,11 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
  * was last seen at is on the group's board, which all ranks share and the last to leave frees: INSIDE while it gives
  * its device something to do there, unless the communicator is broken, LEFT when its event marks the end of that, NAMED
  * while it asks for events of ranks that have LEFT, and FREE. A rank that fails breaks the communicator before it looks
- * at the others; it returns when its device is done and no peer is INSIDE, nor has LEFT something that goes on. */
+ * at the others; it returns when its device is done and no peer is INSIDE, nor has LEFT something that goes on.
+ *
+ * Between processes the page of >>device_processes is all that is shared: it has `inside`, INSIDE or FREE, the number
+ * that a rank's queue writes when its kernel has ended, and the error words, so that a CPU can end the waits for a
+ * process that was killed. Flags are opened as buffers are; the board, with where they are, is each process' own. */
 #ifndef DTRAIN__DEVICE_FLAGS_C
 #define DTRAIN__DEVICE_FLAGS_C
 
@@ -21128,12 +21187,34 @@ struct dtrain__flags_board {
 
 static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
 {
-    __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+    if (group->processes != NULL)
+        dtrain__events_set(group, state);
+    else
+        __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+}
+
+/* This rank's call, which its queue has been given. */
+static uint64_t dtrain__flags_turn(const dtrain_device_group *group)
+{
+    return (uint64_t)(uint32_t)(group->epoch - DTRAIN__FLAGS_EPOCH);
+}
+
+/* Has given its device what there is to do: the end of that is for all to see. */
+static void dtrain__flags_left(dtrain_device_group *group)
+{
+    if (group->processes == NULL) {
+        dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
+        return;
+    }
+    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group), __ATOMIC_SEQ_CST);
+    dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
 }
 
 /* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
 static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
+    if (group->processes != NULL)
+        return dtrain__processes_is_in(group, rank);
     uint32_t state = __atomic_load_n(&group->flags->state[rank], __ATOMIC_SEQ_CST);
     int done = 0;
     if (state != DTRAIN__FLAGS_LEFT)
@@ -21145,17 +21226,22 @@ static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 static void dtrain__flags_settle(dtrain_device_group *group)
 {
     dtrain__error kept = dtrain__thread_error;
-    dtrain_device_wait(group->device);
-    dtrain__flags_set(group, DTRAIN__FLAGS_NAMED);
+    dtrain__events_wait(group);
+    dtrain__flags_set(group, group->processes == NULL ? DTRAIN__FLAGS_NAMED : DTRAIN__FLAGS_FREE);
     for (int rank = 0; rank < group->comm->size; rank++)
-        while (rank != group->comm->rank && dtrain__flags_is_in(group, rank))
-            sched_yield();
+        for (unsigned turn = 0; rank != group->comm->rank && dtrain__flags_is_in(group, rank); turn++)
+            dtrain__processes_nap(group->comm, turn);
     dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
     dtrain__thread_error = kept;
 }
 
+/* Ends a call that has failed, and so the group. */
 static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_status status)
 {
+    if (group->processes != NULL) {
+        dtrain__events_end(group);
+        dtrain__processes_stop(group, group->comm->rank);
+    }
     dtrain__flags_settle(group);
     return status;
 }
@@ -21182,8 +21268,6 @@ static dtrain_status dtrain__flags_note(dtrain_device_group *group)
 /* Why there can be no FLAGS where there could be EVENTS; NULL: there can. */
 static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int *rank)
 {
-    if (group->comm->transport.board == NULL)
-        return "its group is not one of threads (of dtrain_run_threads or dtrain_threads_create)";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
         if (group->notes[*rank].blocks == 0)
             return "its device's table lacks flags, flag_traits, fill or event_done";
@@ -21195,11 +21279,22 @@ static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int
     return NULL;
 }
 
-/* Makes this rank's flags, and on rank 0 the board. The communicator's first note of all ranks is in. */
+static dtrain_status dtrain__flags_board_new(dtrain_device_group *group)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    group->flags = (dtrain__flags_board *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
+    if (group->flags == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
+    memset(group->flags, 0, sizeof *group->flags);
+    group->flags->members = 1;
+    return DTRAIN_OK;
+}
+
+/* Makes this rank's flags, and between threads its error word, and on rank 0 the board. The communicator's first note
+ * of all ranks is in. */
 static dtrain_status dtrain__flags_make(dtrain_device_group *group)
 {
     const uint32_t before = DTRAIN__FLAGS_EPOCH;
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
     size_t count, size = (size_t)group->comm->size;
     void *words = NULL, *error = NULL;
     group->blocks = DTRAIN__FLAGS_BLOCKS;
@@ -21215,27 +21310,42 @@ static dtrain_status dtrain__flags_make(dtrain_device_group *group)
     group->words = (uint32_t *)words;
     if (status == DTRAIN_OK)
         status = dtrain_device_fill(group->device, words, &before, sizeof before, count);
+    if (status == DTRAIN_OK && group->comm->transport.board == NULL)
+        return group->device->ops->memory_share(group->device, words, &group->mine.shared_words);
     if (status == DTRAIN_OK)
         status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, sizeof *group->failure, &error);
     group->failure = (uint64_t *)error;
     if (status != DTRAIN_OK)
         return status;
     *group->failure = 0;
-    if (group->comm->rank != 0)
-        return DTRAIN_OK;
-    group->flags = (dtrain__flags_board *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
-    if (group->flags == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
-    memset(group->flags, 0, sizeof *group->flags);
-    group->flags->members = 1;
+    if (group->comm->rank == 0)
+        status = dtrain__flags_board_new(group);
     group->mine.flags = group->flags;
-    return DTRAIN_OK;
+    return status;
+}
+
+/* Makes this process' board: of flags that it opens, and of error words in the page. */
+static dtrain_status dtrain__flags_open(dtrain_device_group *group)
+{
+    dtrain_status status = dtrain__flags_board_new(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+        void *words = group->words;
+        if (rank != group->comm->rank)
+            status = dtrain__processes_open(group, rank, &group->notes[rank].shared_words, &words);
+        group->flags->words[rank] = (uint32_t *)words;
+        group->flags->errors[rank] =
+            (uint64_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].failure);
+    }
+    group->failure = &group->processes->page->ranks[group->comm->rank].failure;
+    return status;
 }
 
 /* Joins rank 0's board, which is there as long as this rank is inside: see dtrain__device_try_events. */
-static void dtrain__flags_join(dtrain_device_group *group)
+static dtrain_status dtrain__flags_join(dtrain_device_group *group)
 {
     int rank = group->comm->rank;
+    if (group->processes != NULL)
+        return dtrain__flags_open(group);
     if (rank != 0) {
         group->flags = group->notes[0].flags;
         __atomic_add_fetch(&group->flags->members, 1, __ATOMIC_SEQ_CST);
@@ -21243,6 +21353,7 @@ static void dtrain__flags_join(dtrain_device_group *group)
     group->flags->event[rank] = group->mine.events[1];
     group->flags->words[rank] = group->words;
     group->flags->errors[rank] = group->failure;
+    return DTRAIN_OK;
 }
 
 /* Frees this rank's flags, before its events are destroyed. */
@@ -21260,19 +21371,21 @@ static void dtrain__flags_leave(dtrain_device_group *group)
         group->flags = NULL;
     }
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->words);
-    dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->failure);
+    if (group->processes == NULL)
+        dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->failure);
 }
 
 /* ---- calls ---- */
 
-/* Can every rank fold all of a call for itself? The same answer on all ranks. */
+/* Can every rank fold all of a call for itself? The same answer on all ranks: allocations begin at multiples of 256
+ * bytes in every process. */
 static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain__op *op)
 {
     size_t size = (size_t)group->comm->size, width = dtrain_dtype_bits(op->dtype) / 8;
     size_t room = (size_t)group->blocks * group->block_bytes, most = DTRAIN__FLAGS_AT_ONCE_ALL / size;
     uintptr_t first = (uintptr_t)group->buffers[0].in, differ = 0;
     most = most < DTRAIN__FLAGS_AT_ONCE ? most : DTRAIN__FLAGS_AT_ONCE;
-    if (op->kind != DTRAIN__ALL_REDUCE || op->count > (most < room ? most : room) / width)
+    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0 || op->count > (most < room ? most : room) / width)
         return 0;
     for (size_t rank = 0; rank < size; rank++)
         differ |= (first ^ (uintptr_t)group->buffers[rank].in) | (first ^ (uintptr_t)group->buffers[rank].out);
@@ -21316,12 +21429,14 @@ static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dty
     return dtrain__device_flags(group->device, &part);
 }
 
-/* Queues this rank's part of a call, and what marks its end. */
+/* Queues this rank's part of a call, and what marks its end. Peers' queues have taken up theirs, or will. */
 static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_status status;
     int size = group->comm->size;
     group->epoch++;
+    if (group->processes != NULL)
+        dtrain__processes_expect(group, dtrain__flags_turn(group));
     group->part_at_once = dtrain__flags_at_once(group, op);
     group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
     group->part_queued = 0;
@@ -21329,31 +21444,41 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
         for (int rank = 0; rank < size; rank++)
             group->ins[rank] = group->buffers[rank].in;
         group->outs[0] = op->out;
-        status = dtrain__flags_reduce(group, op->dtype, op->op, op->count > 0 ? size : 0, op->count > 0, 0, op->count);
+        status = dtrain__flags_reduce(group, op->dtype, op->op, size, 1, 0, op->count);
     } else {
         status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
         if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
             status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
     }
-    return status == DTRAIN_OK ? dtrain_device_event_record(group->device, group->mine.events[1]) : status;
+    return status == DTRAIN_OK ? dtrain__events_record(group, dtrain__flags_turn(group), 1) : status;
 }
 
-/* Makes an error of what a kernel has left, which ends the group on every rank: the first cause is all ranks'. */
+/* Makes an error of what a kernel or a peer has left, which ends the group on every rank: the first cause is all
+ * ranks'.
+ */
 static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    uint64_t failure = __atomic_load_n(group->failure, __ATOMIC_ACQUIRE);
+    uint64_t failure = group->failure != NULL ? __atomic_load_n(group->failure, __ATOMIC_ACQUIRE) : 0;
+    int rank = (int)(failure >> 16 & 0xffff) - 1, peer = (int)(failure & 0xffff) - 1;
     if (failure == 0)
         return DTRAIN_OK;
-    if (dtrain__board_broken(comm->transport.board)) {
-        dtrain__error cause = *dtrain__board_cause(comm->transport.board);
-        return dtrain__fail(&comm->error, cause.status, "device_group on rank %d: %.400s", comm->rank, cause.text);
+    if (dtrain__events_ended(group)) {
+        dtrain__error cause = dtrain__events_cause(group);
+        dtrain__fail(&comm->error, cause.status, "device_group on rank %d: %.400s", comm->rank, cause.text);
+    } else if (group->processes != NULL && dtrain__processes_missed(group, peer)) {
+        return dtrain__processes_check(group);
+    } else if (rank == peer) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                     "device_group on rank %d: the device of rank %d failed in an earlier call; results since are "
+                     "undefined, that rank's error says why",
+                     comm->rank, rank);
+    } else {
+        dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
+                     "device_group on rank %d: in an earlier call the device of rank %d waited %lld ms for that of "
+                     "rank %d, whose queue did not get there; results since are undefined, make a new group",
+                     comm->rank, rank, (long long)comm->desc.timeout_ms, peer);
     }
-    dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
-                 "device_group on rank %d: in an earlier call the device of rank %d waited %lld ms for that of rank "
-                 "%d, whose queue did not get there; results since are undefined, make a new group",
-                 comm->rank, (int)(failure >> 16 & 0xffff) - 1, (long long)comm->desc.timeout_ms,
-                 (int)(failure & 0xffff) - 1);
     return dtrain__device_break(group);
 }
 
@@ -21362,7 +21487,7 @@ static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 static void dtrain__flags_give_up(dtrain_device_group *group)
 {
     uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
-    for (int other = 0; other < group->comm->size; other++) {
+    for (int other = 0; other < group->comm->size && group->processes == NULL; other++) {
         uint64_t none = 0;
         if (__atomic_load_n(&group->flags->state[other], __ATOMIC_SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
             __atomic_compare_exchange_n(group->flags->errors[other], &none, failure, 0, __ATOMIC_SEQ_CST,
@@ -21372,8 +21497,6 @@ static void dtrain__flags_give_up(dtrain_device_group *group)
 
 static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain__op *op)
 {
-    dtrain_comm *comm = group->comm;
-    dtrain__board *board = comm->transport.board;
     dtrain_status status = dtrain__flags_check(group);
     if (status != DTRAIN_OK)
         return dtrain__flags_retreat(group, status);
@@ -21382,22 +21505,19 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
     if (earlier != DTRAIN_OK) /* what the others may have left for */
         return dtrain__flags_retreat(group, earlier);
     if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
-        return dtrain__board_broken(board) ? dtrain__flags_retreat(group, status) : status;
+        return dtrain__events_whole(group) ? status : dtrain__flags_retreat(group, status);
     dtrain__flags_set(group, DTRAIN__FLAGS_INSIDE);
-    if (dtrain__board_broken(board)) {
-        dtrain__error cause = *dtrain__board_cause(board);
-        dtrain__flags_give_up(group);
-        status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
-                              dtrain__device_text(comm, op, comm->number).text, comm->rank, cause.text);
-        return dtrain__flags_retreat(group, status);
+    status = dtrain__events_enter(group, op);
+    if (status == DTRAIN_OK) {
+        status = dtrain__flags_work(group, op);
+        if (status != DTRAIN_OK)
+            status = dtrain__device_failed(group, op, group->comm->number, status);
     }
-    status = dtrain__flags_work(group, op);
     if (status != DTRAIN_OK) {
-        status = dtrain__device_failed(group, op, comm->number, status);
         dtrain__flags_give_up(group);
         return dtrain__flags_retreat(group, status);
     }
-    dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
+    dtrain__flags_left(group);
     return DTRAIN_OK;
 }
 
@@ -22453,9 +22573,10 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     if (status == DTRAIN_OK && *reached) {
         dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
         int ended = dtrain__events_ended(group);
-        if (group->mode == DTRAIN_DEVICE_FLAGS && !ended)
-            dtrain__flags_join(group);
-        dtrain__device_note_status(group, ended ? DTRAIN_OK : dtrain__events_try(group));
+        status = ended ? DTRAIN_OK : dtrain__events_try(group);
+        if (group->mode == DTRAIN_DEVICE_FLAGS && !ended && status == DTRAIN_OK)
+            status = dtrain__flags_join(group);
+        dtrain__device_note_status(group, status);
         dtrain__events_set(group, DTRAIN__EVENTS_FREE);
         status = dtrain__device_meet(group);
         if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
@@ -22639,12 +22760,11 @@ DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
     if (group->async != NULL) /* whose thread then leaves the queue alone */
         dtrain__async_wait(group->async, group->async->posted, INT64_MAX);
     dtrain_status status = dtrain__events_wait(group);
-    if (status == DTRAIN_OK && group->processes != NULL)
-        return dtrain__processes_check(group);
-    if (status != DTRAIN_OK || group->mode != DTRAIN_DEVICE_FLAGS)
-        return status;
-    status = dtrain__flags_check(group);
-    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__flags_retreat(group, status);
+    if (status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS) {
+        status = dtrain__flags_check(group);
+        return status == DTRAIN_OK ? DTRAIN_OK : dtrain__flags_retreat(group, status);
+    }
+    return status == DTRAIN_OK && group->processes != NULL ? dtrain__processes_check(group) : status;
 }
 
 /* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */

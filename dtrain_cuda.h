@@ -889,6 +889,15 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
     return cudaErrorMemoryAllocation;
 }
 
+/* Finds an allocation that is to be shared; the mutex is held. */
+static dtrain__cuda_emulated_thing *dtrain__cuda_emulated_whole(const void *pointer)
+{
+    dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
+    while (thing != NULL && (thing->kind != cudaMemoryTypeDevice || thing->pointer != (const char *)pointer))
+        thing = thing->next;
+    return thing;
+}
+
 static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer)
 {
     dtrain__cuda_emulated_token token;
@@ -899,14 +908,12 @@ static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer
     if (error != 0)
         return error;
     pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
-    while (dtrain__cuda_emulated.open > 0) { /* kernels of other threads, whose memory must not move */
+    dtrain__cuda_emulated_thing *thing;
+    while ((thing = dtrain__cuda_emulated_whole(pointer)) != NULL && thing->fd == 0 && dtrain__cuda_emulated.open > 0) {
         pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
-        sched_yield();
+        sched_yield(); /* memory must not move under kernels of other threads */
         pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
     }
-    dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
-    while (thing != NULL && (thing->kind != cudaMemoryTypeDevice || thing->pointer != (const char *)pointer))
-        thing = thing->next;
     error = thing != NULL ? cudaSuccess : cudaErrorInvalidValue;
     if (thing != NULL && thing->fd == 0)
         error = dtrain__cuda_emulated_move(thing);

@@ -29,6 +29,7 @@ typedef struct dtrain__device_note {
     dtrain_device_shared shared_probe;
     uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
     dtrain__flags_board *flags __attribute__((aligned(8)));
+    dtrain_device_shared shared_words;
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
 } dtrain__device_note;
 
@@ -69,7 +70,7 @@ struct dtrain_device_group {
     int mean_of;                  /* likewise: ranks whose sum the results are divided by; 0: not */
     dtrain__flags_board *flags;   /* FLAGS, as all that follows; else NULL */
     uint32_t *words;              /* this rank's, of its device */
-    uint64_t *failure;            /* what a kernel has left for the CPU; 0: nothing */
+    uint64_t *failure;            /* what a kernel has left for the CPU, or a peer; 0: nothing */
     uint32_t epoch;               /* of the call under way, or the last */
     int blocks;                   /* that run at the same time on every device */
     size_t block_bytes;           /* that one holds of an array at a time */

@@ -118,11 +118,10 @@ static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t
     return status;
 }
 
-/* Makes ready to queue work on peers' memory; an error, as the group is broken. */
+/* Makes ready to queue work on peers' memory, INSIDE; an error, as the group is broken. */
 static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
     if (!dtrain__events_ended(group))
         return group->processes != NULL ? dtrain__processes_reach(group, whole) : DTRAIN_OK;
     dtrain__error cause = dtrain__events_cause(group);
@@ -274,6 +273,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     status = dtrain__events_meet(group, op);
     if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
         return dtrain__events_whole(group) ? status : dtrain__events_retreat(group, turn, status);
+    dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
     status = dtrain__events_enter(group, op);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, status);

@@ -1,7 +1,7 @@
 /* ---- >>device_flags ----
- * Collectives of devices that wait for each other themselves, between ranks that are threads with a device each: one
- * kernel a rank does all of a call, between two rounds of flags in memory of the rank that waits for them. The CPU's
- * part is one exchange, of where buffers are, as in >>device_events.
+ * Collectives of devices that wait for each other themselves, between ranks with a device each, which are threads or
+ * processes of one host: one kernel a rank does all of a call, between two rounds of flags in memory of the rank that
+ * waits for them. The CPU's part is one exchange, of where buffers are, as in >>device_events.
  *
  * Epochs number a group's calls, and begin a little before they wrap, so that every long run has seen it. A call for
  * which few blocks are enough uses no more; one in so many uses all, so that no flag's epoch is older than a difference
@@ -11,7 +11,11 @@
  * was last seen at is on the group's board, which all ranks share and the last to leave frees: INSIDE while it gives
  * its device something to do there, unless the communicator is broken, LEFT when its event marks the end of that, NAMED
  * while it asks for events of ranks that have LEFT, and FREE. A rank that fails breaks the communicator before it looks
- * at the others; it returns when its device is done and no peer is INSIDE, nor has LEFT something that goes on. */
+ * at the others; it returns when its device is done and no peer is INSIDE, nor has LEFT something that goes on.
+ *
+ * Between processes the page of >>device_processes is all that is shared: it has `inside`, INSIDE or FREE, the number
+ * that a rank's queue writes when its kernel has ended, and the error words, so that a CPU can end the waits for a
+ * process that was killed. Flags are opened as buffers are; the board, with where they are, is each process' own. */
 #ifndef DTRAIN__DEVICE_FLAGS_C
 #define DTRAIN__DEVICE_FLAGS_C
 #include "device_call.c"
@@ -35,12 +39,34 @@ struct dtrain__flags_board {
 
 static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
 {
-    __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+    if (group->processes != NULL)
+        dtrain__events_set(group, state);
+    else
+        __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+}
+
+/* This rank's call, which its queue has been given. */
+static uint64_t dtrain__flags_turn(const dtrain_device_group *group)
+{
+    return (uint64_t)(uint32_t)(group->epoch - DTRAIN__FLAGS_EPOCH);
+}
+
+/* Has given its device what there is to do: the end of that is for all to see. */
+static void dtrain__flags_left(dtrain_device_group *group)
+{
+    if (group->processes == NULL) {
+        dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
+        return;
+    }
+    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group), __ATOMIC_SEQ_CST);
+    dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
 }
 
 /* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
 static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
+    if (group->processes != NULL)
+        return dtrain__processes_is_in(group, rank);
     uint32_t state = __atomic_load_n(&group->flags->state[rank], __ATOMIC_SEQ_CST);
     int done = 0;
     if (state != DTRAIN__FLAGS_LEFT)
@@ -52,17 +78,22 @@ static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 static void dtrain__flags_settle(dtrain_device_group *group)
 {
     dtrain__error kept = dtrain__thread_error;
-    dtrain_device_wait(group->device);
-    dtrain__flags_set(group, DTRAIN__FLAGS_NAMED);
+    dtrain__events_wait(group);
+    dtrain__flags_set(group, group->processes == NULL ? DTRAIN__FLAGS_NAMED : DTRAIN__FLAGS_FREE);
     for (int rank = 0; rank < group->comm->size; rank++)
-        while (rank != group->comm->rank && dtrain__flags_is_in(group, rank))
-            sched_yield();
+        for (unsigned turn = 0; rank != group->comm->rank && dtrain__flags_is_in(group, rank); turn++)
+            dtrain__processes_nap(group->comm, turn);
     dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
     dtrain__thread_error = kept;
 }
 
+/* Ends a call that has failed, and so the group. */
 static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_status status)
 {
+    if (group->processes != NULL) {
+        dtrain__events_end(group);
+        dtrain__processes_stop(group, group->comm->rank);
+    }
     dtrain__flags_settle(group);
     return status;
 }
@@ -89,8 +120,6 @@ static dtrain_status dtrain__flags_note(dtrain_device_group *group)
 /* Why there can be no FLAGS where there could be EVENTS; NULL: there can. */
 static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int *rank)
 {
-    if (group->comm->transport.board == NULL)
-        return "its group is not one of threads (of dtrain_run_threads or dtrain_threads_create)";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
         if (group->notes[*rank].blocks == 0)
             return "its device's table lacks flags, flag_traits, fill or event_done";
@@ -102,11 +131,22 @@ static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int
     return NULL;
 }
 
-/* Makes this rank's flags, and on rank 0 the board. The communicator's first note of all ranks is in. */
+static dtrain_status dtrain__flags_board_new(dtrain_device_group *group)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    group->flags = (dtrain__flags_board *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
+    if (group->flags == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
+    memset(group->flags, 0, sizeof *group->flags);
+    group->flags->members = 1;
+    return DTRAIN_OK;
+}
+
+/* Makes this rank's flags, and between threads its error word, and on rank 0 the board. The communicator's first note
+ * of all ranks is in. */
 static dtrain_status dtrain__flags_make(dtrain_device_group *group)
 {
     const uint32_t before = DTRAIN__FLAGS_EPOCH;
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
     size_t count, size = (size_t)group->comm->size;
     void *words = NULL, *error = NULL;
     group->blocks = DTRAIN__FLAGS_BLOCKS;
@@ -122,27 +162,42 @@ static dtrain_status dtrain__flags_make(dtrain_device_group *group)
     group->words = (uint32_t *)words;
     if (status == DTRAIN_OK)
         status = dtrain_device_fill(group->device, words, &before, sizeof before, count);
+    if (status == DTRAIN_OK && group->comm->transport.board == NULL)
+        return group->device->ops->memory_share(group->device, words, &group->mine.shared_words);
     if (status == DTRAIN_OK)
         status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, sizeof *group->failure, &error);
     group->failure = (uint64_t *)error;
     if (status != DTRAIN_OK)
         return status;
     *group->failure = 0;
-    if (group->comm->rank != 0)
-        return DTRAIN_OK;
-    group->flags = (dtrain__flags_board *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
-    if (group->flags == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
-    memset(group->flags, 0, sizeof *group->flags);
-    group->flags->members = 1;
+    if (group->comm->rank == 0)
+        status = dtrain__flags_board_new(group);
     group->mine.flags = group->flags;
-    return DTRAIN_OK;
+    return status;
+}
+
+/* Makes this process' board: of flags that it opens, and of error words in the page. */
+static dtrain_status dtrain__flags_open(dtrain_device_group *group)
+{
+    dtrain_status status = dtrain__flags_board_new(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+        void *words = group->words;
+        if (rank != group->comm->rank)
+            status = dtrain__processes_open(group, rank, &group->notes[rank].shared_words, &words);
+        group->flags->words[rank] = (uint32_t *)words;
+        group->flags->errors[rank] =
+            (uint64_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].failure);
+    }
+    group->failure = &group->processes->page->ranks[group->comm->rank].failure;
+    return status;
 }
 
 /* Joins rank 0's board, which is there as long as this rank is inside: see dtrain__device_try_events. */
-static void dtrain__flags_join(dtrain_device_group *group)
+static dtrain_status dtrain__flags_join(dtrain_device_group *group)
 {
     int rank = group->comm->rank;
+    if (group->processes != NULL)
+        return dtrain__flags_open(group);
     if (rank != 0) {
         group->flags = group->notes[0].flags;
         __atomic_add_fetch(&group->flags->members, 1, __ATOMIC_SEQ_CST);
@@ -150,6 +205,7 @@ static void dtrain__flags_join(dtrain_device_group *group)
     group->flags->event[rank] = group->mine.events[1];
     group->flags->words[rank] = group->words;
     group->flags->errors[rank] = group->failure;
+    return DTRAIN_OK;
 }
 
 /* Frees this rank's flags, before its events are destroyed. */
@@ -167,19 +223,21 @@ static void dtrain__flags_leave(dtrain_device_group *group)
         group->flags = NULL;
     }
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->words);
-    dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->failure);
+    if (group->processes == NULL)
+        dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->failure);
 }
 
 /* ---- calls ---- */
 
-/* Can every rank fold all of a call for itself? The same answer on all ranks. */
+/* Can every rank fold all of a call for itself? The same answer on all ranks: allocations begin at multiples of 256
+ * bytes in every process. */
 static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain__op *op)
 {
     size_t size = (size_t)group->comm->size, width = dtrain_dtype_bits(op->dtype) / 8;
     size_t room = (size_t)group->blocks * group->block_bytes, most = DTRAIN__FLAGS_AT_ONCE_ALL / size;
     uintptr_t first = (uintptr_t)group->buffers[0].in, differ = 0;
     most = most < DTRAIN__FLAGS_AT_ONCE ? most : DTRAIN__FLAGS_AT_ONCE;
-    if (op->kind != DTRAIN__ALL_REDUCE || op->count > (most < room ? most : room) / width)
+    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0 || op->count > (most < room ? most : room) / width)
         return 0;
     for (size_t rank = 0; rank < size; rank++)
         differ |= (first ^ (uintptr_t)group->buffers[rank].in) | (first ^ (uintptr_t)group->buffers[rank].out);
@@ -223,12 +281,14 @@ static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dty
     return dtrain__device_flags(group->device, &part);
 }
 
-/* Queues this rank's part of a call, and what marks its end. */
+/* Queues this rank's part of a call, and what marks its end. Peers' queues have taken up theirs, or will. */
 static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_status status;
     int size = group->comm->size;
     group->epoch++;
+    if (group->processes != NULL)
+        dtrain__processes_expect(group, dtrain__flags_turn(group));
     group->part_at_once = dtrain__flags_at_once(group, op);
     group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
     group->part_queued = 0;
@@ -236,31 +296,41 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
         for (int rank = 0; rank < size; rank++)
             group->ins[rank] = group->buffers[rank].in;
         group->outs[0] = op->out;
-        status = dtrain__flags_reduce(group, op->dtype, op->op, op->count > 0 ? size : 0, op->count > 0, 0, op->count);
+        status = dtrain__flags_reduce(group, op->dtype, op->op, size, 1, 0, op->count);
     } else {
         status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
         if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
             status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
     }
-    return status == DTRAIN_OK ? dtrain_device_event_record(group->device, group->mine.events[1]) : status;
+    return status == DTRAIN_OK ? dtrain__events_record(group, dtrain__flags_turn(group), 1) : status;
 }
 
-/* Makes an error of what a kernel has left, which ends the group on every rank: the first cause is all ranks'. */
+/* Makes an error of what a kernel or a peer has left, which ends the group on every rank: the first cause is all
+ * ranks'.
+ */
 static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    uint64_t failure = __atomic_load_n(group->failure, __ATOMIC_ACQUIRE);
+    uint64_t failure = group->failure != NULL ? __atomic_load_n(group->failure, __ATOMIC_ACQUIRE) : 0;
+    int rank = (int)(failure >> 16 & 0xffff) - 1, peer = (int)(failure & 0xffff) - 1;
     if (failure == 0)
         return DTRAIN_OK;
-    if (dtrain__board_broken(comm->transport.board)) {
-        dtrain__error cause = *dtrain__board_cause(comm->transport.board);
-        return dtrain__fail(&comm->error, cause.status, "device_group on rank %d: %.400s", comm->rank, cause.text);
+    if (dtrain__events_ended(group)) {
+        dtrain__error cause = dtrain__events_cause(group);
+        dtrain__fail(&comm->error, cause.status, "device_group on rank %d: %.400s", comm->rank, cause.text);
+    } else if (group->processes != NULL && dtrain__processes_missed(group, peer)) {
+        return dtrain__processes_check(group);
+    } else if (rank == peer) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                     "device_group on rank %d: the device of rank %d failed in an earlier call; results since are "
+                     "undefined, that rank's error says why",
+                     comm->rank, rank);
+    } else {
+        dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
+                     "device_group on rank %d: in an earlier call the device of rank %d waited %lld ms for that of "
+                     "rank %d, whose queue did not get there; results since are undefined, make a new group",
+                     comm->rank, rank, (long long)comm->desc.timeout_ms, peer);
     }
-    dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
-                 "device_group on rank %d: in an earlier call the device of rank %d waited %lld ms for that of rank "
-                 "%d, whose queue did not get there; results since are undefined, make a new group",
-                 comm->rank, (int)(failure >> 16 & 0xffff) - 1, (long long)comm->desc.timeout_ms,
-                 (int)(failure & 0xffff) - 1);
     return dtrain__device_break(group);
 }
 
@@ -269,7 +339,7 @@ static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 static void dtrain__flags_give_up(dtrain_device_group *group)
 {
     uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
-    for (int other = 0; other < group->comm->size; other++) {
+    for (int other = 0; other < group->comm->size && group->processes == NULL; other++) {
         uint64_t none = 0;
         if (__atomic_load_n(&group->flags->state[other], __ATOMIC_SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
             __atomic_compare_exchange_n(group->flags->errors[other], &none, failure, 0, __ATOMIC_SEQ_CST,
@@ -279,8 +349,6 @@ static void dtrain__flags_give_up(dtrain_device_group *group)
 
 static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain__op *op)
 {
-    dtrain_comm *comm = group->comm;
-    dtrain__board *board = comm->transport.board;
     dtrain_status status = dtrain__flags_check(group);
     if (status != DTRAIN_OK)
         return dtrain__flags_retreat(group, status);
@@ -289,22 +357,19 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
     if (earlier != DTRAIN_OK) /* what the others may have left for */
         return dtrain__flags_retreat(group, earlier);
     if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
-        return dtrain__board_broken(board) ? dtrain__flags_retreat(group, status) : status;
+        return dtrain__events_whole(group) ? status : dtrain__flags_retreat(group, status);
     dtrain__flags_set(group, DTRAIN__FLAGS_INSIDE);
-    if (dtrain__board_broken(board)) {
-        dtrain__error cause = *dtrain__board_cause(board);
-        dtrain__flags_give_up(group);
-        status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
-                              dtrain__device_text(comm, op, comm->number).text, comm->rank, cause.text);
-        return dtrain__flags_retreat(group, status);
+    status = dtrain__events_enter(group, op);
+    if (status == DTRAIN_OK) {
+        status = dtrain__flags_work(group, op);
+        if (status != DTRAIN_OK)
+            status = dtrain__device_failed(group, op, group->comm->number, status);
     }
-    status = dtrain__flags_work(group, op);
     if (status != DTRAIN_OK) {
-        status = dtrain__device_failed(group, op, comm->number, status);
         dtrain__flags_give_up(group);
         return dtrain__flags_retreat(group, status);
     }
-    dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
+    dtrain__flags_left(group);
     return DTRAIN_OK;
 }
 

@@ -200,9 +200,10 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     if (status == DTRAIN_OK && *reached) {
         dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
         int ended = dtrain__events_ended(group);
-        if (group->mode == DTRAIN_DEVICE_FLAGS && !ended)
-            dtrain__flags_join(group);
-        dtrain__device_note_status(group, ended ? DTRAIN_OK : dtrain__events_try(group));
+        status = ended ? DTRAIN_OK : dtrain__events_try(group);
+        if (group->mode == DTRAIN_DEVICE_FLAGS && !ended && status == DTRAIN_OK)
+            status = dtrain__flags_join(group);
+        dtrain__device_note_status(group, status);
         dtrain__events_set(group, DTRAIN__EVENTS_FREE);
         status = dtrain__device_meet(group);
         if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
@@ -386,12 +387,11 @@ DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
     if (group->async != NULL) /* whose thread then leaves the queue alone */
         dtrain__async_wait(group->async, group->async->posted, INT64_MAX);
     dtrain_status status = dtrain__events_wait(group);
-    if (status == DTRAIN_OK && group->processes != NULL)
-        return dtrain__processes_check(group);
-    if (status != DTRAIN_OK || group->mode != DTRAIN_DEVICE_FLAGS)
-        return status;
-    status = dtrain__flags_check(group);
-    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__flags_retreat(group, status);
+    if (status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS) {
+        status = dtrain__flags_check(group);
+        return status == DTRAIN_OK ? DTRAIN_OK : dtrain__flags_retreat(group, status);
+    }
+    return status == DTRAIN_OK && group->processes != NULL ? dtrain__processes_check(group) : status;
 }
 
 /* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */

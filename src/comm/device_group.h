@@ -88,7 +88,7 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *                                       a transport of your own), and the text names the rank and the device; where a
  *                                       device says another status, that one
  *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
- *                                       pinned, mapped piece by piece), in EVENTS and HOSTS; the text, on all ranks,
+ *                                       pinned, mapped piece by piece), but in STAGED; the text, on all ranks,
  *                                       says which and the cure; the group is usable
  *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken; in
  *                                       FLAGS also that a device waited so long in an earlier call: the text names it
@@ -104,7 +104,8 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
  *
  * A process may also be killed when this rank's call has returned, and its queue waits for the other's. Those waits are
  * ended a tenth of a second later by a thread of the group; where progress is DTRAIN_PROGRESS_POLL, there is none, and
- * dtrain_device_group_wait, the next call or destroy ends them: wait with that there, not with dtrain_device_wait.
+ * dtrain_device_group_wait, the next call or destroy ends them: wait with that there, not with dtrain_device_wait. In
+ * FLAGS the device's own deadline ends them at the latest.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk; in
  * HOSTS five times and twice a chunk, in a reduce-scatter once, and for every slots' worth of it twice and twice a
@@ -180,8 +181,10 @@ DTRAIN_API void dtrain_device_work_times(const dtrain_device_work *work, int64_t
  *
  *   errors   what dtrain_device_wait says
  *            DTRAIN_ERR_TIMEOUT    FLAGS: a device has waited too long for another's
- *            DTRAIN_ERR_PEER_LOST  EVENTS between processes: a rank has ended before its device had done its part of an
- *                                  earlier call; results since are undefined, and the group is broken on every rank
+ *            DTRAIN_ERR_IO         FLAGS between processes: another rank's device has failed in an earlier call
+ *            DTRAIN_ERR_PEER_LOST  EVENTS and FLAGS between processes: a rank has ended before its device had done its
+ *                                  part of an earlier call; results since are undefined, and the group is broken on
+ *                                  every rank
  *
  * one thread per object; blocks as dtrain_device_wait */
 DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group);

@@ -17,7 +17,10 @@
  * queues await. A number only grows, cyclically. So whoever waits for a queue that does no more is let go on by the
  * CPU: it stores the number itself. Every rank does so for those that have ended, as soon as it waits for its own
  * queue; for a program that waits for its queue without this library's knowing, a thread of the group does. A rank
- * whose device has failed stores its own numbers when it breaks the group, or leaves it. */
+ * whose device has failed stores its own numbers when it breaks the group, or leaves it.
+ *
+ * Kernels that wait for each other (see >>device_flags) look at their rank's `failure` meanwhile. Such a call has a
+ * second place only. Whoever ends waits stores failures too. */
 #ifndef DTRAIN__DEVICE_PROCESSES
 #define DTRAIN__DEVICE_PROCESSES
 #include "device_call.c"
@@ -30,6 +33,7 @@ typedef struct dtrain__process_words {
     uint32_t passed[2]; /* the numbers of the last first and second place of a call that its queue has come to */
     dtrain__device_word device;
     uint64_t process, began; /* process 0: it has not come */
+    uint64_t failure;        /* see dtrain_device_flags' errors */
     uint32_t told;           /* why is readable */
     dtrain__error why;       /* it broke the group */
     char pad[DTRAIN__CACHE_LINE];
@@ -253,12 +257,16 @@ static void dtrain__processes_settle(dtrain_device_group *group, int rank, uint3
 
 /* ---- numbers that queues write and await ---- */
 
-/* A rank's word, as queues know it. */
-static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int rank, int second)
+/* What is in the page, as queues know it. */
+static void *dtrain__processes_queued(const dtrain_device_group *group, const void *in_page)
 {
     const dtrain__processes *all = group->processes;
-    const unsigned char *word = (const unsigned char *)&all->page->ranks[rank].passed[second];
-    return (uint32_t *)(void *)(all->queues + (word - (const unsigned char *)all->page));
+    return all->queues + ((const unsigned char *)in_page - (const unsigned char *)all->page);
+}
+
+static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int rank, int second)
+{
+    return (uint32_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].passed[second]);
 }
 
 /* Queues that this rank has come to its next first place. */
@@ -289,6 +297,18 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
     return group->device->ops->word_await(group->device, dtrain__processes_word(group, rank, second), number);
 }
 
+/* Whether a peer's device is, or is about to be, in others' memory by a kernel that waits for theirs. */
+static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
+{
+    const dtrain__process_words *words = &group->processes->page->ranks[rank];
+    if (__atomic_load_n(&words->device.inside, __ATOMIC_SEQ_CST) == 0) {
+        uint32_t second = dtrain__processes_second(__atomic_load_n(&words->device.turn, __ATOMIC_SEQ_CST));
+        if ((int32_t)(__atomic_load_n(&words->passed[1], __ATOMIC_SEQ_CST) - second) >= 0)
+            return 0;
+    }
+    return !dtrain__processes_is_out(group, rank);
+}
+
 /* Lets all go on that wait for this number or an earlier one. */
 static void dtrain__processes_pass(uint32_t *word, uint32_t number)
 {
@@ -296,6 +316,24 @@ static void dtrain__processes_pass(uint32_t *word, uint32_t number)
     while ((int32_t)(now - number) < 0 &&
            !__atomic_compare_exchange_n(word, &now, number, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         continue;
+}
+
+/* This rank's kernel of a call will wait for those of all peers. */
+static void dtrain__processes_expect(dtrain_device_group *group, uint64_t turn)
+{
+    for (int rank = 0; rank < group->comm->size; rank++)
+        __atomic_store_n(&group->processes->peers[rank].awaited[1], dtrain__processes_second(turn), __ATOMIC_SEQ_CST);
+}
+
+/* Ends the kernels of all ranks that wait for others', as one need not be waited for; any thread. */
+static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
+{
+    uint64_t failure = (uint64_t)(group->comm->rank + 1) << 16 | (uint64_t)(rank + 1);
+    for (int other = 0; other < group->comm->size; other++) {
+        uint64_t none = 0;
+        __atomic_compare_exchange_n(&group->processes->page->ranks[other].failure, &none, failure, 0, __ATOMIC_SEQ_CST,
+                                    __ATOMIC_SEQ_CST);
+    }
 }
 
 /* Whether this rank's queue waits for a peer's; any thread. */
@@ -315,6 +353,7 @@ static void dtrain__processes_release(dtrain_device_group *group, int rank)
 {
     const dtrain__processes *all = group->processes;
     __atomic_store_n(&all->page->missed, (uint32_t)rank + 1, __ATOMIC_SEQ_CST);
+    dtrain__processes_stop(group, rank);
     for (int second = 0; second < 2; second++)
         dtrain__processes_pass(&all->page->ranks[rank].passed[second],
                                __atomic_load_n(&all->peers[rank].awaited[second], __ATOMIC_SEQ_CST));
@@ -344,6 +383,8 @@ static int dtrain__processes_drain(dtrain_device_group *group, int64_t until_ns,
         *status = waited;
     else
         dtrain__report(&said);
+    if (*status != DTRAIN_OK)
+        dtrain__processes_stop(group, group->comm->rank);
     dtrain__processes_pass(&own->passed[0], all->mark);
     dtrain__processes_pass(&own->passed[1], dtrain__processes_second(own->device.turn));
     return late;
@@ -354,6 +395,16 @@ static dtrain_status dtrain__processes_wait(dtrain_device_group *group)
     dtrain_status status;
     dtrain__processes_drain(group, INT64_MAX, &status);
     return status;
+}
+
+/* Whether a peer that this rank's kernel has waited for in vain is lost. */
+static int dtrain__processes_missed(dtrain_device_group *group, int rank)
+{
+    uint32_t none = 0;
+    if (dtrain__processes_gone(group, rank) || dtrain__comm_has_left(group->comm, rank))
+        __atomic_compare_exchange_n(&group->processes->page->missed, &none, (uint32_t)rank + 1, 0, __ATOMIC_SEQ_CST,
+                                    __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST) != 0;
 }
 
 /* Makes an error of a wait that was ended, as its peer has: what this rank's device has read since is nobody's. */

@@ -76,8 +76,8 @@ typedef struct dtrain_device_flag_traits {
  * it waits, leaves its work undone. The one that has waited too long writes epoch << 32 | (rank + 1) << 16 | (p + 1) to
  * all errors that are 0, p the rank it has waited for. */
 typedef struct dtrain_device_flags {
-    uint32_t *const *words;  /* of every rank, memory of its device */
-    uint64_t *const *errors; /* of every rank, pinned memory */
+    uint32_t *const *words;  /* of every rank, memory of its device, where this one has it */
+    uint64_t *const *errors; /* of every rank, pinned memory, or in a page; the CPUs write them too */
     uint64_t deadline_ns;    /* 0: none */
     uint32_t epoch;
     int rank, ranks, blocks, at_once;
