@@ -164,6 +164,17 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
     group->mine.probe = NULL;
 }
 
+/* Whether a mode that was asked for cannot be, as this thread's last error has it, or a rank has died meanwhile. */
+static dtrain_status dtrain__device_confirm(dtrain_device_group *group)
+{
+    dtrain__error said = dtrain__thread_error;
+    dtrain_status status = dtrain__device_meet(group);
+    if (status != DTRAIN_OK)
+        return status;
+    group->comm->error = said;
+    return dtrain__report(&said);
+}
+
 /* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
  * a mode was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
@@ -180,7 +191,7 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int trie
         if (note->status != DTRAIN_OK && asked)
             status = dtrain__device_no_events(group, rank, note->text);
     }
-    return status;
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_confirm(group);
 }
 
 /* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
