@@ -5327,7 +5327,7 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #endif
 
 /* ---- >>memory ----
- * The allocator behind every object, its counters, and arithmetic on sizes that notices overflow.
+ * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, and numbers as bytes.
  * Blocks are aligned to a cache line and remembered with their size by whoever owns them.
  * Counters are kept with atomics: one allocator may serve several objects and threads. */
 #ifndef DTRAIN__MEMORY
@@ -5343,6 +5343,20 @@ static int dtrain__mul_size(size_t a, size_t b, size_t *product)
 {
     *product = a * b;
     return b == 0 || a <= SIZE_MAX / b;
+}
+
+/* The number in eight bytes, little-endian, at any address. */
+static uint64_t dtrain__load_le64(const unsigned char *from)
+{
+    uint64_t value;
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    memcpy(&value, from, sizeof value);
+#else
+    value = 0;
+    for (int i = 7; i >= 0; i--)
+        value = value << 8 | from[i];
+#endif
+    return value;
 }
 
 static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
@@ -5805,6 +5819,7 @@ typedef struct dtrain__json_reader {
 
 typedef struct dtrain__json_token {
     dtrain__json_kind kind;
+    int escaped;       /* a string's bytes hold an escape */
     size_t begin, end; /* its bytes in the text, without the quotes of a string */
 } dtrain__json_token;
 
@@ -5909,10 +5924,19 @@ static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offs
     return 12;
 }
 
-/* The next byte of a string from offset on that is not one plain ASCII character. */
+/* The next byte of a string from offset on that is not one plain ASCII character. Of eight bytes at once, those that
+ * are not have their high bits set in `other`; a borrow may set some above the lowest too. */
 static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
 {
     const unsigned char *text = reader->text;
+    const uint64_t each = 0x0101010101010101u;
+    for (; reader->length - offset >= 8; offset += 8) {
+        uint64_t word = dtrain__load_le64(text + offset);
+        uint64_t other = word | (word - each * 0x20) | ((word ^ each * '"') - each) | ((word ^ each * '\\') - each);
+        other &= each * 0x80;
+        if (other != 0)
+            return offset + (size_t)__builtin_ctzll(other) / 8;
+    }
     while (offset < reader->length && text[offset] >= 0x20 && text[offset] < 0x80 && text[offset] != '"' &&
            text[offset] != '\\')
         offset++;
@@ -5935,6 +5959,7 @@ static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, d
             break;
         if (byte < 0x20)
             return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "a control character inside a string");
+        token->escaped |= byte == '\\';
         if (byte == '\\')
             step = dtrain__json_escape(reader, at, &code);
         else
@@ -6012,19 +6037,19 @@ static int dtrain__json_inside_object(const dtrain__json_reader *reader)
     return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
 }
 
-static void dtrain__json_space(dtrain__json_reader *reader)
+/* The next byte from offset on that is no space. */
+static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_t offset)
 {
-    for (;;) {
-        int byte = dtrain__json_peek(reader, reader->offset);
-        if (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r')
-            return;
-        reader->offset++;
+    for (; offset < reader->length; offset++) {
+        int byte = reader->text[offset];
+        if (byte > ' ' || (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r'))
+            break;
     }
+    return offset;
 }
 
-static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token)
+static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
 {
-    int byte = dtrain__json_peek(reader, reader->offset);
     reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
     if (byte == '{' || byte == '[')
         return dtrain__json_enter(reader, byte == '{');
@@ -6041,13 +6066,13 @@ static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dt
     return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
 }
 
-static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token)
+static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
 {
-    if (dtrain__json_peek(reader, reader->offset) != '"')
+    if (byte != '"')
         return dtrain__json_bad(reader, reader->offset, "a key was expected");
     if (dtrain__json_read_string(reader, token) == DTRAIN__JSON_ERROR)
         return DTRAIN__JSON_ERROR;
-    dtrain__json_space(reader);
+    reader->offset = dtrain__json_space(reader, reader->offset);
     if (dtrain__json_peek(reader, reader->offset) != ':')
         return dtrain__json_bad(reader, reader->offset, "a colon was expected after a key");
     reader->offset++;
@@ -6060,11 +6085,17 @@ static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__
 {
     int in_object = dtrain__json_inside_object(reader);
     int after_value = reader->expect == DTRAIN__JSON_WANT_COMMA_OR_END;
-    dtrain__json_space(reader);
-    int byte = dtrain__json_peek(reader, reader->offset);
-    token->begin = token->end = reader->offset;
+    size_t at = dtrain__json_space(reader, reader->offset);
+    int byte = dtrain__json_peek(reader, at);
+    if (after_value && byte == ',' && reader->depth > 0) {
+        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
+        at = dtrain__json_space(reader, at + 1);
+        byte = dtrain__json_peek(reader, at);
+        after_value = 0;
+    }
+    token->begin = token->end = reader->offset = at;
     if (after_value && reader->depth == 0)
-        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, reader->offset, "more text after the value");
+        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, at, "more text after the value");
     if (byte == (in_object ? '}' : ']') && reader->expect != DTRAIN__JSON_WANT_VALUE &&
         reader->expect != DTRAIN__JSON_WANT_KEY) {
         reader->depth--;
@@ -6072,23 +6103,18 @@ static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__
         reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
         return in_object ? DTRAIN__JSON_OBJECT_END : DTRAIN__JSON_ARRAY_END;
     }
-    if (after_value) {
-        if (byte != ',')
-            return dtrain__json_bad(reader, reader->offset, "a comma or the end of the list was expected");
-        reader->offset++;
-        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
-        dtrain__json_space(reader);
-        token->begin = token->end = reader->offset;
-    }
+    if (after_value)
+        return dtrain__json_bad(reader, at, "a comma or the end of the list was expected");
     if (reader->expect == DTRAIN__JSON_WANT_KEY || reader->expect == DTRAIN__JSON_WANT_KEY_OR_END)
-        return dtrain__json_read_key(reader, token);
-    return dtrain__json_read_value(reader, token);
+        return dtrain__json_read_key(reader, token, byte);
+    return dtrain__json_read_value(reader, token, byte);
 }
 
 /* Reads the next token. ERROR and END are given again when asked again. */
 static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     token->begin = token->end = reader->offset;
+    token->escaped = 0;
     token->kind = reader->error != NULL ? DTRAIN__JSON_ERROR : dtrain__json_read(reader, token);
     if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY)
         token->end = reader->offset;
@@ -6123,7 +6149,12 @@ static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
 static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
                                   size_t capacity)
 {
-    size_t written = 0;
+    size_t written = 0, length = token->end - token->begin;
+    if (!token->escaped) {
+        if (capacity > 0)
+            memmove(out, reader->text + token->begin, length < capacity ? length : capacity);
+        return length;
+    }
     for (size_t at = token->begin; at < token->end;) {
         unsigned char piece[4] = {reader->text[at], 0, 0, 0};
         size_t bytes = 1, step = 1;
@@ -6140,30 +6171,38 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
     return written;
 }
 
-/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
-static int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+static int dtrain__json_is_escaped(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text,
+                                   size_t bytes)
 {
     unsigned char have[64];
-    size_t bytes = strlen(text), length = token->end - token->begin;
-    if (memchr(reader->text + token->begin, '\\', length) == NULL)
-        return length == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
     return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
            memcmp(have, text, bytes) == 0;
+}
+
+/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
+static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+{
+    size_t bytes = strlen(text);
+    if (token->escaped)
+        return dtrain__json_is_escaped(reader, token, text, bytes);
+    return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
 }
 
 /* Gives a NUMBER that is 0 or [1-9][0-9]* up to 2^64 - 1, exactly; returns 0 for any other token. */
 static int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
 {
+    uint64_t sum = 0;
     *value = 0;
     if (token->kind != DTRAIN__JSON_NUMBER)
         return 0;
     for (size_t at = token->begin; at < token->end; at++) {
         int byte = reader->text[at];
         uint64_t digit = (uint64_t)(byte - '0');
-        if (!dtrain__json_in(byte, '0', '9') || *value > (UINT64_MAX - digit) / 10)
+        if (!dtrain__json_in(byte, '0', '9') || sum > UINT64_MAX / 10 || sum * 10 > UINT64_MAX - digit)
             return 0;
-        *value = *value * 10 + digit;
+        sum = sum * 10 + digit;
     }
+    *value = sum;
     return 1;
 }
 
@@ -40324,14 +40363,24 @@ typedef struct dtrain__names {
     size_t stride; /* bytes from one struct to the next */
     dtrain__name_slot *slots;
     size_t mask; /* slots are a power of two, and this is one less */
+    int shift;   /* a text's place is what its hash has above so many bits */
 } dtrain__names;
+
+/* Slots on their way into a large table. Each bin is for one stretch of the table and empties into it when it is full,
+ * so that few pages of memory are visited at a time. */
+enum { DTRAIN__NAMES_BINS = 2048, DTRAIN__NAMES_BIN = 64 };
+
+typedef struct dtrain__names_bins {
+    dtrain__name_slot (*slots)[DTRAIN__NAMES_BIN];
+    unsigned char used[DTRAIN__NAMES_BINS];
+} dtrain__names_bins;
 
 static uint64_t dtrain__names_rotate(uint64_t x, int by)
 {
     return x << by | x >> (64 - by);
 }
 
-static void dtrain__names_round(uint64_t v[4])
+static inline void dtrain__names_round(uint64_t v[4])
 {
     v[0] += v[1];
     v[1] = dtrain__names_rotate(v[1], 13) ^ v[0];
@@ -40351,15 +40400,14 @@ static uint64_t dtrain__names_hash(const uint64_t key[2], const char *text, size
                      key[1] ^ 0x7465646279746573u};
     uint64_t word, left = length;
     for (; left >= 8; text += 8, left -= 8) {
-        memcpy(&word, text, 8);
+        word = dtrain__load_le64((const unsigned char *)text);
         v[3] ^= word;
         dtrain__names_round(v);
         v[0] ^= word;
     }
-    word = 0;
-    if (left > 0)
-        memcpy(&word, text, (size_t)left);
-    word ^= (uint64_t)length << 56;
+    word = (uint64_t)length << 56;
+    for (int i = 0; i < (int)left; i++)
+        word |= (uint64_t)(unsigned char)text[i] << 8 * i;
     v[3] ^= word;
     dtrain__names_round(v);
     v[0] ^= word;
@@ -40369,50 +40417,75 @@ static uint64_t dtrain__names_hash(const uint64_t key[2], const char *text, size
     return v[0] ^ v[1] ^ v[2] ^ v[3];
 }
 
+static const void *dtrain__names_element(const dtrain__names *names, size_t index)
+{
+    return (const char *)names->array + index * names->stride;
+}
+
 static dtrain__name dtrain__names_at(const dtrain__names *names, size_t index)
 {
     dtrain__name name; /* copied: the struct there is of another type */
-    memcpy(&name, (const char *)names->array + index * names->stride, sizeof name);
+    memcpy(&name, dtrain__names_element(names, index), sizeof name);
     return name;
 }
 
-/* The slot of a text: its own, or the free one where it belongs. */
-static dtrain__name_slot *dtrain__names_slot(const dtrain__names *names, uint32_t hash, const char *text, size_t length)
+static int dtrain__names_same(const dtrain__name *a, const dtrain__name *b)
 {
-    for (size_t at = hash & names->mask;; at = (at + 1) & names->mask) {
+    return a->length == b->length && (a->length == 0 || memcmp(a->text, b->text, a->length) == 0);
+}
+
+/* The slot of the text that a struct begins with: its own, or the free one where it belongs. The struct is not read
+ * until a slot has its hash: it may be as far away as the slots are. */
+static dtrain__name_slot *dtrain__names_slot(const dtrain__names *names, uint32_t hash, const void *element)
+{
+    for (size_t at = hash >> names->shift;; at = (at + 1) & names->mask) {
         dtrain__name_slot *slot = &names->slots[at];
         if (slot->index == 0)
             return slot;
         if (slot->hash != hash)
             continue;
-        dtrain__name have = dtrain__names_at(names, slot->index - 1);
-        if (have.length == length && (length == 0 || memcmp(have.text, text, length) == 0))
+        dtrain__name have = dtrain__names_at(names, slot->index - 1), wanted;
+        memcpy(&wanted, element, sizeof wanted);
+        if (dtrain__names_same(&have, &wanted))
             return slot;
     }
 }
 
-/* Enters all texts; gives the first that comes twice, or count. */
-static size_t dtrain__names_enter(dtrain__names *names, size_t count)
+/* Empties a bin into the table. Gives the least of `twice` and of its texts that came before. */
+static size_t dtrain__names_empty(dtrain__names *names, const dtrain__name_slot *bin, int used, size_t twice)
 {
-    enum { AHEAD = 16 }; /* slots on their way from memory at once: a large table's are nowhere near */
-    uint32_t hashes[AHEAD];
-    for (size_t base = 0; base < count; base += AHEAD) {
-        size_t n = count - base < AHEAD ? count - base : (size_t)AHEAD;
-        for (size_t i = 0; i < n; i++) {
-            dtrain__name name = dtrain__names_at(names, base + i);
-            hashes[i] = (uint32_t)dtrain__names_hash(names->key, name.text, name.length);
-            __builtin_prefetch(&names->slots[hashes[i] & names->mask], 1);
-        }
-        for (size_t i = 0; i < n; i++) {
-            dtrain__name name = dtrain__names_at(names, base + i);
-            dtrain__name_slot *slot = dtrain__names_slot(names, hashes[i], name.text, name.length);
-            if (slot->index != 0)
-                return base + i;
-            slot->hash = hashes[i];
-            slot->index = (uint32_t)(base + i + 1);
+    for (int i = 0; i < used; i++)
+        __builtin_prefetch(&names->slots[bin[i].hash >> names->shift], 1);
+    for (int i = 0; i < used; i++) {
+        const void *element = dtrain__names_element(names, bin[i].index - 1);
+        dtrain__name_slot *slot = dtrain__names_slot(names, bin[i].hash, element);
+        if (slot->index == 0)
+            *slot = bin[i];
+        else if (bin[i].index - 1 < twice)
+            twice = bin[i].index - 1;
+    }
+    return twice;
+}
+
+/* Enters all texts; gives the first that comes twice, or count. Equal texts meet in one bin, in their order. */
+static size_t dtrain__names_enter(dtrain__names *names, dtrain__names_bins *bins, int bin_shift, size_t count)
+{
+    size_t twice = count;
+    for (size_t i = 0; i < twice; i++) {
+        dtrain__name name = dtrain__names_at(names, i);
+        uint32_t hash = (uint32_t)dtrain__names_hash(names->key, name.text, name.length);
+        size_t bin = (uint64_t)hash >> bin_shift;
+        dtrain__name_slot *slot = &bins->slots[bin][bins->used[bin]++];
+        slot->hash = hash;
+        slot->index = (uint32_t)(i + 1);
+        if (bins->used[bin] == DTRAIN__NAMES_BIN) {
+            bins->used[bin] = 0;
+            twice = dtrain__names_empty(names, bins->slots[bin], DTRAIN__NAMES_BIN, twice);
         }
     }
-    return count;
+    for (size_t bin = 0; bin <= (uint64_t)UINT32_MAX >> bin_shift; bin++)
+        twice = dtrain__names_empty(names, bins->slots[bin], bins->used[bin], twice);
+    return twice;
 }
 
 static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator)
@@ -40429,20 +40502,29 @@ static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator
 static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator, const void *array, size_t stride,
                                size_t count, size_t *twice)
 {
-    size_t slots = 8;
+    dtrain__names_bins bins;
+    size_t slots = 8, bin_count = 1;
+    int bin_shift = 32;
     memset(names, 0, sizeof *names);
+    memset(&bins, 0, sizeof bins);
     if (dtrain__os_random(names->key, sizeof names->key) != 0)
         names->key[0] = (uint64_t)dtrain__os_now_ns() ^ (uint64_t)(uintptr_t)names;
-    while (slots / 3 * 2 < count)
+    for (names->shift = 29; slots / 3 * 2 < count; names->shift--)
         slots *= 2;
+    for (; bin_count < DTRAIN__NAMES_BINS && bin_count * 8192 < slots; bin_shift--)
+        bin_count *= 2;
     names->array = array;
     names->stride = stride;
     names->mask = slots - 1;
     names->slots = (dtrain__name_slot *)dtrain__alloc(allocator, slots * sizeof *names->slots);
-    if (names->slots == NULL)
-        return 0;
-    *twice = dtrain__names_enter(names, count);
-    return 1;
+    bins.slots = (dtrain__name_slot(*)[DTRAIN__NAMES_BIN])dtrain__alloc(allocator, bin_count * sizeof *bins.slots);
+    int built = names->slots != NULL && bins.slots != NULL;
+    if (built)
+        *twice = dtrain__names_enter(names, &bins, bin_shift, count);
+    else
+        dtrain__names_free(names, allocator);
+    dtrain__free(allocator, bins.slots, bin_count * sizeof *bins.slots);
+    return built;
 }
 
 /* Gives the index of a text; 0 when the table has it not, or was not built. */
@@ -40450,8 +40532,9 @@ static int dtrain__names_find(const dtrain__names *names, const char *text, size
 {
     if (names->slots == NULL || (text == NULL && length > 0))
         return 0;
+    dtrain__name wanted = {text, length};
     uint32_t hash = (uint32_t)dtrain__names_hash(names->key, text, length);
-    const dtrain__name_slot *slot = dtrain__names_slot(names, hash, text, length);
+    const dtrain__name_slot *slot = dtrain__names_slot(names, hash, &wanted);
     *index = slot->index - 1u;
     return slot->index != 0;
 }
@@ -40571,15 +40654,15 @@ static dtrain_status dtrain__safetensors_json(const dtrain__safetensors_parser *
 /* ---- JSON ---- */
 
 /* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
- * how much of the header has made how many. */
+ * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
 static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__json_reader *json, void **array,
                                     size_t count, size_t *room, size_t bytes)
 {
     if (count < *room)
         return 1;
     size_t more = count + count / 4 + 16;
-    size_t told = count > 0 ? (size_t)((double)count * (double)json->length / (double)(json->offset + 1)) + 1 : 0;
-    more = told > more ? told : more;
+    size_t told = (size_t)((double)count * (double)json->length / (double)(json->offset + 1) * 1.03);
+    more = told > more && count > 1000 ? told : more;
     void *grown = dtrain__resize(allocator, *array, *room * bytes, more * bytes);
     if (grown == NULL)
         return 0;
@@ -40597,7 +40680,7 @@ static dtrain__name dtrain__safetensors_text(const dtrain__json_reader *json, un
     unsigned char *text = all + token->begin;
     name.text = (const char *)text;
     name.length = token->end - token->begin;
-    if (memchr(text, '\\', name.length) != NULL)
+    if (token->escaped)
         name.length = dtrain__json_string(json, token, text, name.length);
     text[name.length] = '\0';
     return name;
@@ -40643,7 +40726,7 @@ static dtrain_status dtrain__safetensors_fields_end(dtrain__safetensors_parser *
     }
     for (size_t i = 1; i < count && count <= 8; i++)
         for (size_t k = 0; k < i && twice == count; k++)
-            if (fields[i].length == fields[k].length && memcmp(fields[i].text, fields[k].text, fields[i].length) == 0)
+            if (dtrain__names_same(&fields[i], &fields[k]))
                 twice = i;
     return twice < count ? dtrain__safetensors_twice(parser, fields[twice]) : DTRAIN_OK;
 }
@@ -40711,7 +40794,8 @@ static dtrain_status dtrain__safetensors_shape(dtrain__safetensors_parser *parse
                                 "%s: at byte %zu: a size of %llu, and this machine counts "
                                 "to %zu",
                                 parser->file->label, token.begin + 8, (unsigned long long)size, SIZE_MAX);
-        entry->overflow |= size != 0 && count > UINT64_MAX / size;
+        if ((count | size) > UINT32_MAX) /* division takes long */
+            entry->overflow |= size != 0 && count > UINT64_MAX / size;
         count *= size;
         entry->tensor.ndim++;
     }
@@ -41005,7 +41089,7 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
 {
     size_t *next;
     if (file->shape_count > 0) /* each has a byte or more of the header: the product does not overflow */
-        file->shapes = (size_t *)dtrain__alloc(file->allocator, file->shape_count * sizeof *file->shapes);
+        file->shapes = (size_t *)dtrain__resize(file->allocator, NULL, 0, file->shape_count * sizeof *file->shapes);
     if (file->shape_count > 0 && file->shapes == NULL)
         return dtrain__safetensors_memory(file);
     next = file->shapes;
@@ -41058,7 +41142,7 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
         return dtrain__safetensors_broken(file, 3, 0, NULL, "a header of %llu bytes in a file of %llu: it was cut",
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
-    file->header = (unsigned char *)dtrain__alloc(file->allocator, (size_t)length);
+    file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, 0, length > 0 ? (size_t)length : 1);
     if (file->header == NULL)
         return dtrain__safetensors_memory(file);
     return dtrain__safetensors_fetch(file, 8, file->header, (size_t)length);
@@ -43084,20 +43168,6 @@ static uint64_t dtrain__xxh64_rotate(uint64_t x, int by)
     return x << by | x >> (64 - by);
 }
 
-/* Numbers in a file, and in what is hashed, are little-endian. */
-static uint64_t dtrain__xxh64_load(const unsigned char *from)
-{
-    uint64_t value;
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    memcpy(&value, from, sizeof value);
-#else
-    value = 0;
-    for (int i = 7; i >= 0; i--)
-        value = value << 8 | from[i];
-#endif
-    return value;
-}
-
 static void dtrain__xxh64_begin(dtrain__xxh64 *hash, uint64_t seed)
 {
     hash->lanes[0] = seed + DTRAIN__XXH64_PRIME1 + DTRAIN__XXH64_PRIME2;
@@ -43117,10 +43187,10 @@ static void dtrain__xxh64_stripes(dtrain__xxh64 *hash, const unsigned char *from
 {
     uint64_t a = hash->lanes[0], b = hash->lanes[1], c = hash->lanes[2], d = hash->lanes[3];
     for (; count > 0; count--, from += 32) {
-        a = dtrain__xxh64_round(a, dtrain__xxh64_load(from));
-        b = dtrain__xxh64_round(b, dtrain__xxh64_load(from + 8));
-        c = dtrain__xxh64_round(c, dtrain__xxh64_load(from + 16));
-        d = dtrain__xxh64_round(d, dtrain__xxh64_load(from + 24));
+        a = dtrain__xxh64_round(a, dtrain__load_le64(from));
+        b = dtrain__xxh64_round(b, dtrain__load_le64(from + 8));
+        c = dtrain__xxh64_round(c, dtrain__load_le64(from + 16));
+        d = dtrain__xxh64_round(d, dtrain__load_le64(from + 24));
     }
     hash->lanes[0] = a;
     hash->lanes[1] = b;
@@ -43151,7 +43221,7 @@ static void dtrain__xxh64_add(dtrain__xxh64 *hash, const void *data, size_t byte
 static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, size_t bytes)
 {
     for (; bytes >= 8; bytes -= 8, from += 8)
-        sum = dtrain__xxh64_rotate(sum ^ dtrain__xxh64_round(0, dtrain__xxh64_load(from)), 27) * DTRAIN__XXH64_PRIME1 +
+        sum = dtrain__xxh64_rotate(sum ^ dtrain__xxh64_round(0, dtrain__load_le64(from)), 27) * DTRAIN__XXH64_PRIME1 +
               DTRAIN__XXH64_PRIME4;
     if (bytes >= 4) {
         uint64_t word = (uint64_t)from[0] | (uint64_t)from[1] << 8 | (uint64_t)from[2] << 16 | (uint64_t)from[3] << 24;
@@ -45761,7 +45831,7 @@ static dtrain_status dtrain__portion_to_file(void *user, const void *data, size_
         if (n < most)
             continue;
         if (sink->seen == 8)
-            sink->header_bytes = 8 + dtrain__xxh64_load(sink->frame);
+            sink->header_bytes = 8 + dtrain__load_le64(sink->frame);
         else if (sink->seen == sink->header_bytes)
             sink->header_hash = dtrain__xxh64_end(&sink->hash);
         else
@@ -46583,7 +46653,7 @@ static dtrain_status dtrain__verified_hash(dtrain__verified *open, uint64_t bloc
     }
     dtrain_status status = dtrain__verified_get(open->from, 8 * block, 8, &data, &have);
     if (status == DTRAIN_OK)
-        *hash = dtrain__xxh64_load(data);
+        *hash = dtrain__load_le64(data);
     return status;
 }
 

@@ -440,6 +440,27 @@ TEST(json_survives_every_cut_and_every_changed_byte)
         }
 }
 
+TEST(json_finds_what_is_not_plain_at_every_place_of_a_string)
+{
+    for (size_t at = 0; at < 23; at++)
+        for (int byte = 0; byte < 256; byte++) {
+            char text[32], expected[16];
+            memset(text, 'a', 26);
+            text[0] = text[25] = '"';
+            text[at + 1] = (char)byte;
+            snprintf(expected, sizeof expected, "E%zu", byte == '"' ? at + 2 : at + 1);
+            if (byte >= 0x20 && byte < 0x80 && byte != '"' && byte != '\\')
+                snprintf(expected, sizeof expected, "S");
+            const char *got = read_json(text, 26);
+            if (strcmp(got, expected) != 0)
+                TEST_FAIL("byte %d at %zu reads as %s, expected %s", byte, at, got, expected);
+            for (size_t cut = at + 2; cut < 26 && expected[0] == 'S'; cut++) {
+                snprintf(text + 26, 6, "E%zu", cut);
+                CHECK(strcmp(read_json(text, cut), text + 26) == 0);
+            }
+        }
+}
+
 static dtrain__json_token first_token(dtrain__json_reader *reader, const char *text)
 {
     dtrain__json_token token;
@@ -466,6 +487,57 @@ TEST(json_unescapes_into_a_bounded_buffer)
     CHECK(!dtrain__json_is(&reader, &token, "dtyp") && !dtrain__json_is(&reader, &token, "dtypes"));
     token = first_token(&reader, "\"a\\u0000b\"");
     CHECK(!dtrain__json_is(&reader, &token, "a"));
+}
+
+/* SipHash-1-3 of the bytes 0, 1, 2 and so on under the key of the bytes 0 to 15. */
+TEST(names_are_hashed_by_siphash_1_3)
+{
+    static const struct {
+        size_t length;
+        uint64_t hash;
+    } cases[] = {{0, 0xabac0158050fc4dcu}, {1, 0xc9f49bf37d57ca93u},  {7, 0xd3927d989bb11140u},
+                 {8, 0x369095118d299a8eu}, {15, 0xd320d86d2a519956u}, {63, 0x9d199062b7bbb3a8u}};
+    const uint64_t key[2] = {0x0706050403020100u, 0x0f0e0d0c0b0a0908u};
+    char text[64];
+    for (size_t i = 0; i < sizeof text; i++)
+        text[i] = (char)i;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        CHECK_EQ(dtrain__names_hash(key, text, cases[i].length), cases[i].hash);
+}
+
+/* Enough of them for a table of many bins. */
+TEST(names_are_found_and_the_first_that_comes_twice_is_told)
+{
+    enum { COUNT = 200000 };
+    static const size_t copies[][3] = {/* of two names: where, the first twice */
+                                       {199999, 3, 199999},
+                                       {150000, 149999, 150000},
+                                       {70001, 70000, 70001},
+                                       {70002, 5, 70001},
+                                       {1, 0, 1}};
+    static char texts[COUNT][8];
+    static dtrain__name list[COUNT];
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain__names names;
+    size_t index, twice = 0;
+    for (size_t i = 0; i < COUNT; i++) {
+        list[i].length = (size_t)snprintf(texts[i], sizeof texts[i], "%zu", i);
+        list[i].text = texts[i];
+    }
+    CHECK(dtrain__names_build(&names, &heap, list, sizeof list[0], COUNT, &twice));
+    CHECK_EQ(twice, COUNT);
+    for (size_t i = 0; i < COUNT; i++)
+        if (!dtrain__names_find(&names, texts[i], strlen(texts[i]), &index) || index != i)
+            TEST_FAIL("%s is not found at its place", texts[i]);
+    CHECK(!dtrain__names_find(&names, "200000", 6, &index) && !dtrain__names_find(&names, "", 0, &index));
+    dtrain__names_free(&names, &heap);
+    for (size_t i = 0; i < sizeof copies / sizeof copies[0]; i++) {
+        list[copies[i][0]] = list[copies[i][1]];
+        CHECK(dtrain__names_build(&names, &heap, list, sizeof list[0], COUNT, &twice));
+        CHECK_EQ(twice, copies[i][2]);
+        dtrain__names_free(&names, &heap);
+    }
+    CHECK_EQ(heap.bytes, 0);
 }
 
 TEST(json_u64_is_exact_or_refused)

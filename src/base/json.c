@@ -6,6 +6,7 @@
 #ifndef DTRAIN__JSON
 #define DTRAIN__JSON
 #include "base.h"
+#include "memory.c"
 
 #include <string.h>
 
@@ -54,6 +55,7 @@ typedef struct dtrain__json_reader {
 
 typedef struct dtrain__json_token {
     dtrain__json_kind kind;
+    int escaped;       /* a string's bytes hold an escape */
     size_t begin, end; /* its bytes in the text, without the quotes of a string */
 } dtrain__json_token;
 
@@ -158,10 +160,19 @@ static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offs
     return 12;
 }
 
-/* The next byte of a string from offset on that is not one plain ASCII character. */
+/* The next byte of a string from offset on that is not one plain ASCII character. Of eight bytes at once, those that
+ * are not have their high bits set in `other`; a borrow may set some above the lowest too. */
 static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
 {
     const unsigned char *text = reader->text;
+    const uint64_t each = 0x0101010101010101u;
+    for (; reader->length - offset >= 8; offset += 8) {
+        uint64_t word = dtrain__load_le64(text + offset);
+        uint64_t other = word | (word - each * 0x20) | ((word ^ each * '"') - each) | ((word ^ each * '\\') - each);
+        other &= each * 0x80;
+        if (other != 0)
+            return offset + (size_t)__builtin_ctzll(other) / 8;
+    }
     while (offset < reader->length && text[offset] >= 0x20 && text[offset] < 0x80 && text[offset] != '"' &&
            text[offset] != '\\')
         offset++;
@@ -184,6 +195,7 @@ static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, d
             break;
         if (byte < 0x20)
             return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "a control character inside a string");
+        token->escaped |= byte == '\\';
         if (byte == '\\')
             step = dtrain__json_escape(reader, at, &code);
         else
@@ -261,19 +273,19 @@ static int dtrain__json_inside_object(const dtrain__json_reader *reader)
     return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
 }
 
-static void dtrain__json_space(dtrain__json_reader *reader)
+/* The next byte from offset on that is no space. */
+static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_t offset)
 {
-    for (;;) {
-        int byte = dtrain__json_peek(reader, reader->offset);
-        if (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r')
-            return;
-        reader->offset++;
+    for (; offset < reader->length; offset++) {
+        int byte = reader->text[offset];
+        if (byte > ' ' || (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r'))
+            break;
     }
+    return offset;
 }
 
-static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token)
+static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
 {
-    int byte = dtrain__json_peek(reader, reader->offset);
     reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
     if (byte == '{' || byte == '[')
         return dtrain__json_enter(reader, byte == '{');
@@ -290,13 +302,13 @@ static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dt
     return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
 }
 
-static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token)
+static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
 {
-    if (dtrain__json_peek(reader, reader->offset) != '"')
+    if (byte != '"')
         return dtrain__json_bad(reader, reader->offset, "a key was expected");
     if (dtrain__json_read_string(reader, token) == DTRAIN__JSON_ERROR)
         return DTRAIN__JSON_ERROR;
-    dtrain__json_space(reader);
+    reader->offset = dtrain__json_space(reader, reader->offset);
     if (dtrain__json_peek(reader, reader->offset) != ':')
         return dtrain__json_bad(reader, reader->offset, "a colon was expected after a key");
     reader->offset++;
@@ -309,11 +321,17 @@ static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__
 {
     int in_object = dtrain__json_inside_object(reader);
     int after_value = reader->expect == DTRAIN__JSON_WANT_COMMA_OR_END;
-    dtrain__json_space(reader);
-    int byte = dtrain__json_peek(reader, reader->offset);
-    token->begin = token->end = reader->offset;
+    size_t at = dtrain__json_space(reader, reader->offset);
+    int byte = dtrain__json_peek(reader, at);
+    if (after_value && byte == ',' && reader->depth > 0) {
+        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
+        at = dtrain__json_space(reader, at + 1);
+        byte = dtrain__json_peek(reader, at);
+        after_value = 0;
+    }
+    token->begin = token->end = reader->offset = at;
     if (after_value && reader->depth == 0)
-        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, reader->offset, "more text after the value");
+        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, at, "more text after the value");
     if (byte == (in_object ? '}' : ']') && reader->expect != DTRAIN__JSON_WANT_VALUE &&
         reader->expect != DTRAIN__JSON_WANT_KEY) {
         reader->depth--;
@@ -321,23 +339,18 @@ static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__
         reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
         return in_object ? DTRAIN__JSON_OBJECT_END : DTRAIN__JSON_ARRAY_END;
     }
-    if (after_value) {
-        if (byte != ',')
-            return dtrain__json_bad(reader, reader->offset, "a comma or the end of the list was expected");
-        reader->offset++;
-        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
-        dtrain__json_space(reader);
-        token->begin = token->end = reader->offset;
-    }
+    if (after_value)
+        return dtrain__json_bad(reader, at, "a comma or the end of the list was expected");
     if (reader->expect == DTRAIN__JSON_WANT_KEY || reader->expect == DTRAIN__JSON_WANT_KEY_OR_END)
-        return dtrain__json_read_key(reader, token);
-    return dtrain__json_read_value(reader, token);
+        return dtrain__json_read_key(reader, token, byte);
+    return dtrain__json_read_value(reader, token, byte);
 }
 
 /* Reads the next token. ERROR and END are given again when asked again. */
 static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     token->begin = token->end = reader->offset;
+    token->escaped = 0;
     token->kind = reader->error != NULL ? DTRAIN__JSON_ERROR : dtrain__json_read(reader, token);
     if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY)
         token->end = reader->offset;
@@ -372,7 +385,12 @@ static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
 static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
                                   size_t capacity)
 {
-    size_t written = 0;
+    size_t written = 0, length = token->end - token->begin;
+    if (!token->escaped) {
+        if (capacity > 0)
+            memmove(out, reader->text + token->begin, length < capacity ? length : capacity);
+        return length;
+    }
     for (size_t at = token->begin; at < token->end;) {
         unsigned char piece[4] = {reader->text[at], 0, 0, 0};
         size_t bytes = 1, step = 1;
@@ -389,30 +407,38 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
     return written;
 }
 
-/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
-static int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+static int dtrain__json_is_escaped(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text,
+                                   size_t bytes)
 {
     unsigned char have[64];
-    size_t bytes = strlen(text), length = token->end - token->begin;
-    if (memchr(reader->text + token->begin, '\\', length) == NULL)
-        return length == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
     return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
            memcmp(have, text, bytes) == 0;
+}
+
+/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
+static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+{
+    size_t bytes = strlen(text);
+    if (token->escaped)
+        return dtrain__json_is_escaped(reader, token, text, bytes);
+    return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
 }
 
 /* Gives a NUMBER that is 0 or [1-9][0-9]* up to 2^64 - 1, exactly; returns 0 for any other token. */
 static int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
 {
+    uint64_t sum = 0;
     *value = 0;
     if (token->kind != DTRAIN__JSON_NUMBER)
         return 0;
     for (size_t at = token->begin; at < token->end; at++) {
         int byte = reader->text[at];
         uint64_t digit = (uint64_t)(byte - '0');
-        if (!dtrain__json_in(byte, '0', '9') || *value > (UINT64_MAX - digit) / 10)
+        if (!dtrain__json_in(byte, '0', '9') || sum > UINT64_MAX / 10 || sum * 10 > UINT64_MAX - digit)
             return 0;
-        *value = *value * 10 + digit;
+        sum = sum * 10 + digit;
     }
+    *value = sum;
     return 1;
 }
 

@@ -1,5 +1,5 @@
 /* ---- >>memory ----
- * The allocator behind every object, its counters, and arithmetic on sizes that notices overflow.
+ * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, and numbers as bytes.
  * Blocks are aligned to a cache line and remembered with their size by whoever owns them.
  * Counters are kept with atomics: one allocator may serve several objects and threads. */
 #ifndef DTRAIN__MEMORY
@@ -18,6 +18,20 @@ static int dtrain__mul_size(size_t a, size_t b, size_t *product)
 {
     *product = a * b;
     return b == 0 || a <= SIZE_MAX / b;
+}
+
+/* The number in eight bytes, little-endian, at any address. */
+static uint64_t dtrain__load_le64(const unsigned char *from)
+{
+    uint64_t value;
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    memcpy(&value, from, sizeof value);
+#else
+    value = 0;
+    for (int i = 7; i >= 0; i--)
+        value = value << 8 | from[i];
+#endif
+    return value;
 }
 
 static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)

@@ -24,14 +24,24 @@ typedef struct dtrain__names {
     size_t stride; /* bytes from one struct to the next */
     dtrain__name_slot *slots;
     size_t mask; /* slots are a power of two, and this is one less */
+    int shift;   /* a text's place is what its hash has above so many bits */
 } dtrain__names;
+
+/* Slots on their way into a large table. Each bin is for one stretch of the table and empties into it when it is full,
+ * so that few pages of memory are visited at a time. */
+enum { DTRAIN__NAMES_BINS = 2048, DTRAIN__NAMES_BIN = 64 };
+
+typedef struct dtrain__names_bins {
+    dtrain__name_slot (*slots)[DTRAIN__NAMES_BIN];
+    unsigned char used[DTRAIN__NAMES_BINS];
+} dtrain__names_bins;
 
 static uint64_t dtrain__names_rotate(uint64_t x, int by)
 {
     return x << by | x >> (64 - by);
 }
 
-static void dtrain__names_round(uint64_t v[4])
+static inline void dtrain__names_round(uint64_t v[4])
 {
     v[0] += v[1];
     v[1] = dtrain__names_rotate(v[1], 13) ^ v[0];
@@ -51,15 +61,14 @@ static uint64_t dtrain__names_hash(const uint64_t key[2], const char *text, size
                      key[1] ^ 0x7465646279746573u};
     uint64_t word, left = length;
     for (; left >= 8; text += 8, left -= 8) {
-        memcpy(&word, text, 8);
+        word = dtrain__load_le64((const unsigned char *)text);
         v[3] ^= word;
         dtrain__names_round(v);
         v[0] ^= word;
     }
-    word = 0;
-    if (left > 0)
-        memcpy(&word, text, (size_t)left);
-    word ^= (uint64_t)length << 56;
+    word = (uint64_t)length << 56;
+    for (int i = 0; i < (int)left; i++)
+        word |= (uint64_t)(unsigned char)text[i] << 8 * i;
     v[3] ^= word;
     dtrain__names_round(v);
     v[0] ^= word;
@@ -69,50 +78,75 @@ static uint64_t dtrain__names_hash(const uint64_t key[2], const char *text, size
     return v[0] ^ v[1] ^ v[2] ^ v[3];
 }
 
+static const void *dtrain__names_element(const dtrain__names *names, size_t index)
+{
+    return (const char *)names->array + index * names->stride;
+}
+
 static dtrain__name dtrain__names_at(const dtrain__names *names, size_t index)
 {
     dtrain__name name; /* copied: the struct there is of another type */
-    memcpy(&name, (const char *)names->array + index * names->stride, sizeof name);
+    memcpy(&name, dtrain__names_element(names, index), sizeof name);
     return name;
 }
 
-/* The slot of a text: its own, or the free one where it belongs. */
-static dtrain__name_slot *dtrain__names_slot(const dtrain__names *names, uint32_t hash, const char *text, size_t length)
+static int dtrain__names_same(const dtrain__name *a, const dtrain__name *b)
 {
-    for (size_t at = hash & names->mask;; at = (at + 1) & names->mask) {
+    return a->length == b->length && (a->length == 0 || memcmp(a->text, b->text, a->length) == 0);
+}
+
+/* The slot of the text that a struct begins with: its own, or the free one where it belongs. The struct is not read
+ * until a slot has its hash: it may be as far away as the slots are. */
+static dtrain__name_slot *dtrain__names_slot(const dtrain__names *names, uint32_t hash, const void *element)
+{
+    for (size_t at = hash >> names->shift;; at = (at + 1) & names->mask) {
         dtrain__name_slot *slot = &names->slots[at];
         if (slot->index == 0)
             return slot;
         if (slot->hash != hash)
             continue;
-        dtrain__name have = dtrain__names_at(names, slot->index - 1);
-        if (have.length == length && (length == 0 || memcmp(have.text, text, length) == 0))
+        dtrain__name have = dtrain__names_at(names, slot->index - 1), wanted;
+        memcpy(&wanted, element, sizeof wanted);
+        if (dtrain__names_same(&have, &wanted))
             return slot;
     }
 }
 
-/* Enters all texts; gives the first that comes twice, or count. */
-static size_t dtrain__names_enter(dtrain__names *names, size_t count)
+/* Empties a bin into the table. Gives the least of `twice` and of its texts that came before. */
+static size_t dtrain__names_empty(dtrain__names *names, const dtrain__name_slot *bin, int used, size_t twice)
 {
-    enum { AHEAD = 16 }; /* slots on their way from memory at once: a large table's are nowhere near */
-    uint32_t hashes[AHEAD];
-    for (size_t base = 0; base < count; base += AHEAD) {
-        size_t n = count - base < AHEAD ? count - base : (size_t)AHEAD;
-        for (size_t i = 0; i < n; i++) {
-            dtrain__name name = dtrain__names_at(names, base + i);
-            hashes[i] = (uint32_t)dtrain__names_hash(names->key, name.text, name.length);
-            __builtin_prefetch(&names->slots[hashes[i] & names->mask], 1);
-        }
-        for (size_t i = 0; i < n; i++) {
-            dtrain__name name = dtrain__names_at(names, base + i);
-            dtrain__name_slot *slot = dtrain__names_slot(names, hashes[i], name.text, name.length);
-            if (slot->index != 0)
-                return base + i;
-            slot->hash = hashes[i];
-            slot->index = (uint32_t)(base + i + 1);
+    for (int i = 0; i < used; i++)
+        __builtin_prefetch(&names->slots[bin[i].hash >> names->shift], 1);
+    for (int i = 0; i < used; i++) {
+        const void *element = dtrain__names_element(names, bin[i].index - 1);
+        dtrain__name_slot *slot = dtrain__names_slot(names, bin[i].hash, element);
+        if (slot->index == 0)
+            *slot = bin[i];
+        else if (bin[i].index - 1 < twice)
+            twice = bin[i].index - 1;
+    }
+    return twice;
+}
+
+/* Enters all texts; gives the first that comes twice, or count. Equal texts meet in one bin, in their order. */
+static size_t dtrain__names_enter(dtrain__names *names, dtrain__names_bins *bins, int bin_shift, size_t count)
+{
+    size_t twice = count;
+    for (size_t i = 0; i < twice; i++) {
+        dtrain__name name = dtrain__names_at(names, i);
+        uint32_t hash = (uint32_t)dtrain__names_hash(names->key, name.text, name.length);
+        size_t bin = (uint64_t)hash >> bin_shift;
+        dtrain__name_slot *slot = &bins->slots[bin][bins->used[bin]++];
+        slot->hash = hash;
+        slot->index = (uint32_t)(i + 1);
+        if (bins->used[bin] == DTRAIN__NAMES_BIN) {
+            bins->used[bin] = 0;
+            twice = dtrain__names_empty(names, bins->slots[bin], DTRAIN__NAMES_BIN, twice);
         }
     }
-    return count;
+    for (size_t bin = 0; bin <= (uint64_t)UINT32_MAX >> bin_shift; bin++)
+        twice = dtrain__names_empty(names, bins->slots[bin], bins->used[bin], twice);
+    return twice;
 }
 
 static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator)
@@ -129,20 +163,29 @@ static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator
 static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator, const void *array, size_t stride,
                                size_t count, size_t *twice)
 {
-    size_t slots = 8;
+    dtrain__names_bins bins;
+    size_t slots = 8, bin_count = 1;
+    int bin_shift = 32;
     memset(names, 0, sizeof *names);
+    memset(&bins, 0, sizeof bins);
     if (dtrain__os_random(names->key, sizeof names->key) != 0)
         names->key[0] = (uint64_t)dtrain__os_now_ns() ^ (uint64_t)(uintptr_t)names;
-    while (slots / 3 * 2 < count)
+    for (names->shift = 29; slots / 3 * 2 < count; names->shift--)
         slots *= 2;
+    for (; bin_count < DTRAIN__NAMES_BINS && bin_count * 8192 < slots; bin_shift--)
+        bin_count *= 2;
     names->array = array;
     names->stride = stride;
     names->mask = slots - 1;
     names->slots = (dtrain__name_slot *)dtrain__alloc(allocator, slots * sizeof *names->slots);
-    if (names->slots == NULL)
-        return 0;
-    *twice = dtrain__names_enter(names, count);
-    return 1;
+    bins.slots = (dtrain__name_slot(*)[DTRAIN__NAMES_BIN])dtrain__alloc(allocator, bin_count * sizeof *bins.slots);
+    int built = names->slots != NULL && bins.slots != NULL;
+    if (built)
+        *twice = dtrain__names_enter(names, &bins, bin_shift, count);
+    else
+        dtrain__names_free(names, allocator);
+    dtrain__free(allocator, bins.slots, bin_count * sizeof *bins.slots);
+    return built;
 }
 
 /* Gives the index of a text; 0 when the table has it not, or was not built. */
@@ -150,8 +193,9 @@ static int dtrain__names_find(const dtrain__names *names, const char *text, size
 {
     if (names->slots == NULL || (text == NULL && length > 0))
         return 0;
+    dtrain__name wanted = {text, length};
     uint32_t hash = (uint32_t)dtrain__names_hash(names->key, text, length);
-    const dtrain__name_slot *slot = dtrain__names_slot(names, hash, text, length);
+    const dtrain__name_slot *slot = dtrain__names_slot(names, hash, &wanted);
     *index = slot->index - 1u;
     return slot->index != 0;
 }

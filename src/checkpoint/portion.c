@@ -464,7 +464,7 @@ static dtrain_status dtrain__portion_to_file(void *user, const void *data, size_
         if (n < most)
             continue;
         if (sink->seen == 8)
-            sink->header_bytes = 8 + dtrain__xxh64_load(sink->frame);
+            sink->header_bytes = 8 + dtrain__load_le64(sink->frame);
         else if (sink->seen == sink->header_bytes)
             sink->header_hash = dtrain__xxh64_end(&sink->hash);
         else

@@ -33,7 +33,7 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
         return dtrain__safetensors_broken(file, 3, 0, NULL, "a header of %llu bytes in a file of %llu: it was cut",
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
-    file->header = (unsigned char *)dtrain__alloc(file->allocator, (size_t)length);
+    file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, 0, length > 0 ? (size_t)length : 1);
     if (file->header == NULL)
         return dtrain__safetensors_memory(file);
     return dtrain__safetensors_fetch(file, 8, file->header, (size_t)length);

@@ -108,7 +108,7 @@ static dtrain_status dtrain__verified_hash(dtrain__verified *open, uint64_t bloc
     }
     dtrain_status status = dtrain__verified_get(open->from, 8 * block, 8, &data, &have);
     if (status == DTRAIN_OK)
-        *hash = dtrain__xxh64_load(data);
+        *hash = dtrain__load_le64(data);
     return status;
 }
 

@@ -23,20 +23,6 @@ static uint64_t dtrain__xxh64_rotate(uint64_t x, int by)
     return x << by | x >> (64 - by);
 }
 
-/* Numbers in a file, and in what is hashed, are little-endian. */
-static uint64_t dtrain__xxh64_load(const unsigned char *from)
-{
-    uint64_t value;
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    memcpy(&value, from, sizeof value);
-#else
-    value = 0;
-    for (int i = 7; i >= 0; i--)
-        value = value << 8 | from[i];
-#endif
-    return value;
-}
-
 static void dtrain__xxh64_begin(dtrain__xxh64 *hash, uint64_t seed)
 {
     hash->lanes[0] = seed + DTRAIN__XXH64_PRIME1 + DTRAIN__XXH64_PRIME2;
@@ -56,10 +42,10 @@ static void dtrain__xxh64_stripes(dtrain__xxh64 *hash, const unsigned char *from
 {
     uint64_t a = hash->lanes[0], b = hash->lanes[1], c = hash->lanes[2], d = hash->lanes[3];
     for (; count > 0; count--, from += 32) {
-        a = dtrain__xxh64_round(a, dtrain__xxh64_load(from));
-        b = dtrain__xxh64_round(b, dtrain__xxh64_load(from + 8));
-        c = dtrain__xxh64_round(c, dtrain__xxh64_load(from + 16));
-        d = dtrain__xxh64_round(d, dtrain__xxh64_load(from + 24));
+        a = dtrain__xxh64_round(a, dtrain__load_le64(from));
+        b = dtrain__xxh64_round(b, dtrain__load_le64(from + 8));
+        c = dtrain__xxh64_round(c, dtrain__load_le64(from + 16));
+        d = dtrain__xxh64_round(d, dtrain__load_le64(from + 24));
     }
     hash->lanes[0] = a;
     hash->lanes[1] = b;
@@ -90,7 +76,7 @@ static void dtrain__xxh64_add(dtrain__xxh64 *hash, const void *data, size_t byte
 static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, size_t bytes)
 {
     for (; bytes >= 8; bytes -= 8, from += 8)
-        sum = dtrain__xxh64_rotate(sum ^ dtrain__xxh64_round(0, dtrain__xxh64_load(from)), 27) * DTRAIN__XXH64_PRIME1 +
+        sum = dtrain__xxh64_rotate(sum ^ dtrain__xxh64_round(0, dtrain__load_le64(from)), 27) * DTRAIN__XXH64_PRIME1 +
               DTRAIN__XXH64_PRIME4;
     if (bytes >= 4) {
         uint64_t word = (uint64_t)from[0] | (uint64_t)from[1] << 8 | (uint64_t)from[2] << 16 | (uint64_t)from[3] << 24;
