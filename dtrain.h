@@ -5975,7 +5975,7 @@ static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, d
     return DTRAIN__JSON_STRING;
 }
 
-static size_t dtrain__json_digits(const dtrain__json_reader *reader, size_t offset)
+static inline size_t dtrain__json_digits(const dtrain__json_reader *reader, size_t offset)
 {
     while (dtrain__json_in(dtrain__json_peek(reader, offset), '0', '9'))
         offset++;
@@ -6110,12 +6110,31 @@ static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__
     return dtrain__json_read_value(reader, token, byte);
 }
 
+/* Reads a further whole number of an array that has no space in it, of which there may be many millions. Returns 0,
+ * with nothing read, where something else comes. */
+static inline int dtrain__json_further(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t begin = reader->offset + 1;
+    if (reader->expect != DTRAIN__JSON_WANT_COMMA_OR_END || reader->depth == 0 || dtrain__json_inside_object(reader) ||
+        dtrain__json_peek(reader, begin - 1) != ',')
+        return 0;
+    size_t end = dtrain__json_digits(reader, begin);
+    int after = dtrain__json_peek(reader, end);
+    if (end == begin || (reader->text[begin] == '0' && end > begin + 1) || (after != ',' && after != ']'))
+        return 0;
+    token->begin = begin;
+    token->end = reader->offset = end;
+    return 1;
+}
+
 /* Reads the next token. ERROR and END are given again when asked again. */
 static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     token->begin = token->end = reader->offset;
     token->escaped = 0;
-    token->kind = reader->error != NULL ? DTRAIN__JSON_ERROR : dtrain__json_read(reader, token);
+    token->kind = reader->error != NULL                 ? DTRAIN__JSON_ERROR
+                  : dtrain__json_further(reader, token) ? DTRAIN__JSON_NUMBER
+                                                        : dtrain__json_read(reader, token);
     if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY)
         token->end = reader->offset;
     return token->kind;
@@ -6189,7 +6208,7 @@ static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrai
 }
 
 /* Gives a NUMBER that is 0 or [1-9][0-9]* up to 2^64 - 1, exactly; returns 0 for any other token. */
-static int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
+static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
 {
     uint64_t sum = 0;
     *value = 0;
@@ -41099,8 +41118,10 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
         for (int k = 0; k < file->entries[i].tensor.ndim; k++, next++) {
             while (!dtrain__json_in(*text, '0', '9'))
                 text++;
-            for (*next = 0; dtrain__json_in(*text, '0', '9'); text++)
-                *next = *next * 10 + (size_t)(*text - '0');
+            size_t size = 0;
+            for (; dtrain__json_in(*text, '0', '9'); text++)
+                size = size * 10 + (size_t)(*text - '0');
+            *next = size;
         }
     }
     return DTRAIN_OK;

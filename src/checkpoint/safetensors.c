@@ -559,8 +559,10 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
         for (int k = 0; k < file->entries[i].tensor.ndim; k++, next++) {
             while (!dtrain__json_in(*text, '0', '9'))
                 text++;
-            for (*next = 0; dtrain__json_in(*text, '0', '9'); text++)
-                *next = *next * 10 + (size_t)(*text - '0');
+            size_t size = 0;
+            for (; dtrain__json_in(*text, '0', '9'); text++)
+                size = size * 10 + (size_t)(*text - '0');
+            *next = size;
         }
     }
     return DTRAIN_OK;
