@@ -16,8 +16,9 @@ BEGIN { put(bodies ? "" : "#pragma GCC system_header\n#undef DTRAIN_API\n#define
 
 /^\/\* ---- >>begin ----/ || /^#ifdef DTRAIN_CUDA_IMPLEMENTATION/ { inside = 1 }
 
-skips { # a body
-    skips = $0 != "}"
+skip != "" { # a body, or values, up to their last line
+    if ($0 ~ skip)
+        skip = ""
     next
 }
 
@@ -30,7 +31,7 @@ skips { # a body
 
 /^\{/ && !bodies && !inlined {
     held = held ";"
-    skips = 1
+    skip = "^}"
     next
 }
 
@@ -46,8 +47,11 @@ skips { # a body
     variable = plain !~ /\(/ && plain ~ /[;{]$|=/
     if (!inlined && plain ~ /^static / && !(variable && plain ~ / const /)) {
         sub(/static /, variable && !bodies ? "extern " : "", line)
-        if (variable && !bodies)
-            sub(/ =.*;/, ";", line)
+        if (variable && !bodies && plain ~ /=/) {
+            if (plain !~ /;$/)
+                skip = ";$"
+            sub(/ =.*/, ";", line)
+        }
     }
     put(line)
 }

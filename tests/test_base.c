@@ -526,27 +526,27 @@ TEST(names_are_found_and_the_first_that_comes_twice_is_told)
                                        {1, 0, 1}};
     static char texts[COUNT][8];
     static dtrain__name list[COUNT];
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain_allocator plain = {NULL, NULL, 0, 0};
     dtrain__names names;
     size_t index, twice = 0;
     for (size_t i = 0; i < COUNT; i++) {
         list[i].length = (size_t)snprintf(texts[i], sizeof texts[i], "%zu", i);
         list[i].text = texts[i];
     }
-    CHECK(dtrain__names_build(&names, &heap, list, sizeof list[0], COUNT, &twice));
+    CHECK(dtrain__names_build(&names, &plain, list, sizeof list[0], COUNT, &twice));
     CHECK_EQ(twice, COUNT);
     for (size_t i = 0; i < COUNT; i++)
         if (!dtrain__names_find(&names, texts[i], strlen(texts[i]), &index) || index != i)
             TEST_FAIL("%s is not found at its place", texts[i]);
     CHECK(!dtrain__names_find(&names, "200000", 6, &index) && !dtrain__names_find(&names, "", 0, &index));
-    dtrain__names_free(&names, &heap);
+    dtrain__names_free(&names, &plain);
     for (size_t i = 0; i < sizeof copies / sizeof copies[0]; i++) {
         list[copies[i][0]] = list[copies[i][1]];
-        CHECK(dtrain__names_build(&names, &heap, list, sizeof list[0], COUNT, &twice));
+        CHECK(dtrain__names_build(&names, &plain, list, sizeof list[0], COUNT, &twice));
         CHECK_EQ(twice, copies[i][2]);
-        dtrain__names_free(&names, &heap);
+        dtrain__names_free(&names, &plain);
     }
-    CHECK_EQ(heap.bytes, 0);
+    CHECK_EQ(plain.bytes, 0);
 }
 
 TEST(json_u64_is_exact_or_refused)

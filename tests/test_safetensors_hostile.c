@@ -57,15 +57,14 @@ static double seconds(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Opens the file twice, as the first time brings memory to the process, or more often while other programs are in the
- * way, and takes the best time. */
+/* Opens the file, again while other programs are in the way, and takes the best time. */
 static void judge(text *t, size_t data_bytes, const char *error)
 {
     size_t bytes;
     unsigned char *file = files_make(t->data, t->bytes, data_bytes, &bytes);
     double best = 1e9;
     free(t->data);
-    for (int run = 0; run < 1 || (run < 5 && best > MOST_SECONDS && !SLOW_BUILD); run++) {
+    for (int run = 0; run < 1 || (run < 10 && best > MOST_SECONDS && !SLOW_BUILD); run++) {
         dtrain_allocator heap = {NULL, NULL, 0, 0};
         dtrain_safetensors_desc desc = {0, &heap};
         dtrain_safetensors *opened = NULL;
