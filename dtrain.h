@@ -5240,6 +5240,7 @@ static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, c
 #define DTRAIN__STATUS
 
 #define DTRAIN__ERROR_BYTES 640
+#define DTRAIN__CAUSE_BYTES 400 /* of which a quoted cause takes so many */
 
 typedef struct dtrain__error {
     dtrain_status status;
@@ -5298,6 +5299,16 @@ static dtrain_status dtrain__report(const dtrain__error *error)
     if (error->status != DTRAIN_OK)
         dtrain__thread_error = *error;
     return error->status;
+}
+
+/* An error's text, to be quoted by who passes it on. Of a text that has been passed on too often to be quoted whole
+ * it is the last part, as that is the cause. */
+static const char *dtrain__cause(const dtrain__error *error)
+{
+    const char *text = error->text, *next;
+    while (strlen(text) > DTRAIN__CAUSE_BYTES && (next = strstr(text, ": ")) != NULL)
+        text = next + 2;
+    return text;
 }
 
 DTRAIN_API const char *dtrain_last_error(void)
@@ -13404,7 +13415,7 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     dtrain__error first = *cause;
-    return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
+    return dtrain__fail(&op->error, first.status, "%s on rank %d: %s", mine.text, comm->rank, dtrain__cause(&first));
 }
 
 /* Why the group was aborted; NULL: it was not. */
@@ -19852,9 +19863,8 @@ static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtr
 {
     const dtrain_comm *comm = group->comm;
     dtrain__error said = dtrain__thread_error;
-    dtrain__fail(NULL, status, "%s on rank %d: its device %s failed: %.400s",
-                 dtrain__device_text(comm, whole, number).text, comm->rank, dtrain_device_name(group->device),
-                 said.text);
+    dtrain__fail(NULL, status, "%s on rank %d: its device %s failed: %s", dtrain__device_text(comm, whole, number).text,
+                 comm->rank, dtrain_device_name(group->device), dtrain__cause(&said));
     return dtrain__device_break(group);
 }
 
@@ -20103,9 +20113,9 @@ static dtrain_status dtrain__staged_stuck(const dtrain__staged *run, size_t chun
     dtrain_comm *comm = run->group->comm;
     dtrain__error said = dtrain__thread_error;
     if (waited)
-        dtrain__fail(&comm->error, status, "%s on rank %d, its device %s: %.400s",
+        dtrain__fail(&comm->error, status, "%s on rank %d, its device %s: %s",
                      dtrain__device_text(comm, run->op, comm->number + 1).text, comm->rank,
-                     dtrain_device_name(run->group->device), said.text);
+                     dtrain_device_name(run->group->device), dtrain__cause(&said));
     return chunk > 0 ? dtrain__device_break(run->group) : status;
 }
 
@@ -20983,8 +20993,9 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
     if (!dtrain__events_ended(group))
         return group->processes != NULL ? dtrain__processes_reach(group, whole) : DTRAIN_OK;
     dtrain__error cause = dtrain__events_cause(group);
-    dtrain_status status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
-                                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+    dtrain_status status =
+        dtrain__fail(&comm->error, cause.status, "%s on rank %d: %s",
+                     dtrain__device_text(comm, whole, comm->number).text, comm->rank, dtrain__cause(&cause));
     return group->processes != NULL ? dtrain__device_break(group) : status;
 }
 
@@ -21770,9 +21781,10 @@ static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtra
     const dtrain__hosts *hosts = group->hosts;
     int first = far ? hosts->place : comm->rank - hosts->place;
     dtrain__error said = dtrain__thread_error, cause;
-    dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %.360s",
+    dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %s",
                  dtrain__device_text(comm, whole, comm->number).text, comm->rank,
-                 far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1), said.text);
+                 far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1),
+                 dtrain__cause(&said));
     cause = dtrain__thread_error;
     status = dtrain__device_break(group);
     dtrain__comm_break(hosts->near_ranks, &cause);
@@ -22021,8 +22033,9 @@ static int dtrain__async_is_broken(const dtrain_comm *comm)
 static dtrain_status dtrain__async_follow(dtrain__device_async *async, const dtrain_device_work *work)
 {
     const dtrain_comm *comm = async->group->comm;
-    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %.400s",
-                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank, async->error.text);
+    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
+                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
+                        dtrain__cause(&async->error));
 }
 
 /* Has the group's queue wait for what the caller's held when it started the work. */

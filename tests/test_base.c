@@ -40,6 +40,19 @@ TEST(a_thread_without_errors_has_an_empty_last_error)
     CHECK_EQ(length, 0);
 }
 
+TEST(a_text_that_is_passed_on_again_and_again_keeps_its_cause)
+{
+    dtrain__error error;
+    dtrain__fail(&error, DTRAIN_ERR_IO, "gather #1 on rank 0: the device is on fire: call somebody");
+    CHECK(dtrain__cause(&error) == error.text);
+    for (int hop = 1; hop < 40; hop++) {
+        dtrain__error said = error;
+        dtrain__fail(&error, DTRAIN_ERR_IO, "gather #%d of a vector of 70001 numbers on rank %d: %s", hop, hop,
+                     dtrain__cause(&said));
+        CHECK_CONTAINS(error.text, "the device is on fire: call somebody");
+    }
+}
+
 static int logged;
 static char logged_text[64];
 
@@ -357,7 +370,7 @@ TEST(json_refuses_the_rest_and_says_where)
                                       {"[1,02]", "E3"},
                                       {"[1,2x]", "E4"},
                                       {"1,2", "E1"},
-                                      {"{\"a\":1,2}", "E7"},
+                                      {"{\"a\":1,2,3}", "E7"},
                                       {"{\"a\"}", "E4"},
                                       {"{\"a\":}", "E5"},
                                       {"{\"a\":1,}", "E7"},

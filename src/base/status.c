@@ -8,6 +8,7 @@
 #include "os.c"
 
 #define DTRAIN__ERROR_BYTES 640
+#define DTRAIN__CAUSE_BYTES 400 /* of which a quoted cause takes so many */
 
 typedef struct dtrain__error {
     dtrain_status status;
@@ -66,6 +67,16 @@ static dtrain_status dtrain__report(const dtrain__error *error)
     if (error->status != DTRAIN_OK)
         dtrain__thread_error = *error;
     return error->status;
+}
+
+/* An error's text, to be quoted by who passes it on. Of a text that has been passed on too often to be quoted whole
+ * it is the last part, as that is the cause. */
+static const char *dtrain__cause(const dtrain__error *error)
+{
+    const char *text = error->text, *next;
+    while (strlen(text) > DTRAIN__CAUSE_BYTES && (next = strstr(text, ": ")) != NULL)
+        text = next + 2;
+    return text;
 }
 
 DTRAIN_API const char *dtrain_last_error(void)

@@ -82,8 +82,9 @@ static int dtrain__async_is_broken(const dtrain_comm *comm)
 static dtrain_status dtrain__async_follow(dtrain__device_async *async, const dtrain_device_work *work)
 {
     const dtrain_comm *comm = async->group->comm;
-    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %.400s",
-                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank, async->error.text);
+    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
+                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
+                        dtrain__cause(&async->error));
 }
 
 /* Has the group's queue wait for what the caller's held when it started the work. */

@@ -125,8 +125,9 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
     if (!dtrain__events_ended(group))
         return group->processes != NULL ? dtrain__processes_reach(group, whole) : DTRAIN_OK;
     dtrain__error cause = dtrain__events_cause(group);
-    dtrain_status status = dtrain__fail(&comm->error, cause.status, "%s on rank %d: %.400s",
-                                        dtrain__device_text(comm, whole, comm->number).text, comm->rank, cause.text);
+    dtrain_status status =
+        dtrain__fail(&comm->error, cause.status, "%s on rank %d: %s",
+                     dtrain__device_text(comm, whole, comm->number).text, comm->rank, dtrain__cause(&cause));
     return group->processes != NULL ? dtrain__device_break(group) : status;
 }
 

@@ -398,7 +398,7 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     dtrain__error first = *cause;
-    return dtrain__fail(&op->error, first.status, "%s on rank %d: %.480s", mine.text, comm->rank, first.text);
+    return dtrain__fail(&op->error, first.status, "%s on rank %d: %s", mine.text, comm->rank, dtrain__cause(&first));
 }
 
 /* Why the group was aborted; NULL: it was not. */
