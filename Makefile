@@ -57,7 +57,7 @@ build/%: tools/%.c dtrain.h | build
 
 # What tests link with: the library, and dtrain_cuda.h on its emulation, with their private functions open to tests that
 # reach them and with the hooks of tests/hooks.h. A test that defines a DTRAIN__ macro has implementations of its own.
-# Compilers warn of the library in tests/test_matrix.sh.
+# Compilers warn of the library in tests/matrix.sh.
 open = $(test_dir)/open
 
 $(open)/%: % tests/open.awk
@@ -152,16 +152,16 @@ bench: all
 
 soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive \
 	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail $(test_dir)/test_device_table
-	COMPILERS="gcc clang" BITS=all sh tests/test_bits.sh
+	COMPILERS="gcc clang" BITS=all sh tests/bits.sh
 	$(test_dir)/soak $(MINUTES)
 	$(test_dir)/steady $(MINUTES)
 	for run in 1 2 3 4 5; do PROPERTY_SEED=$$(date +%s%N) $(test_dir)/test_property || exit 1; done
 	FSDP_LAYER_FLOATS=4194304 $(test_dir)/test_fsdp_memory four_processes_grow_as_the_plan_says
 	PROPERTY_LARGE=1 $(test_dir)/test_property more_elements_than_32_bits_count
 	RACES=all sh tests/races.sh
-	COMPILERS="gcc clang" MATRIX=all sh tests/test_matrix.sh
-	MESHES=all sh tests/test_mesh_gpt.sh
-	sh tests/test_cuda_build.sh
+	COMPILERS="gcc clang" MATRIX=all sh tests/matrix.sh
+	MESHES=all sh tests/meshes.sh
+	sh tests/cuda_build.sh
 	sh tests/fuzz.sh replay
 	DEVICE_FAULTS=all $(test_dir)/test_device_table whatever_call_of_a_device_fails_the_error_comes_back
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault

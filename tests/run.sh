@@ -1,8 +1,7 @@
 #!/bin/sh
 # Runs every test program of a directory and tests/test_*.sh, a few at a time, each of which ends with
 # "N passed, N failed"; prints a line a test as it ends, then the output of those that failed, then the sums.
-# Scripts check builds and programs of their own, so sanitizer runs leave them out. APART in the environment is what
-# grep is told to leave out besides: .ci/run runs that by itself.
+# Scripts check builds and programs of their own, so sanitizer runs leave them out.
 dir=$1
 
 one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line
@@ -28,7 +27,7 @@ one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line
 }
 
 tests() { # scripts first: those that compile take longest, and should not be alone at the end
-    [ "$dir" != build/tests ] || ls tests/test_*.sh | grep -v -e test_cuda_build.sh ${APART:-} # which needs nvcc
+    [ "$dir" != build/tests ] || ls tests/test_*.sh
     for test in tests/test_*.c tests/soak.c; do
         echo "$dir/$(basename $test .c)"
     done

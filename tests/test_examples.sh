@@ -17,7 +17,7 @@ build_line() {
 }
 
 # Make builds an example by the line in its comment, so that what runs here is what that line gives. What the compiler
-# says is asked of the example's own code, at its own flags; tests/test_matrix.sh asks it of the implementation.
+# says is asked of the example's own code, at its own flags; tests/matrix.sh asks it of the implementation.
 build_example() { # name; leaves it in $dir
     line=$(build_line "examples/$1.c")
     made=$(make -n -B CC=cc CFLAGS=-O2 "build/$1" 2>/dev/null | tail -1)

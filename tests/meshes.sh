@@ -3,7 +3,7 @@
 # micro-batches end with its bits, checkpoints go from one layout to another, and what cannot be is refused. With
 # MESHES=all every factoring of 8 ranks, sharded and not. Ends with "N passed, N failed".
 cd "$(dirname "$0")/.." || exit 1
-dir=$(mktemp -d build/test_mesh_gpt.XXXXXX) || exit 1
+dir=$(mktemp -d build/meshes.XXXXXX) || exit 1
 trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
 . tests/check.sh
