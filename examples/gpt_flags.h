@@ -167,68 +167,82 @@ static inline int gpt_check_flags(gpt_flags *f)
            (f->compress != NULL && gpt_read_compression(f));
 }
 
+/* Reads a flag that has a number; returns whether it is one. *bad: whether a complaint says what the number must be. */
+static inline int gpt_parse_number(gpt_flags *f, const char *flag, const char *text, int *bad)
+{
+    const struct {
+        const char *name;
+        long *whole; /* NULL: real */
+        double *real, least, most;
+    } numbers[] = {{"--layers", &f->layers, NULL, 1, 1000},
+                   {"--heads", &f->heads, NULL, 1, 1000},
+                   {"--width", &f->width, NULL, 1, 65536},
+                   {"--context", &f->context, NULL, 1, 65536},
+                   {"--batch", &f->batch, NULL, 1, 65536},
+                   {"--micro", &f->micro, NULL, 1, 65536},
+                   {"--accum", &f->accum, NULL, 1, 1024},
+                   {"--steps", &f->steps, NULL, 1, 1e9},
+                   {"--seed", &f->seed, NULL, 0, 4e9},
+                   {"--ranks", &f->ranks, NULL, 1, 1024},
+                   {"--shard-size", &f->shard_size, NULL, 1, 65536},
+                   {"--every", &f->every, NULL, 1, 1e9},
+                   {"--until", &f->until, NULL, 1, 1e9},
+                   {"--local-steps", &f->local_steps, NULL, 1, 1e9},
+                   {"--chunks", &f->chunks, NULL, 2, 16},
+                   {"--lr", NULL, &f->lr, 0, 1000},
+                   {"--clip", NULL, &f->clip, 0, 1000}};
+    size_t count = sizeof numbers / sizeof numbers[0], k = 0;
+    double value = 0;
+    while (k < count && strcmp(flag, numbers[k].name) != 0)
+        k++;
+    if (k == count)
+        return 0;
+    *bad = gpt_number(flag, text, numbers[k].least, numbers[k].most, &value);
+    if (!*bad && numbers[k].whole != NULL && value != (double)(long)value)
+        *bad = report_complain("flag", flag, "needs a whole number");
+    if (!*bad && numbers[k].whole != NULL)
+        *numbers[k].whole = (long)value;
+    else if (!*bad)
+        *numbers[k].real = value;
+    return 1;
+}
+
 static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
 {
-    struct {
-        const char *name;
-        long *value;
-        double least, most;
-    } numbers[] = {{"--layers", &f->layers, 1, 1000},
-                   {"--heads", &f->heads, 1, 1000},
-                   {"--width", &f->width, 1, 65536},
-                   {"--context", &f->context, 1, 65536},
-                   {"--batch", &f->batch, 1, 65536},
-                   {"--micro", &f->micro, 1, 65536},
-                   {"--accum", &f->accum, 1, 1024},
-                   {"--steps", &f->steps, 1, 1e9},
-                   {"--seed", &f->seed, 0, 4e9},
-                   {"--ranks", &f->ranks, 1, 1024},
-                   {"--shard-size", &f->shard_size, 1, 65536},
-                   {"--every", &f->every, 1, 1e9},
-                   {"--until", &f->until, 1, 1e9},
-                   {"--local-steps", &f->local_steps, 1, 1e9},
-                   {"--chunks", &f->chunks, 2, 16}};
-    struct {
-        const char *name;
-        const char **value;
+    const struct {
+        const char *name, **value;
     } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
                  {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
                  {"--trace", &f->trace},         {"--save", &f->save},         {"--aggregator", &f->aggregator},
                  {"--compress", &f->compress},   {"--mesh", &f->mesh},         {"--schedule", &f->schedule}};
+    const struct {
+        const char *name;
+        int *value;
+    } switches[] = {
+        {"--quiet", &f->quiet}, {"--resume", &f->resume}, {"--sequence", &f->sequence}, {"--recompute", &f->recompute}};
+    size_t text_count = sizeof texts / sizeof texts[0], switch_count = sizeof switches / sizeof switches[0];
     for (int i = 1; i < argc; i++) {
-        size_t n = sizeof numbers / sizeof numbers[0], t = sizeof texts / sizeof texts[0], k;
-        double value;
-        for (k = 0; k < n && strcmp(argv[i], numbers[k].name) != 0; k++)
-            continue;
-        if (k < n) {
-            if (gpt_number(argv[i], argv[i + 1], numbers[k].least, numbers[k].most, &value) != 0)
+        size_t k = 0;
+        int bad = 0;
+        if (gpt_parse_number(f, argv[i], argv[i + 1], &bad)) {
+            if (bad)
                 return 1;
-            if (value != (double)(long)value)
-                return report_complain("flag", argv[i], "needs a whole number");
-            *numbers[k].value = (long)value;
             i++;
             continue;
         }
-        for (k = 0; k < t && strcmp(argv[i], texts[k].name) != 0; k++)
-            continue;
-        if (k < t && argv[i + 1] == NULL)
+        while (k < text_count && strcmp(argv[i], texts[k].name) != 0)
+            k++;
+        if (k < text_count && argv[i + 1] == NULL)
             return report_complain("flag", argv[i], "needs a value");
-        if (k < t)
+        if (k < text_count) {
             *texts[k].value = argv[++i];
-        else if (strcmp(argv[i], "--lr") == 0 || strcmp(argv[i], "--clip") == 0) {
-            if (gpt_number(argv[i], argv[i + 1], 0, 1000, argv[i][2] == 'l' ? &f->lr : &f->clip) != 0)
-                return 1;
-            i++;
-        } else if (strcmp(argv[i], "--quiet") == 0)
-            f->quiet = 1;
-        else if (strcmp(argv[i], "--resume") == 0)
-            f->resume = 1;
-        else if (strcmp(argv[i], "--sequence") == 0)
-            f->sequence = 1;
-        else if (strcmp(argv[i], "--recompute") == 0)
-            f->recompute = 1;
-        else
+            continue;
+        }
+        for (k = 0; k < switch_count && strcmp(argv[i], switches[k].name) != 0; k++)
+            continue;
+        if (k == switch_count)
             return report_complain("flag", argv[i], "is unknown; --help lists them");
+        *switches[k].value = 1;
     }
     return gpt_check_flags(f);
 }
