@@ -1,5 +1,5 @@
-/* The flags of train_gpt: their names, their bounds, what they are when they are not given. Define REPORT_PROGRAM, and
- * include dtrain.h first. */
+/* The flags of train_gpt, of which train_gpt_cuda has some: their names, their bounds, what they are when they are not
+ * given. Define REPORT_PROGRAM, and include dtrain.h first. */
 #ifndef GPT_FLAGS_H
 #define GPT_FLAGS_H
 
@@ -39,6 +39,12 @@ static inline int gpt_aggregates(const gpt_flags *f)
 static inline int gpt_counts(const gpt_flags *f)
 {
     return f->compress != NULL || (gpt_aggregates(f) && strcmp(f->aggregator, "ps") == 0);
+}
+
+/* After how many steps this run ends. */
+static inline long gpt_end_step(const gpt_flags *f)
+{
+    return f->until > 0 && f->until < f->steps ? f->until : f->steps;
 }
 
 /* Finds a word among those that a flag can have. */

@@ -18,7 +18,6 @@
 #include "dtrain.h"
 
 #include <ctype.h>
-#include <errno.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -27,23 +26,12 @@
 #include "gpt.h"
 #include "gpt_aggregate.h"
 #include "gpt_flags.h"
+#include "gpt_text.h"
+#include "gpt_job.h"
 #include "gpt_mesh.h"
 #include "gpt_save.h"
-#include "gpt_text.h"
 
 #define GPT_SAMPLE 200
-#define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
-
-typedef struct gpt_job {
-    gpt_flags flags;
-    unsigned char *text;
-    size_t text_bytes, train_bytes;
-    double *losses; /* [steps], of rank 0; saved with the model */
-    long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
-    report_file csv, svg;
-    dtrain_comm *world; /* of processes, when a launcher has started several; else NULL */
-    int world_size;     /* of them, or of threads */
-} gpt_job;
 
 static int64_t gpt_now_ns(void)
 {
@@ -83,42 +71,6 @@ static double gpt_micro_batches_held(const gpt_flags *f)
     if (f->recompute)
         return 1;
     return strcmp(f->schedule, "gpipe") == 0 || held > micro ? micro : held;
-}
-
-static const struct {
-    const char *name;
-    dtrain_strategy strategy;
-} gpt_strategies[] = {{"full", DTRAIN_FULL_SHARD},
-                      {"grad", DTRAIN_SHARD_GRAD_OP},
-                      {"none", DTRAIN_NO_SHARD},
-                      {"hybrid", DTRAIN_HYBRID_SHARD}};
-
-enum { GPT_STRATEGIES = sizeof gpt_strategies / sizeof gpt_strategies[0] };
-
-static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *flags, const char *strategy, int ranks)
-{
-    dtrain_fsdp_desc desc;
-    memset(&desc, 0, sizeof desc);
-    for (int i = 0; i < GPT_STRATEGIES; i++)
-        if (strcmp(strategy, gpt_strategies[i].name) == 0)
-            desc.strategy = gpt_strategies[i].strategy;
-    desc.shard_size = (int)flags->shard_size;
-    desc.gather_dtype = strcmp(flags->gather, "bf16") == 0  ? DTRAIN_BF16
-                        : strcmp(flags->gather, "f16") == 0 ? DTRAIN_F16
-                                                            : DTRAIN_F32;
-    desc.optimizer.kind = strcmp(flags->optimizer, "sgd") == 0 ? DTRAIN_SGD : DTRAIN_ADAMW;
-    desc.optimizer.weight_decay = desc.optimizer.kind == DTRAIN_ADAMW ? 0.1f : 0; /* coupled, it would outweigh g */
-    desc.optimizer.beta2 = 0.95f;
-    desc.optimizer.momentum = flags->compression.feedback.momentum > 0 ? 0 : 0.9f;
-    if (flags->compress != NULL && flags->aggregator == NULL && flags->local_steps == 0 &&
-        (desc.strategy == DTRAIN_NO_SHARD || desc.strategy == DTRAIN_HYBRID_SHARD))
-        desc.compress = &flags->compression;
-    if (desc.compress != NULL && flags->compression.kind == DTRAIN_COMPRESS_TOPK)
-        desc.bucket_bytes = SIZE_MAX; /* chosen among all, where by buckets it trains worse, but overlaps */
-    desc.micro_batches = (int)((flags->micro + ranks - 1) / ranks);
-    desc.keep_full_grads = gpt_aggregates(flags);
-    desc.trace_events = flags->trace != NULL ? GPT_TRACE_EVENTS : 0;
-    return desc;
 }
 
 /* Has the ranks train by themselves, from rank 0's weights. Blocking: a run gives the same bits every time. */
@@ -232,11 +184,6 @@ static dtrain_status gpt_micro_batch(gpt *m, const unsigned char *tokens, const 
     return status;
 }
 
-static void gpt_draw(const gpt_job *job, long step, long micro, unsigned char *tokens, unsigned char *targets)
-{
-    gpt_text_draw(&job->flags, job->text, job->train_bytes, step, micro, tokens, targets);
-}
-
 /* Loss over held-out sequences, dealt to the ranks and summed in their own order: the same on any number of ranks. */
 static dtrain_status gpt_validate(const gpt_job *job, gpt *m, dtrain_comm *world, double *loss)
 {
@@ -300,11 +247,6 @@ static dtrain_status gpt_sample(const gpt_job *job, gpt *m, int root)
         putchar('\n');
     free(window);
     return status;
-}
-
-static double gpt_mib(size_t bytes)
-{
-    return (double)bytes / (1 << 20);
 }
 
 static int gpt_keeps_full_weights(const dtrain_fsdp_desc *desc)
@@ -386,54 +328,6 @@ static void gpt_show(const gpt_job *job, const gpt_progress *progress, const gpt
     report_step(text, done, steps);
 }
 
-/* Writes a step's line of the CSV file. */
-static void gpt_write_line(const gpt_job *job, const gpt *m, long step, double loss, double lr, double norm)
-{
-    const dtrain_bucket *buckets;
-    size_t count = dtrain_fsdp_buckets(m->fsdp, &buckets);
-    uint64_t dense = 0, sent = 0;
-    for (size_t i = 0; i < count; i++) {
-        dense += buckets[i].dense_bytes;
-        sent += buckets[i].sent_bytes;
-    }
-    fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g", step + 1, loss, lr, norm);
-    if (gpt_counts(&job->flags))
-        fprintf(job->csv.file, ",%llu,%llu", (unsigned long long)dense, (unsigned long long)sent);
-    fputc('\n', job->csv.file);
-}
-
-/* What rank 0's gradients were in each bucket of the last step, and in all steps. */
-static void gpt_print_buckets(const gpt_job *job, const gpt *m, const dtrain_fsdp_stats *before,
-                              const dtrain_fsdp_stats *after)
-{
-    const dtrain_bucket *buckets;
-    size_t count = dtrain_fsdp_buckets(m->fsdp, &buckets);
-    if (job->flags.compress == NULL)
-        return;
-    for (size_t i = 0; i < count; i++)
-        printf("units %d to %d: %llu bytes sent of %llu, a %.1fth, in %.1f ms\n", buckets[i].first_unit,
-               buckets[i].last_unit, (unsigned long long)buckets[i].sent_bytes,
-               (unsigned long long)buckets[i].dense_bytes,
-               buckets[i].sent_bytes > 0 ? (double)buckets[i].dense_bytes / (double)buckets[i].sent_bytes : 1.0,
-               (double)buckets[i].ns * 1e-6);
-    printf("gradients with --compress %s: %.2f MiB sent, %.2f without\n", job->flags.compress,
-           gpt_mib((size_t)(after->sent_bytes - before->sent_bytes)),
-           gpt_mib((size_t)(after->dense_bytes - before->dense_bytes)));
-}
-
-/* The mean of a step's losses, of which each rank has its own; the same bits on all. */
-static dtrain_status gpt_mean_loss(const gpt_job *job, dtrain_comm *world, double *losses, double *loss)
-{
-    size_t micro = (size_t)job->flags.micro;
-    dtrain_status status = /* each sum has one term that is not zero */
-        dtrain_all_reduce(world, losses, losses, micro, DTRAIN_F64, DTRAIN_SUM);
-    *loss = 0;
-    for (size_t i = 0; i < micro; i++)
-        *loss += losses[i];
-    *loss /= (double)(micro * (size_t)(job->flags.batch * job->flags.context));
-    return status;
-}
-
 /* As gpt_step, with every rank's part of a model that is split further. */
 static dtrain_status gpt_step_on_mesh(gpt_job *job, gpt *m, dtrain_comm *world, long step, unsigned char *tokens,
                                       double *losses, float lr, double *loss, double *norm)
@@ -449,7 +343,7 @@ static dtrain_status gpt_step_on_mesh(gpt_job *job, gpt *m, dtrain_comm *world, 
     }
     dtrain_status status = gpt_mesh_micro_batches(mesh, losses + rank, ranks);
     if (status == DTRAIN_OK)
-        status = gpt_mean_loss(job, world, losses, loss);
+        status = gpt_mean_loss(&job->flags, world, losses, loss);
     if (status != DTRAIN_OK || !isfinite(*loss))
         return status;
     return gpt_mesh_update(mesh, (float)job->flags.clip, lr, norm);
@@ -484,8 +378,7 @@ static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long ste
     *loss /= (double)((m->local != NULL ? mine : micro) * BT);
     if (status != DTRAIN_OK || !isfinite(*loss))
         return status;
-    double clip = job->flags.compression.feedback.momentum > 0 ? 0 : job->flags.clip;
-    status = dtrain_fsdp_clip_grad_norm(m->fsdp, (float)clip, norm);
+    status = dtrain_fsdp_clip_grad_norm(m->fsdp, gpt_clip(&job->flags), norm);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_step(m->fsdp, lr);
     if (status == DTRAIN_OK && m->local != NULL) /* without sharding the optimizer's weights are those of the layers */
@@ -580,11 +473,8 @@ static dtrain_status gpt_finish(gpt_job *job, gpt *m, dtrain_comm *world, const 
                job->flags.local_steps, gpt_mib((size_t)rounds.sent_bytes), gpt_mib((size_t)rounds.dense_bytes),
                (double)rounds.dense_bytes / ((double)rounds.sent_bytes + 1e-9));
     if (!job->flags.quiet)
-        gpt_print_buckets(job, m, &progress->stats, &stats);
-    printf("result weights_sha256=");
-    for (int i = 0; i < 32; i++)
-        printf("%02x", digest[i]);
-    printf(" loss=%.6f val_loss=%.6f", loss, validation);
+        gpt_print_buckets(&job->flags, m->fsdp, &progress->stats, &stats);
+    gpt_print_result(digest, loss, validation);
     gpt_result(job, m, world, progress, &stats, seconds, blocked);
     return DTRAIN_OK;
 }
@@ -593,7 +483,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
                               long first, unsigned char *tokens, double *losses)
 {
     int root = dtrain_comm_rank(world) == 0;
-    long end = job->flags.until > 0 && job->flags.until < job->flags.steps ? job->flags.until : job->flags.steps;
+    long end = gpt_end_step(&job->flags);
     dtrain_schedule schedule = gpt_schedule(&job->flags);
     gpt_progress progress;
     double loss = first > 0 && root ? job->losses[first - 1] : 0, norm = 0;
@@ -619,7 +509,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
         if (status == DTRAIN_OK && root) {
             job->losses[step] = loss;
             if (job->csv.file != NULL)
-                gpt_write_line(job, m, step, loss, (double)lr, norm);
+                gpt_write_line(job, m->fsdp, step, loss, (double)lr, norm);
             gpt_show(job, &progress, m, world, step, loss, (double)lr, norm);
         }
         if (status == DTRAIN_OK)
@@ -671,12 +561,7 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
     return status;
 }
 
-/* ---- files ---- */
-
-static int gpt_read_text(gpt_job *job)
-{
-    return gpt_text_read(&job->flags, &job->text, &job->text_bytes, &job->train_bytes);
-}
+/* ---- the program ---- */
 
 /* Whether a mesh fits the ranks and the model; says what would. */
 static int gpt_settle_mesh(const gpt_job *job)
@@ -706,16 +591,9 @@ static int gpt_settle(gpt_job *job)
     dtrain_fsdp_desc desc;
     double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), needed;
     gpt model;
-    job->world_size = job->world != NULL ? dtrain_comm_size(job->world) : (int)f->ranks;
     int ranks = f->mesh != NULL ? f->mesh_sizes[GPT_DP] : job->world_size, parts = job->world_size / ranks;
-    if (f->accum > 0 && f->micro > 0 && f->micro != f->accum * ranks) {
-        fprintf(stderr, "train_gpt: flag --micro %ld: --accum %ld on %d ranks makes %ld: leave one of them out\n",
-                f->micro, f->accum, ranks, f->accum * ranks);
+    if (gpt_settle_micro(f, ranks) != 0)
         return 1;
-    }
-    f->micro = f->accum > 0 ? f->accum * ranks : f->micro > 0 ? f->micro : 8;
-    if (f->compression.feedback.momentum > 0) /* velocities are long: gradients are shortened before, on each rank */
-        f->compression.feedback.max_norm = (float)(f->clip * (double)(f->micro * f->batch * f->context));
     if (f->mesh != NULL && gpt_settle_mesh(job) != 0)
         return 1;
     if (f->local_steps > 0 && f->micro < job->world_size) {
@@ -738,77 +616,16 @@ static int gpt_settle(gpt_job *job)
     return 1;
 }
 
-/* Joins the group of processes that the environment describes, if it describes one. */
-static int gpt_join(gpt_job *job)
-{
-    dtrain_status status = dtrain_comm_create(&job->world, NULL);
-    if (status != DTRAIN_OK) {
-        fprintf(stderr, "train_gpt: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
-        return 1;
-    }
-    if (dtrain_comm_size(job->world) == 1) {
-        dtrain_comm_destroy(job->world);
-        job->world = NULL;
-    } else if (job->flags.ranks > 1)
-        return report_complain("flag", "--ranks", "is for threads; a launcher has started processes already");
-    return 0;
-}
-
-static int gpt_run(gpt_job *job)
-{
-    dtrain_status status =
-        job->world != NULL ? gpt_rank(job->world, job) : dtrain_run_threads((int)job->flags.ranks, gpt_rank, job, NULL);
-    if (status == DTRAIN_OK && job->diverged > 0)
-        fprintf(stderr, "train_gpt: the loss of step %ld is not finite: a lower --lr than %g may help\n", job->diverged,
-                job->flags.lr);
-    if (status == DTRAIN_OK)
-        return job->diverged > 0;
-    fprintf(stderr, "train_gpt: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
-    return 1;
-}
-
-static int gpt_open_outputs(gpt_job *job)
-{
-    if (dtrain_comm_rank(job->world) != 0)
-        return 0; /* rank 0 writes */
-    if (report_open(&job->csv, job->flags.csv) != 0 || report_open(&job->svg, job->flags.svg) != 0)
-        return 1;
-    if (job->flags.trace != NULL && report_try(job->flags.trace) != 0)
-        return 1;
-    if (report_same_file(&job->csv, &job->svg))
-        return report_complain("output", job->flags.svg, "is the file of --csv too");
-    job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
-    if (job->losses == NULL)
-        return report_complain("flag", "--steps", "needs more memory than there is");
-    if (fprintf(job->csv.file, "step,loss,lr,norm%s\n", gpt_counts(&job->flags) ? ",dense_bytes,sent_bytes" : "") < 0 ||
-        fflush(job->csv.file) != 0)
-        return report_complain("output", job->flags.csv, strerror(errno));
-    return 0;
-}
-
 static int gpt_main(int argc, char **argv)
 {
     gpt_job job;
-    int bad;
     memset(&job, 0, sizeof job);
     job.flags = gpt_defaults();
     if (argc == 2 && strcmp(argv[1], "--help") == 0)
         return gpt_help();
-    bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_join(&job) || gpt_settle(&job) ||
-          gpt_open_outputs(&job) || gpt_run(&job);
-    if (!bad && job.svg.file != NULL) {
-        report_draw_curve(job.svg.file, job.losses,
-                          job.flags.until > 0 && job.flags.until < job.flags.steps ? job.flags.until : job.flags.steps);
-        bad = report_close(&job.csv) | report_close(&job.svg);
-        if (fflush(stdout) != 0 || ferror(stdout))
-            bad = report_complain("output", "of the result", "could not be written");
-    }
-    report_discard(&job.csv);
-    report_discard(&job.svg);
-    dtrain_comm_destroy(job.world);
-    free(job.losses);
-    free(job.text);
-    return bad;
+    int bad = gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job) || gpt_join(&job) || gpt_settle(&job) ||
+              gpt_open_outputs(&job) || gpt_run(&job, gpt_rank);
+    return gpt_close(&job, bad);
 }
 
 #ifndef TRAIN_GPT_NO_MAIN

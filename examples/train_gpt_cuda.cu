@@ -22,22 +22,10 @@
 #include "gpt.h"
 #include "gpt_flags.h"
 #include "gpt_text.h"
+#include "gpt_job.h"
 #include "gpu_kernels.h"
 #include "gpu_trace.h"
 #include "gpt_cuda_layers.h"
-
-#define GPT_TRACE_EVENTS 100000 /* the last of rank 0's */
-
-typedef struct gpt_job {
-    gpt_flags flags;
-    int gpus;            /* that ranks compute on */
-    unsigned char *text; /* its first train_bytes are learned */
-    size_t text_bytes, train_bytes;
-    double *losses; /* [steps], of rank 0 */
-    long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
-    report_file csv, svg;
-    dtrain_comm *world; /* of processes, when a launcher has started several; else NULL */
-} gpt_job;
 
 /* A rank: its model, and what it computes a step from. Pinned memory is copied from and to while the CPU goes on. */
 typedef struct gpt_rank {
@@ -177,33 +165,11 @@ static int gpt_gpu_of(const gpt_job *job, dtrain_comm *world)
     return rank > 0 ? rank % job->gpus : 0;
 }
 
-/* As train_gpt's. */
-static dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *f, int ranks)
-{
-    dtrain_fsdp_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.strategy = strcmp(f->strategy, "full") == 0     ? DTRAIN_FULL_SHARD
-                    : strcmp(f->strategy, "grad") == 0   ? DTRAIN_SHARD_GRAD_OP
-                    : strcmp(f->strategy, "hybrid") == 0 ? DTRAIN_HYBRID_SHARD
-                                                         : DTRAIN_NO_SHARD;
-    desc.shard_size = (int)f->shard_size;
-    desc.gather_dtype = strcmp(f->gather, "bf16") == 0  ? DTRAIN_BF16
-                        : strcmp(f->gather, "f16") == 0 ? DTRAIN_F16
-                                                        : DTRAIN_F32;
-    desc.optimizer.kind = strcmp(f->optimizer, "sgd") == 0 ? DTRAIN_SGD : DTRAIN_ADAMW;
-    desc.optimizer.weight_decay = desc.optimizer.kind == DTRAIN_ADAMW ? 0.1f : 0;
-    desc.optimizer.beta2 = 0.95f;
-    desc.optimizer.momentum = 0.9f;
-    desc.micro_batches = (int)((f->micro + ranks - 1) / ranks);
-    desc.trace_events = f->trace != NULL ? GPT_TRACE_EVENTS : 0;
-    return desc;
-}
-
 /* Collective: every rank of world. */
 static dtrain_status gpt_rank_open(gpt_rank *r, const gpt_job *job, dtrain_comm *world)
 {
     const gpt_flags *f = &job->flags;
-    dtrain_fsdp_desc desc = gpt_fsdp_desc(f, dtrain_comm_size(world));
+    dtrain_fsdp_desc desc = gpt_fsdp_desc(f, f->strategy, dtrain_comm_size(world));
     memset(r, 0, sizeof *r);
     r->job = job;
     r->world = world;
@@ -316,31 +282,25 @@ static dtrain_status gpt_micro_batch(gpt_rank *r, size_t slot)
 /* Micro-batches are dealt in turn, all of a step's copied to the GPU at once. */
 static dtrain_status gpt_stage_step(gpt_rank *r, long step, size_t mine)
 {
-    const gpt_job *job = r->job;
     size_t BT = r->c.m.B * r->c.m.T, ranks = (size_t)dtrain_comm_size(r->world);
     for (size_t i = 0; i < mine; i++) {
-        gpt_text_draw(&job->flags, job->text, job->train_bytes, step,
-                      (long)(i * ranks + (size_t)dtrain_comm_rank(r->world)), r->drawn, r->drawn + BT);
+        gpt_draw(r->job, step, (long)(i * ranks + (size_t)dtrain_comm_rank(r->world)), r->drawn, r->drawn + BT);
         gpt_stage(r, i, r->drawn, r->drawn + BT, r->c.m.B);
     }
     return dtrain_device_copy(r->c.g.device, r->ids, r->staged, mine * r->each * sizeof(int32_t));
 }
 
-/* The mean over all ranks' tokens, the same bits everywhere; waits for the GPU. */
-static dtrain_status gpt_mean_loss(gpt_rank *r, size_t mine, double *loss)
+/* The mean over all ranks' tokens; waits for the GPU. */
+static dtrain_status gpt_step_loss(gpt_rank *r, size_t mine, double *loss)
 {
     size_t micro = (size_t)r->job->flags.micro, ranks = (size_t)dtrain_comm_size(r->world);
     dtrain_status status = dtrain_device_wait(r->c.g.device);
+    if (status != DTRAIN_OK)
+        return status;
     memset(r->step_losses, 0, micro * sizeof(double));
     for (size_t i = 0; i < mine; i++)
         r->step_losses[i * ranks + (size_t)dtrain_comm_rank(r->world)] = r->seen[i];
-    if (status == DTRAIN_OK) /* each sum has one term that is not zero */
-        status = dtrain_all_reduce(r->world, r->step_losses, r->step_losses, micro, DTRAIN_F64, DTRAIN_SUM);
-    *loss = 0;
-    for (size_t i = 0; i < micro; i++)
-        *loss += r->step_losses[i];
-    *loss /= (double)(micro * r->c.m.B * r->c.m.T);
-    return status;
+    return gpt_mean_loss(&r->job->flags, r->world, r->step_losses, loss);
 }
 
 /* One step on one rank. Where the loss is not finite nothing is applied. */
@@ -358,9 +318,9 @@ static dtrain_status gpt_step(gpt_rank *r, long step, float lr, double *loss, do
     if (status == DTRAIN_OK)
         status = dtrain_device_copy(r->c.g.device, r->seen, r->losses, mine * sizeof(double));
     if (status == DTRAIN_OK)
-        status = dtrain_fsdp_clip_grad_norm(r->c.m.fsdp, (float)r->job->flags.clip, norm);
+        status = dtrain_fsdp_clip_grad_norm(r->c.m.fsdp, gpt_clip(&r->job->flags), norm);
     if (status == DTRAIN_OK)
-        status = gpt_mean_loss(r, mine, loss);
+        status = gpt_step_loss(r, mine, loss);
     return status == DTRAIN_OK && isfinite(*loss) ? dtrain_fsdp_step(r->c.m.fsdp, lr) : status;
 }
 
@@ -422,14 +382,15 @@ static dtrain_status gpt_digest(gpt_rank *r, unsigned char digest[32])
     return status;
 }
 
-static void gpt_show(const gpt_job *job, int64_t started_ns, long step, double loss, float lr, double norm)
+static void gpt_show(const gpt_job *job, const dtrain_fsdp *fsdp, int64_t started_ns, long step, double loss, float lr,
+                     double norm)
 {
     long steps = job->flags.steps, done = step + 1;
     double seconds = (double)(gpu_now_ns() - started_ns) * 1e-9 + 1e-9;
     double tokens = (double)done * (double)(job->flags.micro * job->flags.batch * job->flags.context);
     char text[256];
     job->losses[step] = loss;
-    fprintf(job->csv.file, "%ld,%.9g,%.9g,%.9g\n", done, loss, (double)lr, norm);
+    gpt_write_line(job, fsdp, step, loss, (double)lr, norm);
     if (job->flags.quiet)
         return;
     snprintf(text, sizeof text, "%ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s left %.0f s", done, steps, loss,
@@ -452,11 +413,8 @@ static dtrain_status gpt_finish(gpt_rank *r, double seconds, double loss)
         status = gpu_trace_add(&r->trace, &r->c.g, f->trace);
     if (status != DTRAIN_OK || dtrain_comm_rank(r->world) != 0)
         return status;
-    printf("result weights_sha256=");
-    for (int i = 0; i < 32; i++)
-        printf("%02x", digest[i]);
-    printf(" loss=%.6f val_loss=%.6f tokens_per_s=%.0f device=%s\n", loss, validation, tokens / seconds,
-           dtrain_device_name(r->c.g.device));
+    gpt_print_result(digest, loss, validation);
+    printf(" tokens_per_s=%.0f device=%s\n", tokens / seconds, dtrain_device_name(r->c.g.device));
     return status;
 }
 
@@ -476,7 +434,7 @@ static dtrain_status gpt_train(gpt_rank *r, gpt_job *job)
             return DTRAIN_OK;
         }
         if (status == DTRAIN_OK && root)
-            gpt_show(job, started_ns, step, loss, lr, norm);
+            gpt_show(job, r->c.m.fsdp, started_ns, step, loss, lr, norm);
     }
     return status == DTRAIN_OK ? gpt_finish(r, (double)(gpu_now_ns() - started_ns) * 1e-9, loss) : status;
 }
@@ -542,54 +500,6 @@ static int gpt_check_program(const gpt_flags *f)
     return 0;
 }
 
-/* Joins the group of processes that the environment describes, if it describes one. */
-static int gpt_join(gpt_job *job)
-{
-    if (dtrain_comm_create(&job->world, NULL) != DTRAIN_OK)
-        return report_complain("group", "of processes", dtrain_last_error());
-    if (dtrain_comm_size(job->world) == 1) {
-        dtrain_comm_destroy(job->world);
-        job->world = NULL;
-    } else if (job->flags.ranks > 1)
-        return report_complain("flag", "--ranks", "is for threads; a launcher has started processes already");
-    int ranks = job->world != NULL ? dtrain_comm_size(job->world) : (int)job->flags.ranks;
-    if (job->flags.accum > 0)
-        job->flags.micro = job->flags.accum * ranks;
-    job->flags.micro = job->flags.micro > 0 ? job->flags.micro : 8;
-    return 0;
-}
-
-static int gpt_open_outputs(gpt_job *job)
-{
-    if (dtrain_comm_rank(job->world) != 0)
-        return 0; /* rank 0 writes */
-    if (report_open(&job->csv, job->flags.csv) != 0 || report_open(&job->svg, job->flags.svg) != 0)
-        return 1;
-    if (job->flags.trace != NULL && report_try(job->flags.trace) != 0)
-        return 1;
-    if (report_same_file(&job->csv, &job->svg))
-        return report_complain("output", job->flags.svg, "is the file of --csv too");
-    job->losses = (double *)calloc((size_t)job->flags.steps, sizeof(double));
-    if (job->losses == NULL)
-        return report_complain("flag", "--steps", "needs more memory than there is");
-    if (fprintf(job->csv.file, "step,loss,lr,norm\n") < 0)
-        return report_complain("output", job->flags.csv, strerror(errno));
-    return 0;
-}
-
-static int gpt_run(gpt_job *job)
-{
-    dtrain_status status = job->world != NULL ? gpt_run_rank(job->world, job)
-                                              : dtrain_run_threads((int)job->flags.ranks, gpt_run_rank, job, NULL);
-    if (status == DTRAIN_OK && job->diverged > 0)
-        fprintf(stderr, "train_gpt_cuda: the loss of step %ld is not finite: a lower --lr than %g may help\n",
-                job->diverged, job->flags.lr);
-    if (status == DTRAIN_OK)
-        return job->diverged > 0;
-    fprintf(stderr, "train_gpt_cuda: %s: %s\n", dtrain_status_name(status), dtrain_last_error());
-    return 1;
-}
-
 int main(int argc, char **argv)
 {
     gpt_job job;
@@ -600,22 +510,13 @@ int main(int argc, char **argv)
     if (argc == 2 && strcmp(argv[1], "--help") == 0)
         return gpt_cuda_help();
     int bad = gpt_find_gpus(&job, &argc, argv) || gpt_parse(&job.flags, argc, argv) || gpt_check_program(&job.flags) ||
-              gpt_text_read(&job.flags, &job.text, &job.text_bytes, &job.train_bytes) || gpt_join(&job) ||
-              gpt_open_outputs(&job) || gpt_run(&job);
-    if (!bad && job.svg.file != NULL) {
-        report_draw_curve(job.svg.file, job.losses, job.flags.steps);
-        bad = report_close(&job.csv) | report_close(&job.svg);
-    }
-    report_discard(&job.csv);
-    report_discard(&job.svg);
-    dtrain_comm_destroy(job.world);
-    free(job.losses);
-    free(job.text);
-    return bad;
+              gpt_read_text(&job) || gpt_join(&job) || gpt_settle_micro(&job.flags, job.world_size) ||
+              gpt_open_outputs(&job) || gpt_run(&job, gpt_run_rank);
+    return gpt_close(&job, bad);
 }
 
-/* The result of train_gpt_cuda_emulated --ranks 2 --steps 50 --text src/train/train.h, but for its hash and speed, and of
- * train_gpt with the same flags:
+/* The result of train_gpt_cuda_emulated --ranks 2 --steps 50 --text src/train/train.h, but for its hash and speed, and
+ * of train_gpt with the same flags:
  *
  * loss=2.706722 val_loss=2.667903
  */

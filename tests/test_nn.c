@@ -631,7 +631,7 @@ static void first_steps_check(const char *optimizer, double lr)
     job.flags.lr = lr;
     alone_create(&a, &job.flags);
     ref_train(&job, &a, expected);
-    CHECK_EQ(gpt_run(&job), 0);
+    CHECK_EQ(gpt_run(&job, gpt_rank), 0);
     for (int i = 0; i < 20; i++)
         off = fabs(job.losses[i] - expected[i]) > off ? fabs(job.losses[i] - expected[i]) : off;
     if (!(off < 1e-4))
