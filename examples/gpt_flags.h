@@ -276,10 +276,11 @@ static inline gpt_flags gpt_defaults(void)
     return f;
 }
 
-static inline int gpt_help(void)
+/* Prints what the program is, and the flags that both programs have. */
+static inline void gpt_help_alike(const char *program)
 {
+    puts(program);
     puts(
-        "train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.\n"
         "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
         "  --batch 8        sequences a micro-batch\n"
         "  --micro 8        micro-batches a step, over all ranks together\n"
@@ -288,26 +289,33 @@ static inline int gpt_help(void)
         "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
         "                   parameters as well; these among every --shard-size 2 ranks\n"
         "  --gather f32|bf16|f16   how parameters travel\n"
-        "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
-        "                   parameter server on rank 0, through which rounds of --local-steps go as well\n"
+        "  --ranks 1        threads that share the work\n"
+        "  --text dtrain.h  what to learn; its last tenth is held out\n"
+        "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
+        "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy; but on as many\n"
+        "                   where each keeps something of its own, as with --compress\n"
+        "  --until N        stops after step N of --steps\n"
+        "  --quiet          only the result");
+}
+
+static inline int gpt_help(void)
+{
+    gpt_help_alike(
+        "train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.");
+    puts(
+        "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
         "  --compress topk:0.01|int8|fp8|bf16|f16|sign|powersgd:4   how gradients travel, with feedback unless\n"
         "                   :nofeedback follows; as they are without it. Under --optimizer sgd, top-k with feedback\n"
         "                   takes the momentum of 0.9 over\n"
-        "  --ranks 1        threads that share the work\n"
-        "  --text dtrain.h  what to learn; its last tenth is held out\n"
-        "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
-        "  --save DIR --every 50   checkpoints in DIR, each so many steps and at the end; two are kept\n"
-        "  --resume         goes on from the newest in DIR, on any number of ranks, with any strategy; but with\n"
-        "                   --compress, --aggregator or --local-steps on as many ranks\n"
-        "  --until N        stops after step N of --steps\n"
+        "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
+        "                   parameter server on rank 0, through which rounds of --local-steps go as well\n"
         "  --local-steps H  each rank trains by itself; all average every H steps (DiLoCo)\n"
         "  --mesh dp=2,pp=2,tp=2   ranks as data parallel x stages of a pipeline x parts of each layer; the\n"
         "                   strategy is over the first. No sample is printed\n"
         "  --schedule 1f1b|gpipe|interleaved|zb   order of a pipeline's micro-batches; --chunks 2 a rank, interleaved\n"
         "  --sequence       splits by rows what tensor parallelism leaves whole\n"
         "  --recompute      blocks keep their input alone, and run twice\n"
-        "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto\n"
-        "  --quiet          only the result");
+        "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto");
     return 0;
 }
 

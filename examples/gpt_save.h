@@ -1,6 +1,6 @@
-/* train_gpt --save: the model, its optimizer and the losses so far, in checkpoints that any number of ranks goes on
- * from; and what compression, an aggregator or rounds keep besides, which as many ranks go on from. Include dtrain.h,
- * gpt.h, gpt_aggregate.h and gpt_flags.h first. */
+/* --save of train_gpt and train_gpt_cuda: the model, its optimizer and the losses so far, in checkpoints that any
+ * number of ranks goes on from; and what compression, an aggregator or rounds keep besides, which as many ranks go on
+ * from. Include dtrain.h, gpt.h, gpt_aggregate.h and gpt_flags.h first. */
 #ifndef GPT_SAVE_H
 #define GPT_SAVE_H
 
@@ -9,8 +9,8 @@
 #include <string.h>
 
 typedef struct gpt_saver {
-    dtrain_checkpoint *ckpt; /* NULL: nothing is saved */
-    dtrain_checkpoint_state state;
+    dtrain_checkpoint *ckpt;       /* NULL: nothing is saved */
+    dtrain_checkpoint_state state; /* fsdps and fsdp_count are the program's: of a model that is split further */
     /* What is saved beside the model: first the losses, which rank 0 has. */
     dtrain_piece *pieces;
     char (*names)[48];
@@ -21,7 +21,7 @@ typedef struct gpt_saver {
     char ranks_text[16];
 } gpt_saver;
 
-/* Adds something that each rank has of its own, or makes room; returns whether there was memory. */
+/* Adds something that each rank has of its own, on the CPU; returns whether there was memory. */
 static inline int gpt_saver_add(gpt_saver *saver, dtrain_comm *world, const char *name, int number, void *data,
                                 dtrain_dtype dtype, size_t count)
 {
@@ -49,16 +49,19 @@ static inline int gpt_saver_add(gpt_saver *saver, dtrain_comm *world, const char
     return 1;
 }
 
-/* Adds what a state of compression keeps. */
+/* Adds what a state of compression keeps: on a device the step alone is the CPU's. */
 static inline int gpt_saver_add_compressed(gpt_saver *saver, dtrain_comm *world, dtrain_compressed *compressed,
-                                           int number)
+                                           dtrain_device *device, int number)
 {
     const char *name;
     float *data;
     size_t count;
     int good = 1;
-    for (int i = 0; good && dtrain_compressed_state(compressed, i, &name, &data, &count); i++)
+    for (int i = 0; good && dtrain_compressed_state(compressed, i, &name, &data, &count); i++) {
         good = gpt_saver_add(saver, world, name, number, data, DTRAIN_F32, count);
+        if (good && strcmp(name, "step") != 0)
+            saver->pieces[saver->count - 1].device = device;
+    }
     return good;
 }
 
@@ -73,10 +76,10 @@ static inline int gpt_saver_collect(gpt_saver *saver, gpt *m, dtrain_comm *world
     size_t count = 0;
     int good = 1;
     for (int i = 0; good && (compressed = dtrain_fsdp_compression(m->fsdp, (size_t)i)) != NULL; i++)
-        good = gpt_saver_add_compressed(saver, world, compressed, i);
+        good = gpt_saver_add_compressed(saver, world, compressed, m->table[0].device, i);
     for (int i = 0;
          good && a != NULL && (compressed = dtrain_aggregator_compression(&a->aggregator, (size_t)i)) != NULL; i++)
-        good = gpt_saver_add_compressed(saver, world, compressed, i);
+        good = gpt_saver_add_compressed(saver, world, compressed, NULL, i);
     float *residual = a != NULL ? dtrain_server_residual(a->server, &count) : NULL;
     if (good && residual != NULL)
         good = gpt_saver_add(saver, world, "residual", 0, residual, DTRAIN_F32, count);
@@ -102,7 +105,7 @@ static inline dtrain_status gpt_saver_agree(dtrain_comm *world, dtrain_status mi
     dtrain_status status = dtrain_all_reduce(world, &after, &after, 1, DTRAIN_U64, DTRAIN_MIN);
     *step = after - 1;
     if (status == DTRAIN_OK && mine == DTRAIN_OK && after == 0) {
-        fprintf(stderr, "train_gpt: another rank has no checkpoint to go on from\n");
+        fprintf(stderr, REPORT_PROGRAM ": another rank has no checkpoint to go on from\n");
         return DTRAIN_ERR_INVALID;
     }
     return mine != DTRAIN_OK ? mine : status;
@@ -113,11 +116,11 @@ static inline dtrain_status gpt_saver_check(const gpt_saver *saver, const gpt_fl
 {
     const char *ranks = dtrain_checkpoint_value(saver->ckpt, "ranks", NULL);
     if (ranks != NULL && strcmp(ranks, saver->ranks_text) != 0) {
-        fprintf(stderr, "train_gpt: the checkpoint is of %s ranks, and goes on with as many\n", ranks);
+        fprintf(stderr, REPORT_PROGRAM ": the checkpoint is of %s ranks, and goes on with as many\n", ranks);
         return DTRAIN_ERR_INVALID;
     }
     if (saver->state.seed != (uint64_t)flags->seed)
-        fprintf(stderr, "train_gpt: the checkpoint is of --seed %llu: other examples follow\n",
+        fprintf(stderr, REPORT_PROGRAM ": the checkpoint is of --seed %llu: other examples follow\n",
                 (unsigned long long)saver->state.seed);
     return DTRAIN_OK;
 }
@@ -138,7 +141,7 @@ static inline dtrain_status gpt_saver_resume(gpt_saver *saver, const gpt_flags *
     if (status != DTRAIN_OK)
         return status;
     if (exact.step > (uint64_t)flags->steps) {
-        fprintf(stderr, "train_gpt: the checkpoint is of step %llu: --steps %ld is fewer\n",
+        fprintf(stderr, REPORT_PROGRAM ": the checkpoint is of step %llu: --steps %ld is fewer\n",
                 (unsigned long long)exact.step, flags->steps);
         return DTRAIN_ERR_INVALID;
     }
@@ -147,12 +150,12 @@ static inline dtrain_status gpt_saver_resume(gpt_saver *saver, const gpt_flags *
     return status == DTRAIN_OK ? gpt_saver_check(saver, flags) : status;
 }
 
-/* Collective. Makes the checkpointer, and with --resume goes on from the newest checkpoint; *step: where. */
+/* Collective. Makes the checkpointer, and with --resume goes on from the newest checkpoint; *step: where. saver: zeroes
+ * but what is the program's. */
 static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *flags, double *losses, gpt *m,
                                            dtrain_comm *world, long *step)
 {
     dtrain_checkpoint_desc desc;
-    memset(saver, 0, sizeof *saver);
     memset(&desc, 0, sizeof desc);
     if (flags->save == NULL)
         return DTRAIN_OK;
@@ -162,7 +165,7 @@ static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *fl
     int length =
         snprintf(saver->directory, sizeof saver->directory, "%s/rank-%d", flags->save, dtrain_comm_rank(world));
     if (saver->apart && length >= (int)sizeof saver->directory) {
-        fprintf(stderr, "train_gpt: --save %.100s...: its path is too long\n", flags->save);
+        fprintf(stderr, REPORT_PROGRAM ": --save %.100s...: its path is too long\n", flags->save);
         return DTRAIN_ERR_INVALID;
     }
     snprintf(saver->ranks_text, sizeof saver->ranks_text, "%d", dtrain_comm_size(world));
@@ -181,9 +184,7 @@ static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *fl
         return DTRAIN_ERR_MEMORY;
     for (size_t i = 0; i < saver->count; i++)
         saver->pieces[i].name = saver->names[i];
-    saver->state.fsdp = m->mesh == NULL ? m->fsdp : NULL;
-    saver->state.fsdps = m->mesh != NULL ? m->mesh->fsdps : NULL;
-    saver->state.fsdp_count = m->mesh != NULL ? (size_t)m->mesh->count : 0;
+    saver->state.fsdp = saver->state.fsdp_count == 0 ? m->fsdp : NULL;
     saver->state.values = &saver->ranks;
     saver->state.value_count = (size_t)saver->apart;
     status = dtrain_checkpoint_create(&saver->ckpt, owners, &desc);

@@ -547,6 +547,10 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
         status = dtrain_tensor_create(&tokens, DTRAIN_U8, 1, &bytes, allocator);
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&losses, DTRAIN_F64, 1, &micro, allocator);
+    if (job->flags.mesh != NULL) {
+        saver.state.fsdps = mesh.fsdps;
+        saver.state.fsdp_count = (size_t)mesh.count;
+    }
     if (status == DTRAIN_OK)
         status = gpt_saver_open(&saver, &job->flags, job->losses, &model, world, &first);
     if (status == DTRAIN_OK)

@@ -8,7 +8,7 @@
  *
  * Rank r computes on GPU r modulo the number of GPUs, of those that --gpus N leaves. With a power of two of
  * micro-batches, 1, 2, 4 and 8 ranks end with the same weights, bit for bit, as does every run. The last line compiles
- * it as C, its GPUs emulated.
+ * it as C, its GPUs emulated. Checkpoints of --save are train_gpt's: either program goes on from the other's.
  */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -20,9 +20,11 @@
 
 #define REPORT_PROGRAM "train_gpt_cuda"
 #include "gpt.h"
+#include "gpt_aggregate.h"
 #include "gpt_flags.h"
 #include "gpt_text.h"
 #include "gpt_job.h"
+#include "gpt_save.h"
 #include "gpu_kernels.h"
 #include "gpu_trace.h"
 #include "gpt_cuda_layers.h"
@@ -382,27 +384,40 @@ static dtrain_status gpt_digest(gpt_rank *r, unsigned char digest[32])
     return status;
 }
 
-static void gpt_show(const gpt_job *job, const dtrain_fsdp *fsdp, int64_t started_ns, long step, double loss, float lr,
-                     double norm)
+/* When training began, and with which step, counted from 0. */
+typedef struct gpt_progress {
+    int64_t started_ns;
+    long first;
+    dtrain_fsdp_stats stats;
+} gpt_progress;
+
+static double gpt_tokens(const gpt_flags *f, const gpt_progress *progress, long done)
 {
-    long steps = job->flags.steps, done = step + 1;
-    double seconds = (double)(gpu_now_ns() - started_ns) * 1e-9 + 1e-9;
-    double tokens = (double)done * (double)(job->flags.micro * job->flags.batch * job->flags.context);
+    return (double)(done - progress->first) * (double)(f->micro * f->batch * f->context);
+}
+
+static void gpt_show(const gpt_rank *r, const gpt_progress *progress, long step, double loss, float lr, double norm)
+{
+    const gpt_flags *f = &r->job->flags;
+    long done = step + 1;
+    double seconds = (double)(gpu_now_ns() - progress->started_ns) * 1e-9 + 1e-9;
     char text[256];
-    job->losses[step] = loss;
-    gpt_write_line(job, fsdp, step, loss, (double)lr, norm);
-    if (job->flags.quiet)
+    r->job->losses[step] = loss;
+    gpt_write_line(r->job, r->c.m.fsdp, step, loss, (double)lr, norm);
+    if (f->quiet)
         return;
-    snprintf(text, sizeof text, "%ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s left %.0f s", done, steps, loss,
-             (double)lr, norm, tokens / seconds, seconds / (double)done * (double)(steps - done));
-    report_step(text, done, steps);
+    snprintf(text, sizeof text, "%ld/%ld loss %.4f lr %.2e norm %.3f %.0f tokens/s left %.0f s", done, f->steps, loss,
+             (double)lr, norm, gpt_tokens(f, progress, done) / seconds,
+             seconds / (double)(done - progress->first) * (double)(f->steps - done));
+    report_step(text, done, f->steps);
 }
 
 /* After training: validates, compares copies and prints the result. */
-static dtrain_status gpt_finish(gpt_rank *r, double seconds, double loss)
+static dtrain_status gpt_finish(gpt_rank *r, const gpt_progress *progress, double loss)
 {
     const gpt_flags *f = &r->job->flags;
-    double validation = 0, tokens = (double)f->steps * (double)(f->micro * f->batch * f->context);
+    double validation = 0, seconds = (double)(gpu_now_ns() - progress->started_ns) * 1e-9;
+    dtrain_fsdp_stats stats = dtrain_fsdp_get_stats(r->c.m.fsdp);
     unsigned char digest[32];
     dtrain_status status = gpt_validate(r, &validation);
     if (status == DTRAIN_OK)
@@ -413,19 +428,24 @@ static dtrain_status gpt_finish(gpt_rank *r, double seconds, double loss)
         status = gpu_trace_add(&r->trace, &r->c.g, f->trace);
     if (status != DTRAIN_OK || dtrain_comm_rank(r->world) != 0)
         return status;
+    if (!f->quiet)
+        gpt_print_buckets(f, r->c.m.fsdp, &progress->stats, &stats);
     gpt_print_result(digest, loss, validation);
-    printf(" tokens_per_s=%.0f device=%s\n", tokens / seconds, dtrain_device_name(r->c.g.device));
+    printf(" tokens_per_s=%.0f device=%s\n", gpt_tokens(f, progress, gpt_end_step(f)) / seconds,
+           dtrain_device_name(r->c.g.device));
     return status;
 }
 
-static dtrain_status gpt_train(gpt_rank *r, gpt_job *job)
+/* first: the step, counted from 0, to begin with. */
+static dtrain_status gpt_train(gpt_rank *r, gpt_job *job, gpt_saver *saver, long first)
 {
     int root = dtrain_comm_rank(r->world) == 0;
+    long end = gpt_end_step(&job->flags);
     dtrain_schedule schedule = gpt_schedule(&job->flags);
-    int64_t started_ns = gpu_now_ns();
-    double loss = 0, norm = 0;
+    gpt_progress progress = {gpu_now_ns(), first, dtrain_fsdp_get_stats(r->c.m.fsdp)};
+    double loss = first > 0 && root ? job->losses[first - 1] : 0, norm = 0;
     dtrain_status status = DTRAIN_OK;
-    for (long step = 0; step < job->flags.steps && status == DTRAIN_OK; step++) {
+    for (long step = first; step < end && status == DTRAIN_OK; step++) {
         float lr = dtrain_schedule_lr(&schedule, (uint64_t)step);
         status = gpt_step(r, step, lr, &loss, &norm);
         if (status == DTRAIN_OK && !isfinite(loss)) { /* the same on every rank: all leave here */
@@ -434,18 +454,26 @@ static dtrain_status gpt_train(gpt_rank *r, gpt_job *job)
             return DTRAIN_OK;
         }
         if (status == DTRAIN_OK && root)
-            gpt_show(job, r->c.m.fsdp, started_ns, step, loss, lr, norm);
+            gpt_show(r, &progress, step, loss, lr, norm);
+        if (status == DTRAIN_OK)
+            status = gpt_saver_step(saver, &job->flags, &r->c.m, r->world, step + 1, end);
     }
-    return status == DTRAIN_OK ? gpt_finish(r, (double)(gpu_now_ns() - started_ns) * 1e-9, loss) : status;
+    return status == DTRAIN_OK ? gpt_finish(r, &progress, loss) : status;
 }
 
 static dtrain_status gpt_run_rank(dtrain_comm *world, void *user)
 {
     gpt_job *job = (gpt_job *)user;
     gpt_rank rank;
+    gpt_saver saver;
+    long first = 0;
+    memset(&saver, 0, sizeof saver);
     dtrain_status status = gpt_rank_open(&rank, job, world);
     if (status == DTRAIN_OK)
-        status = gpt_train(&rank, job);
+        status = gpt_saver_open(&saver, &job->flags, job->losses, &rank.c.m, world, &first);
+    if (status == DTRAIN_OK)
+        status = gpt_train(&rank, job, &saver, first);
+    gpt_saver_close(&saver);
     gpt_rank_close(&rank);
     return status;
 }
@@ -454,19 +482,13 @@ static dtrain_status gpt_run_rank(dtrain_comm *world, void *user)
 
 static int gpt_cuda_help(void)
 {
-    puts("train_gpt_cuda trains train_gpt's model on GPUs, by threads, or by the processes that dtrun starts.\n"
-         "  --layers 4 --heads 4 --width 128 --context 128   the model\n"
-         "  --batch 8 --micro 8   sequences a micro-batch; micro-batches a step, over all ranks together\n"
-         "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
-         "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
-         "                   parameters as well; these among every --shard-size 2 ranks\n"
-         "  --gather f32|bf16|f16   how parameters travel\n"
-         "  --ranks 1        threads that share the work\n"
-         "  --gpus N         the first N GPUs alone; ranks are dealt to them in turn\n"
-         "  --text dtrain.h  what to learn; its last tenth is held out\n"
+    gpt_help_alike(
+        "train_gpt_cuda trains train_gpt's model on GPUs, by threads, or by the processes that dtrun starts.");
+    puts("  --gpus N         the first N GPUs alone; ranks are dealt to them in turn\n"
          "  --csv build/train_gpt_cuda.csv --svg build/train_gpt_cuda.svg   the loss of each step\n"
-         "  --trace FILE     when rank 0 gathered, reduced and waited, and its GPU computed, for Perfetto\n"
-         "  --quiet          only the result");
+         "  --compress topk:0.01|int8|fp8|bf16|f16   how gradients travel, as train_gpt's; top-k under --optimizer\n"
+         "                   sgd needs --clip 0, or :nofeedback\n"
+         "  --trace FILE     when rank 0 gathered, reduced and waited, and its GPU computed, for Perfetto");
     return 0;
 }
 
@@ -494,8 +516,7 @@ static int gpt_find_gpus(gpt_job *job, int *argc, char **argv)
 /* What train_gpt has beyond this program. */
 static int gpt_check_program(const gpt_flags *f)
 {
-    if (f->mesh != NULL || f->aggregator != NULL || f->local_steps > 0 || f->compress != NULL || f->save != NULL ||
-        f->until > 0)
+    if (f->mesh != NULL || f->aggregator != NULL || f->local_steps > 0)
         return report_complain("flag", "of train_gpt's", "is not one of --help's here");
     return 0;
 }

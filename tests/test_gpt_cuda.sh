@@ -1,7 +1,8 @@
 #!/bin/sh
 # Trains train_gpt_cuda with its GPUs emulated, as C: to the losses of train_gpt, and to the same weights from run to
 # run, on any number of ranks, in threads and processes, on one GPU and on two. GPT_CUDA=build/train_gpt_cuda, as nvcc
-# has made it: the same on GPUs, as `make test-cuda` does. Ends with "N passed, N failed".
+# has made it: the same on GPUs, as `make test-cuda` does. Stops it and goes on, also from and with train_gpt. Ends with
+# "N passed, N failed".
 cd "$(dirname "$0")/.." || exit 1
 unset MAKEFLAGS MFLAGS MAKELEVEL # a make of its own, also below make
 mkdir -p build
@@ -86,6 +87,65 @@ for strategy in none full; do
     same_weights "$dir/first" "$dir/ranks"
     check $? "two processes end with the same weights under --strategy $strategy"
 done
+# Stopped after 3 steps of 6, and resumed.
+going="--steps 6 --save $dir/copy --resume"
+copy() { rm -rf "$dir/copy" && cp -r "$1" "$dir/copy"; }
+resumed_losses() { # csv of 6 steps: its last 3 losses are those of the run that was resumed
+    tail -n +5 "$1" >"$dir/last"
+    tail -n +2 "$dir/csv" | paste -d, "$dir/last" - | awk -F, '
+        { n++; bad += $1 != $5 || !($2 > 0 && $2 - $6 < 1e-5 && $6 - $2 < 1e-5) }
+        END { exit !(n == 3 && bad == 0) }'
+}
+
+train whole 2 --steps 6 --strategy full
+cp "$dir/csv" "$dir/whole_csv"
+train stopped 2 --steps 6 --strategy full --save "$dir/run" --every 2 --until 3
+for how in "2 full" "4 hybrid" "1 none"; do
+    set -- $how
+    copy "$dir/run"
+    train resumed $1 $going --strategy $2
+    same_weights "$dir/whole" "$dir/resumed" && ! same_weights "$dir/whole" "$dir/stopped" &&
+        resumed_losses "$dir/whole_csv"
+    check $? "resumed on $1 threads under --strategy $2 it ends with the same weights and losses"
+done
+copy "$dir/run"
+timeout $limit build/dtrun -n 2 $program $small $going --strategy grad --csv "$dir/csv" >"$dir/resumed" 2>"$dir/log"
+same_weights "$dir/whole" "$dir/resumed"
+check $? so_it_does_on_two_processes
+! train none 2 --steps 5 --save "$dir/copy" --resume &&
+    grep -q 'train_gpt_cuda: the checkpoint is of step 6: --steps 5 is fewer' "$dir/log"
+check $? a_run_is_not_shortened
+
+cpu() { build/train_gpt $small --csv "$dir/csv" --steps 6 "$@" 2>"$dir/log"; }
+copy "$dir/run"
+cpu --ranks 3 --strategy grad --save "$dir/copy" --resume --until 3 >"$dir/resumed"
+same_weights "$dir/stopped" "$dir/resumed"
+check $? train_gpt_loads_its_weights
+cpu --ranks 3 --strategy grad --save "$dir/copy" --resume >"$dir/resumed"
+resumed_losses "$dir/whole_csv"
+check $? train_gpt_goes_on_from_it_with_the_same_losses
+
+cpu --ranks 1 >"$dir/whole" && cp "$dir/csv" "$dir/whole_csv"
+cpu --ranks 4 --strategy full --save "$dir/cpu_run" --until 3 >"$dir/stopped"
+copy "$dir/cpu_run"
+train resumed 2 $going --strategy none --until 3
+same_weights "$dir/stopped" "$dir/resumed"
+check $? it_loads_the_weights_of_train_gpt
+train resumed 2 $going --strategy none
+resumed_losses "$dir/whole_csv"
+check $? it_goes_on_from_train_gpt_with_the_same_losses
+
+for how in "topk:0.05 --optimizer sgd --clip 0" "int8 --strategy hybrid --shard-size 1"; do
+    train whole 2 --steps 6 --compress $how
+    rm -rf "$dir/copy"
+    train stopped 2 --steps 6 --compress $how --save "$dir/copy" --until 3
+    timeout $limit build/dtrun -n 2 $program $small $going --compress $how --csv "$dir/csv" >"$dir/resumed" 2>"$dir/log"
+    same_weights "$dir/whole" "$dir/resumed" && ! same_weights "$dir/whole" "$dir/stopped"
+    check $? "what ranks left unsent is resumed: --compress $how"
+done
+! train none 2 $going --compress sign && grep -q 'has no kernels for the compressor sign' "$dir/log"
+check $? a_compressor_that_GPUs_have_not_is_refused
+
 ! train none 1 --mesh dp=1 && grep -q 'train_gpt_cuda: flag' "$dir/log"
 check $? flags_of_train_gpt_that_it_has_not_are_refused
 
