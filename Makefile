@@ -161,7 +161,7 @@ soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/
 	RACES=all sh tests/races.sh
 	COMPILERS="gcc clang" MATRIX=all sh tests/matrix.sh
 	MESHES=all sh tests/meshes.sh
-	sh tests/cuda_build.sh
+	NVCCS=all sh tests/cuda_build.sh
 	sh tests/fuzz.sh replay
 	DEVICE_FAULTS=all $(test_dir)/test_device_table whatever_call_of_a_device_fails_the_error_comes_back
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault

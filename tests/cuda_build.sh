@@ -1,7 +1,8 @@
 #!/bin/sh
-# What dtrain_cuda.h is to compilers: every nvcc at hand, and C and C++ where there is none. Needs no GPU and sees none.
-# Compilers and tools that are not here come from PyPI and Debian, into build/; what cannot be had is skipped, with the
-# reason. .ci/run runs this, make test does not.
+# What dtrain_cuda.h is to compilers: the newest nvcc at hand, and C and C++ where there is none; with NVCCS=all in the
+# environment, as make soak has it, every nvcc, one of CUDA 12 among them. Needs no GPU and sees none. Compilers and tools
+# that are not here come from PyPI and Debian, into build/; what cannot be had is skipped, with the reason. .ci/run runs
+# this, make test does not.
 set -u
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -344,9 +345,13 @@ if [ ! -s "$top/nvccs" ]; then
     find_nvccs >"$top/nvccs"
     [ -s "$top/nvccs" ] || skip "no nvcc is here, and PyPI gives none: $(tail -1 "$top/pip.log")"
 fi
-if ! grep -q '^12\.' "$top/nvccs"; then
-    sh tests/nvcc12.sh build/cuda-12 2>"$top/log" || skip "$(tail -1 "$top/log")"
-    find_nvccs >"$top/nvccs"
+if [ "${NVCCS:-}" = all ]; then
+    if ! grep -q '^12\.' "$top/nvccs"; then
+        sh tests/nvcc12.sh build/cuda-12 2>"$top/log" || skip "$(tail -1 "$top/log")"
+        find_nvccs >"$top/nvccs"
+    fi
+else
+    tail -1 "$top/nvccs" >"$top/newest" && mv "$top/newest" "$top/nvccs"
 fi
 while read -r release path; do
     mkdir "$top/$release"

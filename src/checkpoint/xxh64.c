@@ -5,7 +5,7 @@
  *   source   XXH64: Collet, xxHash fast digest algorithm, version 0.1.1, 2018 */
 #ifndef DTRAIN__XXH64
 #define DTRAIN__XXH64
-#include "../base/os.c"
+#include "../base/memory.c"
 
 #define DTRAIN__XXH64_PRIME1 0x9E3779B185EBCA87u
 #define DTRAIN__XXH64_PRIME2 0xC2B2AE3D27D4EB4Fu
