@@ -1,7 +1,8 @@
 # make           dtrain.h and dtrain_cuda.h from src/, and every example and tool into build/
 # make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
 # make demo-fsdp trains it sharded: memory, weights and hidden communication of every strategy
-# make test      every test; SAN=address,undefined or SAN=thread builds them under sanitizers
+# make test      the tests; SAN=address,undefined or SAN=thread builds them under sanitizers. .ci/run adds what takes
+#                other compilers, nvcc or Python
 # make soak      the long random runs, MINUTES=n (default 10) of each kind, 200 rounds of killed ranks
 #                and 600 of jobs killed while they save
 # make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
