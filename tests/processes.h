@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -30,19 +31,26 @@ static void scene_clean(void)
         rmdir(scene_directory);
 }
 
-/* A port of the loopback device that nobody listens at: the system's choice, as several tests run at once. */
+/* A port of the loopback device that nobody listens at. Several tests run at once: each program tries ports of its own
+ * first, below those that a system gives to connections (from 32768 on Linux, 49152 elsewhere), as one of these could be
+ * taken before rank 0 listens. */
 static int free_port(void)
 {
+    static int serial;
     struct sockaddr_in address;
-    socklen_t bytes = sizeof address;
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    int taken = 1, port = 0;
     memset(&address, 0, sizeof address);
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    CHECK_EQ(bind(fd, (struct sockaddr *)&address, sizeof address), 0);
-    CHECK_EQ(getsockname(fd, (struct sockaddr *)&address, &bytes), 0);
-    close(fd);
-    return ntohs(address.sin_port);
+    for (int tries = 0; taken && tries < 1000; tries++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        port = 10000 + (int)((getpid() * 64L + serial++) % 20000);
+        address.sin_port = htons((uint16_t)port);
+        taken = bind(fd, (struct sockaddr *)&address, sizeof address) != 0;
+        close(fd);
+    }
+    CHECK(!taken);
+    return port;
 }
 
 /* A root that nobody else uses: a path in a directory of this program's, or a free port of the loopback device. */
@@ -61,12 +69,26 @@ static void scene_root(scene *s, int tcp)
     snprintf(s->root, sizeof s->root, "unix:%s/r%d", scene_directory, serial++);
 }
 
+static int *scene_met; /* shared with the processes: how often one has come to scene_meet() */
+
 __attribute__((unused)) static void scene_begin(scene *s, int ranks, int tcp)
 {
+    if (scene_met == NULL)
+        scene_met = (int *)mmap(NULL, sizeof *scene_met, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    *scene_met = 0;
     memset(s, 0, sizeof *s);
     s->ranks = ranks;
     s->desc.timeout_ms = 20000;
     scene_root(s, tcp);
+}
+
+/* Comes back when all ranks' processes are here. Before one of them breaks: a barrier ends with an error on a rank that
+ * hears of that while it is still in there. */
+__attribute__((unused)) static void scene_meet(int ranks)
+{
+    int all = (__atomic_fetch_add(scene_met, 1, __ATOMIC_SEQ_CST) / ranks + 1) * ranks;
+    while (__atomic_load_n(scene_met, __ATOMIC_SEQ_CST) < all)
+        usleep(100);
 }
 
 static dtrain_comm_desc scene_desc(scene *s, int rank)

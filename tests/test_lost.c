@@ -71,6 +71,42 @@ TEST(a_killed_rank_0_is_named_by_all_others_within_two_seconds)
     with_a_victim(v, 60000, 0);
 }
 
+/* Rank 1 has heard that rank 0 is gone, calls the others as their leader and leaves; rank 2 hears the end of that call
+ * before rank 0's. */
+static int hears_the_next_leader_end_first(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 2) {
+        pthread_mutex_lock(&world->socket->hub->mutex);
+        dtrain__hub_control_down(world->socket->hub, 1, ECONNRESET);
+        pthread_mutex_unlock(&world->socket->hub->mutex);
+    }
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    scene_meet(s->ranks);
+    if (dtrain_comm_rank(world) == 0)
+        kill(getpid(), SIGKILL);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 0 (");
+    return 0;
+}
+
+TEST(the_end_of_a_call_from_the_next_leader_does_not_hide_who_is_lost)
+{
+    scene s;
+    pid_t pids[3];
+    for (int reconnect_ms = 0; reconnect_ms <= 1000; reconnect_ms += 1000) {
+        scene_begin(&s, 3, 1);
+        s.desc.reconnect_ms = reconnect_ms;
+        s.desc.heartbeat_ms = 2000;
+        s.desc.token = token;
+        for (int rank = 0; rank < 3; rank++)
+            pids[rank] = start_rank(&s, rank, hears_the_next_leader_end_first);
+        for (int rank = 0; rank < 3; rank++)
+            CHECK_EQ(end_of(pids[rank], 30), rank == 0 ? 128 + SIGKILL : 0);
+    }
+}
+
 TEST(a_stopped_rank_is_named_when_its_heartbeat_is_overdue)
 {
     victim v = {2, SIGSTOP, DTRAIN_ERR_PEER_LOST, "rank 2 (", 3};

@@ -507,13 +507,14 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char 
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
-/* Stops a member's control connection; where it may come back, the clock runs. */
+/* Stops a member's control connection; where it may come back, the clock runs. One that called as the leader because it
+ * knows of a loss that this rank has not heard of is not judged: it may have left for that loss. */
 static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
 {
     dtrain__member *member = &hub->members[rank];
     char how[160];
     dtrain__stream_cut(&member->control);
-    if (member->gone != DTRAIN__PRESENT)
+    if (member->gone != DTRAIN__PRESENT || !dtrain__hub_linked(hub, rank))
         return;
     member->down_ns = dtrain__os_now_ns();
     member->expected = hub->reconnect_ns > 0 && hub->formed;
