@@ -294,7 +294,8 @@ static int one_goes(dtrain_comm *world, scene *s)
 {
     dtrain_device *device = device_of_rank(world);
     dtrain_comm *rest = NULL;
-    CHECK_OK(dtrain_barrier(world)); /* all are there before one dies */
+    CHECK_OK(dtrain_barrier(world));
+    scene_meet(s->ranks);
     if (begins != NULL && dtrain_comm_rank(world) == VICTIM)
         *begins = 1;
     double begun = now_s();

@@ -506,17 +506,15 @@ static int late_and_killed(dtrain_comm *world, scene *s)
     dtrain_comm *rest = NULL;
     float *x = (float *)device_put(device, NULL, MOST * 4);
     int victim = dtrain_comm_rank(world) == VICTIM;
-    (void)s;
     CHECK_OK(flags_create(&group, world, device));
     for (int i = 0; i < 5; i++) {
         if (i == 2)
             late_hold(victim);
         CHECK_OK(dtrain_device_group_all_reduce(group, x, x, MOST, DTRAIN_F32, DTRAIN_SUM));
     }
-    if (victim) {
-        usleep(30000); /* the others are out of the call */
+    scene_meet(s->ranks);
+    if (victim)
         kill(getpid(), SIGKILL);
-    }
     double begun = now_s();
     sees(group, device, x, DTRAIN_ERR_PEER_LOST, "rank 1");
     dtrain_device_group_destroy(group);
@@ -602,11 +600,10 @@ static int late_and_broken(dtrain_comm *world, scene *s)
     dtrain_device_group *group = NULL;
     float *x = (float *)device_put(device, NULL, MOST * 4);
     int victim = dtrain_comm_rank(world) == VICTIM;
-    (void)s;
     CHECK_OK(flags_create(&group, world, device));
     late_hold(victim);
     CHECK_OK(dtrain_device_group_all_reduce(group, x, x, MOST, DTRAIN_F32, DTRAIN_SUM));
-    CHECK_OK(dtrain_barrier(world)); /* all are out of the call */
+    scene_meet(s->ranks);
     double begun = now_s();
     if (victim) {
         ops.event_record = breaks_at_event;

@@ -601,10 +601,9 @@ static int late_and_killed(dtrain_comm *world, scene *s)
             hold(device);
         CHECK_OK(dtrain_device_group_all_reduce(group, x, x, MOST, DTRAIN_F32, DTRAIN_SUM));
     }
-    if (dtrain_comm_rank(world) == VICTIM) {
-        usleep(30000); /* the others are out of the call */
+    scene_meet(s->ranks);
+    if (dtrain_comm_rank(world) == VICTIM)
         kill(getpid(), SIGKILL);
-    }
     double begun = now_s();
     if (afterwards == WAITS)
         CHECK_OK(dtrain_device_wait(device));

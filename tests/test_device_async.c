@@ -572,7 +572,8 @@ static void one_is_killed(dg_rank *r)
 {
     several s;
     several_begin(r, &s, 200000);
-    CHECK_EQ(dtrain_barrier(r->comm), DTRAIN_OK); /* all are there before one dies */
+    CHECK_EQ(dtrain_barrier(r->comm), DTRAIN_OK);
+    scene_meet(r->world->ranks);
     if (r->rank == VICTIM && r->world->number == 0)
         kill(getpid(), SIGKILL);
     if (r->rank == VICTIM)

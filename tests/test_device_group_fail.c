@@ -75,7 +75,8 @@ TEST(a_rank_that_leaves_in_any_phase_is_lost_to_the_others)
 /* A rank's process dies in the midst of its n-th operation on the device. */
 static void one_is_killed(dg_rank *r)
 {
-    CHECK_EQ(dtrain_barrier(r->comm), DTRAIN_OK); /* all are there before one dies */
+    CHECK_EQ(dtrain_barrier(r->comm), DTRAIN_OK);
+    scene_meet(r->world->ranks);
     if (r->rank == VICTIM && r->world->number == 0)
         kill(getpid(), SIGKILL);
     if (r->rank == VICTIM)

@@ -313,7 +313,7 @@ static int among_silent(dtrain_comm *world, scene *s)
     dtrain_comm *rest = NULL;
     dtrain_status status;
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
-    usleep(100000);
+    scene_meet(s->ranks);
     if (q->stopped >> rank & 1)
         raise(SIGSTOP);
     for (int r = 0; r < 4; r++)
@@ -380,10 +380,9 @@ static int without_rank_0(dtrain_comm *world, scene *s)
     int rank = dtrain_comm_rank(world), total;
     double begin;
     dtrain_comm *others, *rest;
-    (void)s;
     CHECK_EQ(dtrain_comm_split(world, rank == 0 ? -1 : 0, 0, &others), DTRAIN_OK);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
-    usleep(100000);
+    scene_meet(s->ranks);
     if (rank == 0)
         raise(SIGKILL);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_ERR_PEER_LOST);
