@@ -973,7 +973,7 @@ typedef enum dtrain_algorithm {
 typedef enum dtrain_progress {
     DTRAIN_PROGRESS_THREAD = 0, /* a service thread drives async work, and the connections of processes; ranks of one
                                  * process start it with their first async call */
-    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives both */
+    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives both, and calls that wait */
 } dtrain_progress;
 
 /* How to make a group. Zero means the default; zero the whole struct, then set what differs.
@@ -1614,7 +1614,9 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
- * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms.
+ * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
+ * that waits for an operation does the same, and advances what this rank has begun in other groups that come of the
+ * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it.
  *
  *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
  *             a group that has a service thread
@@ -16534,7 +16536,8 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
  * its own thread when nothing is queued; otherwise it queues and waits, so that operations of one group run
  * one after another in the order of their calls. Whoever drives a queue holds the group's drive_mutex.
  * One service thread serves all groups of a world that this process has: those of its family of boards, those of
- * its hub; a transport of the user's own has one of its own. */
+ * its hub; a transport of the user's own has one of its own. With progress by poll a service has no thread and the
+ * groups of one rank: a call that waits in one of them goes on with what was begun in the others. */
 #ifndef DTRAIN__COMM
 #define DTRAIN__COMM
 
@@ -16544,7 +16547,7 @@ struct dtrain__service {
     dtrain__os_thread thread;
     dtrain__hub *hub;            /* of groups of processes; else NULL */
     dtrain_transport *transport; /* of the user's own that wants to be polled; else NULL */
-    dtrain__bell *bell;          /* of whatever has no hub */
+    dtrain__bell *bell;          /* of whatever has no hub and a thread */
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
     dtrain_comm *comms;
@@ -16717,34 +16720,6 @@ static int dtrain__comm_ready(void *pointer)
     return wait->ended;
 }
 
-/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
- * mail: as in dtrain__comm_wait. */
-static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail, int64_t until_ns)
-{
-    dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
-    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
-    int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
-    int phase = op->phase;
-    size_t at = op->at;
-    for (unsigned turn = 0; !dtrain__comm_ready(&wait); turn++) {
-        if (wait.moved || op->phase != phase || op->at != at)
-            turn = 0;
-        phase = op->phase;
-        at = op->at;
-        if (turn > comm->bell->spins || !bell) {
-            if (mail == NULL && dtrain__op_late(comm, op) && dtrain__comm_expire(comm, op))
-                return 1;
-            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
-                return 0;
-        }
-        if (bell)
-            dtrain__bell_wait(comm->bell, turn, limit, dtrain__comm_ready, &wait);
-        if (wait.ended)
-            return 1;
-    }
-    return 1;
-}
-
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
     pthread_mutex_lock(&comm->queue_mutex);
@@ -16802,6 +16777,64 @@ static int dtrain__comm_drive_within(dtrain_comm *comm, int64_t until_ns)
             break;
     }
     return moved;
+}
+
+/* With progress by poll: goes on with what the rank has begun in other groups than the one that the caller waits in,
+ * without waiting there. Returns whether any of it is left to look after. */
+static int dtrain__service_help(dtrain_comm *comm, int64_t until_ns)
+{
+    dtrain__service *service = comm->desc.progress == DTRAIN_PROGRESS_POLL ? comm->service : NULL;
+    int left = 0;
+    if (service == NULL)
+        return 0;
+    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank is at it, which may end sooner */
+        return 1;
+    dtrain__error kept = dtrain__thread_error;
+    for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served) {
+        int64_t slice_ns;
+        if (other == comm || __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 ||
+            pthread_mutex_trylock(&other->drive_mutex) != 0)
+            continue;
+        slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
+        dtrain__comm_drive_within(other, slice_ns < until_ns ? slice_ns : until_ns);
+        pthread_mutex_unlock(&other->drive_mutex);
+        left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
+    }
+    dtrain__thread_error = kept;
+    pthread_mutex_unlock(&service->mutex);
+    return left;
+}
+
+/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+ * mail: as in dtrain__comm_wait. */
+static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail, int64_t until_ns)
+{
+    dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
+    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+    int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
+    size_t progress = dtrain__op_progress(op);
+    for (unsigned turn = 0;; turn++) {
+        int64_t soon = INT64_MAX; /* then this rank's other groups are looked at again */
+        if ((turn >= comm->bell->spins || !bell) && dtrain__service_help(comm, until_ns))
+            soon = dtrain__os_now_ns() + 1000000;
+        wait.until_ns = bell || until_ns < soon ? until_ns : soon;
+        if (dtrain__comm_ready(&wait))
+            return 1;
+        if (wait.moved || dtrain__op_progress(op) != progress)
+            turn = 0;
+        progress = dtrain__op_progress(op);
+        if (turn > comm->bell->spins || !bell) {
+            if (mail == NULL && dtrain__op_late(comm, op) && dtrain__comm_expire(comm, op))
+                return 1;
+            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+                return 0;
+        }
+        /* between threads a message does not wait by itself where other groups are to be looked at */
+        if (bell || (soon != INT64_MAX && comm->transport.board != NULL))
+            dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__comm_ready, &wait);
+        if (wait.ended)
+            return 1;
+    }
 }
 
 /* One round over the groups that nobody else is driving. */
@@ -16883,6 +16916,12 @@ static void dtrain__service_main(void *pointer)
     }
 }
 
+static void dtrain__service_free(dtrain__service *service)
+{
+    pthread_mutex_destroy(&service->mutex);
+    dtrain__free(service->allocator, service, sizeof *service);
+}
+
 static void dtrain__service_stop(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
@@ -16893,29 +16932,38 @@ static void dtrain__service_stop(void *pointer)
     if (service->transport != NULL && service->transport->wake != NULL)
         service->transport->wake(service->transport->self);
     dtrain__os_thread_join(&service->thread);
-    pthread_mutex_destroy(&service->mutex);
-    dtrain__free(service->allocator, service, sizeof *service);
+    dtrain__service_free(service);
+}
+
+/* One without its thread. */
+static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **out)
+{
+    dtrain__service *service = (dtrain__service *)dtrain__alloc(comm->allocator, sizeof *service);
+    if (service == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for %zu bytes that serve its groups",
+                            comm->rank, sizeof *service);
+    service->allocator = comm->allocator;
+    pthread_mutex_init(&service->mutex, NULL);
+    *out = service;
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out)
 {
-    dtrain_allocator *allocator = comm->allocator;
     dtrain__board *board = comm->transport.board;
-    dtrain__service *service = (dtrain__service *)dtrain__alloc(allocator, sizeof *service);
-    if (service == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a service thread", comm->rank);
-    service->allocator = allocator;
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_new(comm, &service);
+    if (status != DTRAIN_OK)
+        return status;
     service->hub = comm->socket != NULL ? comm->socket->hub : NULL;
     service->bell = board != NULL ? &board->family->bell : service->hub == NULL ? comm->bell : NULL;
     service->transport = service->hub == NULL && comm->transport.poll != NULL ? &comm->transport : NULL;
-    pthread_mutex_init(&service->mutex, NULL);
     int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
     if (error == 0) {
         *out = service;
         return DTRAIN_OK;
     }
-    pthread_mutex_destroy(&service->mutex);
-    dtrain__free(allocator, service, sizeof *service);
+    dtrain__service_free(service);
     return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
                         "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
                         "without",
@@ -16947,19 +16995,37 @@ static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **o
     return status;
 }
 
-/* Puts the group under a service thread, at the first asynchronous call. */
-static dtrain_status dtrain__service_join(dtrain_comm *comm)
+static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 {
-    dtrain__service *service;
-    dtrain_status status = dtrain__service_find(comm, &service);
-    if (status != DTRAIN_OK)
-        return status;
     pthread_mutex_lock(&service->mutex);
     comm->next_served = service->comms;
     __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&service->mutex);
     comm->service = service;
-    return DTRAIN_OK;
+}
+
+/* Puts the group under a service thread, at the first asynchronous call. */
+static dtrain_status dtrain__service_join(dtrain_comm *comm)
+{
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_find(comm, &service);
+    if (status == DTRAIN_OK)
+        dtrain__service_add(service, comm);
+    return status;
+}
+
+/* With progress by poll, before a group is made out of this one: has a service that both can share. A transport of the
+ * user's own has no groups but of one rank, where nothing waits. */
+static dtrain_status dtrain__service_share(dtrain_comm *comm)
+{
+    dtrain__service *service;
+    if (comm->desc.progress != DTRAIN_PROGRESS_POLL || comm->service != NULL ||
+        (comm->transport.board == NULL && comm->socket == NULL))
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__service_new(comm, &service);
+    if (status == DTRAIN_OK)
+        dtrain__service_add(service, comm);
+    return status;
 }
 
 static void dtrain__service_leave(dtrain_comm *comm)
@@ -16972,8 +17038,11 @@ static void dtrain__service_leave(dtrain_comm *comm)
     for (at = &service->comms; *at != comm;)
         at = &(*at)->next_served;
     __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
+    int last = service->comms == NULL;
     pthread_mutex_unlock(&service->mutex);
-    if (comm->transport.board == NULL && comm->socket == NULL)
+    if (comm->desc.progress == DTRAIN_PROGRESS_POLL && last)
+        dtrain__service_free(service);
+    else if (comm->transport.board == NULL && comm->socket == NULL)
         dtrain__service_stop(service);
 }
 
@@ -19001,9 +19070,13 @@ static dtrain_status dtrain__draft_place(dtrain__draft *draft, dtrain_comm **gro
 
 static dtrain_status dtrain__draft_make(dtrain__draft *draft, dtrain_comm **group)
 {
-    dtrain_status status = dtrain__draft_place(draft, group);
+    dtrain_status status = dtrain__service_share(draft->parent);
+    if (status == DTRAIN_OK)
+        status = dtrain__draft_place(draft, group);
     if (status != DTRAIN_OK)
         return status;
+    if (draft->parent->desc.progress == DTRAIN_PROGRESS_POLL && draft->parent->service != NULL)
+        dtrain__service_add(draft->parent->service, *group);
     (*group)->group = draft->id;
     (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
     return DTRAIN_OK;
@@ -29953,7 +30026,6 @@ static dtrain_status dtrain__sender_create(dtrain__sender **made, dtrain_comm *c
 
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
 static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
-static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp);
 
 /* Starts to gather one range. */
 static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
@@ -30191,15 +30263,10 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
     int room;
-    int asks = fsdp->desc.keep_full_grads && !fsdp->layout.resident && fsdp->announcing != NULL;
     dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
     if (status != DTRAIN_OK)
         return status;
-    /* who joins asks for the announcements before it gathers; with progress by poll nobody else would send them */
-    if (asks && fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL)
-        status = dtrain__fsdp_announced(fsdp);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_advance(fsdp, number);
+    status = dtrain__fsdp_advance(fsdp, number);
     /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
     int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
     if (status == DTRAIN_OK && computes)
@@ -30727,8 +30794,8 @@ static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Hears the others now. Where only the caller drives what is under way, it ends that first: who waited in one group
- * would keep those waiting that need it in another. */
+/* Hears the others now. With progress by poll it ends what is under way first: a bucket that is sent compressed begins
+ * only when it is waited for, and others may be waiting. */
 static dtrain_status dtrain__fsdp_listen(dtrain_fsdp *fsdp)
 {
     int polls = fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL;

@@ -136,6 +136,7 @@ static int in_many_threads(dtrain_comm *world, scene *s)
 TEST(threads_of_one_rank_use_different_groups_at_once)
 {
     scene s;
+    play p = {in_many_threads, NULL};
     on_both(4, in_many_threads);
     scene_begin(&s, 4, 1);
     s.desc.connections = 3;
@@ -143,6 +144,7 @@ TEST(threads_of_one_rank_use_different_groups_at_once)
     s.desc.connections = 0;
     s.desc.progress = DTRAIN_PROGRESS_POLL;
     run_ranks(&s, in_many_threads);
+    CHECK_EQ(dtrain_run_threads(4, play_rank, &p, &s.desc), DTRAIN_OK);
 }
 
 /* A message of 8 MiB waits in one group for its receiver while the other group goes on, blocking and async. */
@@ -191,6 +193,51 @@ static int crossing(dtrain_comm *world, scene *s)
 TEST(a_large_message_that_waits_in_one_group_holds_up_no_other)
 {
     on_both(2, crossing);
+}
+
+/* Rank 0 waits in the other group for rank 1, which waits in this one for what rank 0 has begun. */
+static int begun_elsewhere(dtrain_comm *world, scene *s)
+{
+    enum { COUNT = 1 << 19 };
+    static float sums[2][COUNT], sent[2][COUNT]; /* one for each of two ranks of one process */
+    int rank = dtrain_comm_rank(world);
+    float *x = sums[rank], *y = sent[rank];
+    dtrain_comm *other;
+    dtrain_work *work[2];
+    (void)s;
+    CHECK_EQ(dtrain_comm_duplicate(world, &other), DTRAIN_OK);
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = (float)(i + rank);
+        y[i] = (float)(rank == 0 ? i : 0);
+    }
+    if (rank == 0) {
+        CHECK_EQ(dtrain_all_reduce_async(world, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM, &work[0]), DTRAIN_OK);
+        CHECK_EQ(dtrain_send_async(world, y, COUNT, DTRAIN_F32, 1, &work[1]), DTRAIN_OK);
+        CHECK_EQ(dtrain_barrier(other), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait(work[0]), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait(work[1]), DTRAIN_OK);
+    } else {
+        CHECK_EQ(dtrain_all_reduce(world, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        CHECK_EQ(dtrain_recv(world, y, COUNT, DTRAIN_F32, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_barrier(other), DTRAIN_OK);
+    }
+    CHECK(x[1] == 3 && x[COUNT - 1] == 2 * COUNT - 1 && y[COUNT - 1] == COUNT - 1);
+    dtrain_comm_destroy(other);
+    return 0;
+}
+
+TEST(what_was_begun_in_one_group_goes_on_while_its_rank_waits_in_another)
+{
+    static const dtrain_algorithm algorithms[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_TREE};
+    scene s;
+    play p = {begun_elsewhere, NULL};
+    for (int way = 0; way < 4; way++) {
+        scene_begin(&s, 2, 1);
+        s.desc.progress = way & 1 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        s.desc.algorithm = algorithms[way / 2];
+        run_ranks(&s, begun_elsewhere);
+        CHECK_EQ(dtrain_run_threads(2, play_rank, &p, &s.desc), DTRAIN_OK);
+    }
 }
 
 static int one_breaks(dtrain_comm *world, scene *s)

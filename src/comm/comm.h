@@ -49,7 +49,7 @@ typedef enum dtrain_algorithm {
 typedef enum dtrain_progress {
     DTRAIN_PROGRESS_THREAD = 0, /* a service thread drives async work, and the connections of processes; ranks of one
                                  * process start it with their first async call */
-    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives both */
+    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives both, and calls that wait */
 } dtrain_progress;
 
 /* How to make a group. Zero means the default; zero the whole struct, then set what differs.
@@ -690,7 +690,9 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
- * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms.
+ * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
+ * that waits for an operation does the same, and advances what this rank has begun in other groups that come of the
+ * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it.
  *
  *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
  *             a group that has a service thread

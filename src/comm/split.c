@@ -215,9 +215,13 @@ static dtrain_status dtrain__draft_place(dtrain__draft *draft, dtrain_comm **gro
 
 static dtrain_status dtrain__draft_make(dtrain__draft *draft, dtrain_comm **group)
 {
-    dtrain_status status = dtrain__draft_place(draft, group);
+    dtrain_status status = dtrain__service_share(draft->parent);
+    if (status == DTRAIN_OK)
+        status = dtrain__draft_place(draft, group);
     if (status != DTRAIN_OK)
         return status;
+    if (draft->parent->desc.progress == DTRAIN_PROGRESS_POLL && draft->parent->service != NULL)
+        dtrain__service_add(draft->parent->service, *group);
     (*group)->group = draft->id;
     (*group)->node_ranks = dtrain__draft_node_ranks(draft, *group);
     return DTRAIN_OK;

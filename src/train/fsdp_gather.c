@@ -9,7 +9,6 @@
 
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
 static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
-static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp);
 
 /* Starts to gather one range. */
 static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
@@ -247,15 +246,10 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
     int room;
-    int asks = fsdp->desc.keep_full_grads && !fsdp->layout.resident && fsdp->announcing != NULL;
     dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
     if (status != DTRAIN_OK)
         return status;
-    /* who joins asks for the announcements before it gathers; with progress by poll nobody else would send them */
-    if (asks && fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL)
-        status = dtrain__fsdp_announced(fsdp);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_advance(fsdp, number);
+    status = dtrain__fsdp_advance(fsdp, number);
     /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
     int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
     if (status == DTRAIN_OK && computes)

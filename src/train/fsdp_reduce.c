@@ -454,8 +454,8 @@ static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Hears the others now. Where only the caller drives what is under way, it ends that first: who waited in one group
- * would keep those waiting that need it in another. */
+/* Hears the others now. With progress by poll it ends what is under way first: a bucket that is sent compressed begins
+ * only when it is waited for, and others may be waiting. */
 static dtrain_status dtrain__fsdp_listen(dtrain_fsdp *fsdp)
 {
     int polls = fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL;
