@@ -42,6 +42,7 @@ typedef struct drawn {
     int ranks, params, units, steps, on_device, begins;
     unsigned delay_us;
     drawn_param param[MOST_PARAMS];
+    dtrain_progress progress;
     dtrain_fsdp_desc desc;
     unsigned char *results; /* of all ranks */
     size_t result_bytes;
@@ -102,6 +103,7 @@ static void draw_all(drawn *d, uint64_t seed)
     d->desc.micro_batches = 3;
     d->desc.optimizer.kind = one_in(s, 4) ? DTRAIN_OPTIMIZER_NONE : one_in(s, 2) ? DTRAIN_SGD : DTRAIN_ADAMW;
     d->desc.optimizer.momentum = d->desc.optimizer.kind == DTRAIN_SGD && one_in(s, 2) ? 0.5f : 0.0f;
+    d->progress = one_in(s, 2) ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
 }
 
 /* ---- one rank ---- */
@@ -413,12 +415,12 @@ static dtrain_status train(dtrain_comm *comm, void *user)
 static void describe(const drawn *d)
 {
     fprintf(stderr,
-            "seed %lu: %d ranks, strategy %d/%d, gather %d reduce %d, full %d no_overlap %d no_prefetch %d "
+            "seed %lu: %d ranks, %s, strategy %d/%d, gather %d reduce %d, full %d no_overlap %d no_prefetch %d "
             "no_reshard %d, optimizer %d, scale %g, bucket %zu, %d units:",
-            (unsigned long)d->seed, d->ranks, (int)d->desc.strategy, d->desc.shard_size, (int)d->desc.gather_dtype,
-            (int)d->desc.reduce_dtype, d->desc.keep_full_grads, d->desc.no_overlap, d->desc.no_prefetch,
-            d->desc.no_reshard_after_forward, (int)d->desc.optimizer.kind, (double)d->desc.loss_scale,
-            d->desc.bucket_bytes, d->units);
+            (unsigned long)d->seed, d->ranks, d->progress == DTRAIN_PROGRESS_POLL ? "poll" : "thread",
+            (int)d->desc.strategy, d->desc.shard_size, (int)d->desc.gather_dtype, (int)d->desc.reduce_dtype,
+            d->desc.keep_full_grads, d->desc.no_overlap, d->desc.no_prefetch, d->desc.no_reshard_after_forward,
+            (int)d->desc.optimizer.kind, (double)d->desc.loss_scale, d->desc.bucket_bytes, d->units);
     for (int i = 0; i < d->params; i++)
         fprintf(stderr, " %s[%d%s%s x%d %zu%s%s]", d->param[i].name, d->param[i].unit,
                 d->param[i].frozen ? " frozen" : "", d->param[i].tied ? " tied" : "", d->param[i].layers,
@@ -435,6 +437,7 @@ static void check_seed(uint64_t seed)
     drawn_seed = seed;
     draw_all(&d, seed);
     some.timeout_ms = 20000;
+    some.progress = d.progress;
     memset(cpu, 0, sizeof cpu);
     memset(fakes, 0, sizeof fakes);
     d.results = cpu;
