@@ -54,12 +54,11 @@ static dtrain_status run_micro_batch(dtrain_fsdp *fsdp, const uint64_t *examples
     for (int unit = UNITS - 1; unit >= 0 && status == DTRAIN_OK; unit--) {
         status = dtrain_fsdp_gather(fsdp, unit);
         float *grad = dtrain_fsdp_grad(fsdp, names[unit]), *weight = dtrain_fsdp_param(fsdp, names[unit]);
-        for (int e = 0; e < ELEMENTS && status == DTRAIN_OK; e++)
-            for (size_t k = 0; k < count; k++) {
-                float target =
-                    dtrain_random_normal(examples[k], (uint64_t)e) + 0.1f * dtrain_random_normal(77, random * 100 + k);
-                grad[e] += scale * (weight[e] - target);
-            }
+        for (size_t k = 0; k < count && status == DTRAIN_OK; k++) {
+            float noise = 0.1f * dtrain_random_normal(77, random * 100 + k);
+            for (int e = 0; e < ELEMENTS; e++)
+                grad[e] += scale * (weight[e] - (dtrain_random_normal(examples[k], (uint64_t)e) + noise));
+        }
         if (status == DTRAIN_OK)
             status = dtrain_fsdp_reduce(fsdp, unit);
     }

@@ -202,15 +202,18 @@ static void reduces(dtrain_comm *world)
         size_t at = place(p, slices[s].unit) + slices[s].begin;
         if (p == 0)
             check_bits(&slices[s], ranks, at);
+        double bound = 0;
         for (size_t i = 0; i < slices[s].count; i++) {
-            double sum = 0, bound = 1e-5;
-            for (int r = 0; r < ranks; r++) {
+            double sum = 0;
+            bound = i % BLOCK == 0 ? 1e-5 : bound;
+            for (int r = 0; r < ranks && p == 0 && i % BLOCK == 0; r++) {
                 double largest = 0;
-                for (size_t k = i / BLOCK * BLOCK; k < (i / BLOCK + 1) * BLOCK && k < slices[s].count; k++)
+                for (size_t k = i; k < i + BLOCK && k < slices[s].count; k++)
                     largest = fmax(largest, fabs((double)first_value(at + k) - (double)target(r, at + k)));
-                sum += ((double)first_value(at + i) - (double)target(r, at + i)) / ranks;
-                bound += p == 0 ? largest / 254 / ranks * 1.0001 : 0;
+                bound += largest / 254 / ranks * 1.0001;
             }
+            for (int r = 0; r < ranks; r++)
+                sum += ((double)first_value(at + i) - (double)target(r, at + i)) / ranks;
             far += fabs((double)slices[s].grads[i] - sum) > bound;
             exact += fabs((double)slices[s].grads[i] - sum) < 1e-7;
             all++;

@@ -19,6 +19,11 @@ typedef struct field {
     uint32_t written[STRETCHES]; /* seed of what is there; 0: zeros */
 } field;
 
+static float value_of(uint32_t seed, size_t k)
+{
+    return (float)((seed * 2654435761u + (uint32_t)k * 2246822519u) >> 16) + 1;
+}
+
 static float *stretch(field *f, int i)
 {
     return (float *)(void *)f->pages.base + (size_t)i * f->each;
@@ -27,14 +32,14 @@ static float *stretch(field *f, int i)
 static void write_stretch(field *f, int i, uint32_t seed)
 {
     for (size_t k = 0; k < f->each; k++)
-        stretch(f, i)[k] = (float)(dtrain_random_u64(seed, k) % 1000 + 1);
+        stretch(f, i)[k] = value_of(seed, k);
     f->written[i] = seed;
 }
 
 static int is_as_written(field *f, int i)
 {
     for (size_t k = 0; k < f->each; k++)
-        if (stretch(f, i)[k] != (f->written[i] ? (float)(dtrain_random_u64(f->written[i], k) % 1000 + 1) : 0.0f))
+        if (stretch(f, i)[k] != (f->written[i] ? value_of(f->written[i], k) : 0.0f))
             return 0;
     return 1;
 }
