@@ -1,7 +1,7 @@
 #!/bin/sh
 # Groups of devices under ThreadSanitizer: collectives in thousands of seeded interleavings, and ranks that die and devices
-# that fail in every phase; with RACES=all, as make soak has it, five times as many, and kernels that wait for each other,
-# works in flight and training as well. Ends with "N passed, N failed".
+# that fail in every phase; with RACES=all, as make soak has it, five times as many, and kernels that wait for each
+# other, of threads and of processes, works in flight and training as well. Ends with "N passed, N failed".
 cd "$(dirname "$0")/.." || exit 1
 races=1000
 [ "${RACES:-}" != all ] || races=5000
@@ -34,7 +34,7 @@ good=$?
 wait $first || good=1
 cat "$log.2" >>"$log"
 rm -f "$log.2"
-more="$dir/test_cuda_flags $dir/test_device_async $dir/test_fsdp_device"
+more="$dir/test_cuda_flags $dir/test_cuda_flags_processes $dir/test_device_async $dir/test_fsdp_device"
 [ "${RACES:-}" != all ] || make SAN=thread $more >>"$log" 2>&1 || good=1
 if [ $good -ne 0 ]; then
     tail -40 "$log"
@@ -43,6 +43,11 @@ if [ $good -ne 0 ]; then
 fi
 run test_device_group seeded_interleavings_give_the_cpus_bits
 run test_device_group_fail
-[ "${RACES:-}" != all ] || { run test_cuda_flags kernels_that_begin_at_any_time_give_the_cpus_bits; run test_device_async; run test_fsdp_device; }
+if [ "${RACES:-}" = all ]; then
+    run test_cuda_flags kernels_that_begin_at_any_time_give_the_cpus_bits
+    run test_cuda_flags_processes
+    run test_device_async
+    run test_fsdp_device
+fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
