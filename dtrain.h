@@ -17028,18 +17028,21 @@ static dtrain_status dtrain__service_share(dtrain_comm *comm)
     return status;
 }
 
-static void dtrain__service_leave(dtrain_comm *comm)
+/* A forked child has neither a service thread nor a right to the lock, but is alone with its copy of the list. */
+static void dtrain__service_leave(dtrain_comm *comm, int forked)
 {
     dtrain__service *service = comm->service;
     dtrain_comm **at;
-    if (service == NULL)
+    if (service == NULL || (forked && comm->desc.progress != DTRAIN_PROGRESS_POLL))
         return;
-    pthread_mutex_lock(&service->mutex);
+    if (!forked)
+        pthread_mutex_lock(&service->mutex);
     for (at = &service->comms; *at != comm;)
         at = &(*at)->next_served;
     __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
     int last = service->comms == NULL;
-    pthread_mutex_unlock(&service->mutex);
+    if (!forked)
+        pthread_mutex_unlock(&service->mutex);
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && last)
         dtrain__service_free(service);
     else if (comm->transport.board == NULL && comm->socket == NULL)
@@ -17664,8 +17667,8 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != getpid();
     if (comm->socket != NULL)
         comm->socket->forked = forked;
-    if (!forked) { /* a child has neither the service thread nor a right to its locks */
-        dtrain__service_leave(comm);
+    dtrain__service_leave(comm, forked);
+    if (!forked) { /* a child has no right to the locks */
         if (comm->socket != NULL)
             dtrain__socket_tell_last(comm->socket, NULL, NULL);
         dtrain__comm_cancel(comm);

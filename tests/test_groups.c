@@ -452,6 +452,45 @@ TEST(two_hundred_rounds_leave_no_descriptor_thread_or_byte)
     run_ranks(&s, again_and_again);
 }
 
+/* Overwrites what is freed. */
+static void *spoils(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    (void)user;
+    if (new_bytes == 0 && pointer != NULL)
+        memset(pointer, 0xff, old_bytes);
+    return test_resize(pointer, old_bytes, new_bytes, align);
+}
+
+TEST(a_forked_child_leaves_groups_one_by_one)
+{
+    dtrain_allocator heap;
+    dtrain_comm *world, *group;
+    dtrain_comm_desc desc;
+    memset(&heap, 0, sizeof heap);
+    heap.resize = spoils;
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 1;
+    desc.allocator = &heap;
+    desc.algorithm = DTRAIN_ALGORITHM_TREE;
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_duplicate(world, &group), DTRAIN_OK);
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        dtrain_comm_destroy(group);
+        int bad = sum(world, 5) != 5;
+        dtrain_comm_destroy(world);
+        _exit(bad + 2 * (heap.bytes != 0));
+    }
+    CHECK_EQ(end_of(child, 10), 0);
+    CHECK_EQ(sum(group, 4), 4);
+    dtrain_comm_destroy(world);
+    CHECK_EQ(sum(group, 3), 3);
+    dtrain_comm_destroy(group);
+    CHECK_EQ(heap.bytes, 0);
+}
+
 static void *outlives(void *pointer)
 {
     dtrain_comm **ends = (dtrain_comm **)pointer, *child;

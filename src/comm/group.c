@@ -359,8 +359,8 @@ static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != getpid();
     if (comm->socket != NULL)
         comm->socket->forked = forked;
-    if (!forked) { /* a child has neither the service thread nor a right to its locks */
-        dtrain__service_leave(comm);
+    dtrain__service_leave(comm, forked);
+    if (!forked) { /* a child has no right to the locks */
         if (comm->socket != NULL)
             dtrain__socket_tell_last(comm->socket, NULL, NULL);
         dtrain__comm_cancel(comm);
