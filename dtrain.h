@@ -17150,6 +17150,10 @@ static int dtrain__work_ready(void *pointer)
 static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 {
     dtrain_comm *comm = work->comm;
+    /* who comes back again and again, and never waits, makes connections and answers peers all the same */
+    if (until_ns != INT64_MAX && !dtrain_work_done(work) && comm->desc.progress == DTRAIN_PROGRESS_POLL &&
+        comm->transport.poll != NULL)
+        comm->transport.poll(comm->transport.self, 0);
     for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
         if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
             dtrain_work *head;

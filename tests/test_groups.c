@@ -452,6 +452,47 @@ TEST(two_hundred_rounds_leave_no_descriptor_thread_or_byte)
     run_ranks(&s, again_and_again);
 }
 
+/* On threads and on processes, with progress by poll. */
+static void by_poll(int ranks, rank_body body, int64_t timeout_ms)
+{
+    scene s;
+    play p = {body, NULL};
+    for (int tcp = 0; tcp < 2; tcp++) {
+        scene_begin(&s, ranks, tcp);
+        s.desc.progress = DTRAIN_PROGRESS_POLL;
+        s.desc.timeout_ms = timeout_ms;
+        run_ranks(&s, body);
+    }
+    for (int tree = 0; tree < 2; tree++) {
+        s.desc.algorithm = tree ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_AUTO;
+        CHECK_EQ(dtrain_run_threads(ranks, play_rank, &p, &s.desc), DTRAIN_OK);
+    }
+}
+
+/* Waits by turns that end at once, from a group's first message on. */
+static int in_no_time(dtrain_comm *world, scene *s)
+{
+    int other = 1 - dtrain_comm_rank(world);
+    float in[100], out[100] = {0};
+    dtrain_work *work[2];
+    (void)s;
+    CHECK_EQ(dtrain_send_async(world, out, 100, DTRAIN_F32, other, &work[0]), DTRAIN_OK);
+    CHECK_EQ(dtrain_recv_async(world, in, 100, DTRAIN_F32, other, &work[1]), DTRAIN_OK);
+    for (int i = 0; i < 2; i++) {
+        dtrain_status status;
+        do
+            status = dtrain_work_wait_for(work[i], 0);
+        while (status == DTRAIN_ERR_TIMEOUT && strstr(dtrain_last_error(), "still under way") != NULL);
+        CHECK_EQ(status, DTRAIN_OK);
+    }
+    return 0;
+}
+
+TEST(waits_of_no_time_come_to_an_end_as_well)
+{
+    by_poll(2, in_no_time, 4000);
+}
+
 /* Overwrites what is freed. */
 static void *spoils(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
