@@ -1616,7 +1616,8 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
  *
  * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
  * that waits for an operation does the same, and advances what this rank has begun in other groups that come of the
- * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it.
+ * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it. Work that such a
+ * call on another thread is at is left to it.
  *
  *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
  *             a group that has a service thread
@@ -17239,9 +17240,10 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    pthread_mutex_lock(&comm->drive_mutex);
-    dtrain__comm_drive_within(comm, until);
-    pthread_mutex_unlock(&comm->drive_mutex);
+    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of the rank is at it */
+        dtrain__comm_drive_within(comm, until);
+        pthread_mutex_unlock(&comm->drive_mutex);
+    }
     return DTRAIN_OK;
 }
 

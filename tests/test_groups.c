@@ -493,6 +493,34 @@ TEST(waits_of_no_time_come_to_an_end_as_well)
     by_poll(2, in_no_time, 4000);
 }
 
+static void *drives(void *pointer)
+{
+    dtrain_comm *group = (dtrain_comm *)pointer;
+    pthread_mutex_lock(&group->drive_mutex);
+    __atomic_store_n(&group->desc.node_ranks, 1, __ATOMIC_SEQ_CST); /* it is held */
+    usleep(300000);
+    pthread_mutex_unlock(&group->drive_mutex);
+    return NULL;
+}
+
+TEST(a_poll_waits_for_no_other_thread_of_the_rank)
+{
+    dtrain_comm *group;
+    dtrain_comm_desc desc;
+    pthread_t thread;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_threads_create(&group, 1, &desc), DTRAIN_OK);
+    pthread_create(&thread, NULL, drives, group);
+    while (__atomic_load_n(&group->desc.node_ranks, __ATOMIC_SEQ_CST) == 0)
+        sched_yield();
+    double began = now_s();
+    CHECK_EQ(dtrain_comm_poll(group, 0), DTRAIN_OK);
+    CHECK(now_s() - began < 0.2);
+    pthread_join(thread, NULL);
+    dtrain_comm_destroy(group);
+}
+
 /* Overwrites what is freed. */
 static void *spoils(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {

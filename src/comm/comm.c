@@ -711,9 +711,10 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    pthread_mutex_lock(&comm->drive_mutex);
-    dtrain__comm_drive_within(comm, until);
-    pthread_mutex_unlock(&comm->drive_mutex);
+    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of the rank is at it */
+        dtrain__comm_drive_within(comm, until);
+        pthread_mutex_unlock(&comm->drive_mutex);
+    }
     return DTRAIN_OK;
 }
 

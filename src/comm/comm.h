@@ -692,7 +692,8 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm);
  *
  * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
  * that waits for an operation does the same, and advances what this rank has begun in other groups that come of the
- * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it.
+ * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it. Work that such a
+ * call on another thread is at is left to it.
  *
  *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
  *             a group that has a service thread
