@@ -16543,6 +16543,10 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
 #define DTRAIN__COMM
 
 #define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
+/* With progress by poll, how soon a call that waits looks at the rank's other groups again */
+#define DTRAIN__SERVICE_AWAKE_NS 200000  /* without sleeping, after something has moved there */
+#define DTRAIN__SERVICE_LOOK_NS 1000000  /* where something is under way */
+#define DTRAIN__SERVICE_IDLE_NS 10000000 /* where nothing is: another thread of the rank may begin it */
 
 struct dtrain__service {
     dtrain__os_thread thread;
@@ -16593,7 +16597,7 @@ static int dtrain__comm_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (comm->transport.board != NULL && wait_ns != INT64_MAX) {
+    if (comm->transport.board != NULL && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
         wait_ns = 0; /* other ranks' queues are driven on this thread as well */
     } else if (wait_ns != 0) {
         /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
@@ -16780,30 +16784,45 @@ static int dtrain__comm_drive_within(dtrain_comm *comm, int64_t until_ns)
     return moved;
 }
 
+/* Drives what is queued in a group that another call waits beside; leaves alone what another thread drives. Returns
+ * whether any of it got on, and sets *left where there is more. */
+static int dtrain__service_lend(dtrain_comm *other, int64_t until_ns, int *left)
+{
+    int moved = 0;
+    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&other->drive_mutex) != 0)
+        return 0;
+    /* what is pending now stays so; a group with nothing may be in a call that takes no lock */
+    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
+        int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
+        dtrain__error kept = dtrain__thread_error;
+        moved = dtrain__comm_drive_within(other, slice_ns < until_ns ? slice_ns : until_ns);
+        dtrain__thread_error = kept;
+    }
+    pthread_mutex_unlock(&other->drive_mutex);
+    *left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
+    return moved;
+}
+
 /* With progress by poll: goes on with what the rank has begun in other groups than the one that the caller waits in,
- * without waiting there. Returns whether any of it is left to look after. */
-static int dtrain__service_help(dtrain_comm *comm, int64_t until_ns)
+ * without waiting there. Returns for how long the caller may then wait in its own: not at all up to *awake_ns, which is
+ * set anew whenever something moves. */
+static int64_t dtrain__service_help(dtrain_comm *comm, int64_t until_ns, int64_t *awake_ns)
 {
     dtrain__service *service = comm->desc.progress == DTRAIN_PROGRESS_POLL ? comm->service : NULL;
-    int left = 0;
+    int left = 0, moved = 0;
     if (service == NULL)
-        return 0;
+        return INT64_MAX;
     if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank is at it, which may end sooner */
-        return 1;
-    dtrain__error kept = dtrain__thread_error;
-    for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served) {
-        int64_t slice_ns;
-        if (other == comm || __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 ||
-            pthread_mutex_trylock(&other->drive_mutex) != 0)
-            continue;
-        slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
-        dtrain__comm_drive_within(other, slice_ns < until_ns ? slice_ns : until_ns);
-        pthread_mutex_unlock(&other->drive_mutex);
-        left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
-    }
-    dtrain__thread_error = kept;
+        return DTRAIN__SERVICE_LOOK_NS;
+    for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served)
+        if (other != comm)
+            moved |= dtrain__service_lend(other, until_ns, &left);
     pthread_mutex_unlock(&service->mutex);
-    return left;
+    if (!left)
+        return DTRAIN__SERVICE_IDLE_NS;
+    if (moved)
+        *awake_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_AWAKE_NS;
+    return dtrain__os_now_ns() < *awake_ns ? 0 : DTRAIN__SERVICE_LOOK_NS;
 }
 
 /* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
@@ -16811,13 +16830,15 @@ static int dtrain__service_help(dtrain_comm *comm, int64_t until_ns)
 static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail, int64_t until_ns)
 {
     dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
-    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
     int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
     size_t progress = dtrain__op_progress(op);
     for (unsigned turn = 0;; turn++) {
-        int64_t soon = INT64_MAX; /* then this rank's other groups are looked at again */
-        if ((turn >= comm->bell->spins || !bell) && dtrain__service_help(comm, until_ns))
-            soon = dtrain__os_now_ns() + 1000000;
+        int64_t span = INT64_MAX, soon = INT64_MAX; /* then this rank's other groups are looked at again */
+        if (turn >= comm->bell->spins || !bell)
+            span = dtrain__service_help(comm, until_ns, &awake_ns);
+        if (span != INT64_MAX)
+            soon = dtrain__os_now_ns() + span;
         wait.until_ns = bell || until_ns < soon ? until_ns : soon;
         if (dtrain__comm_ready(&wait))
             return 1;
@@ -16830,8 +16851,9 @@ static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail
             if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
                 return 0;
         }
-        /* between threads a message does not wait by itself where other groups are to be looked at */
-        if (bell || (soon != INT64_MAX && comm->transport.board != NULL))
+        if (span == 0)
+            sched_yield();
+        else if (bell)
             dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__comm_ready, &wait);
         if (wait.ended)
             return 1;

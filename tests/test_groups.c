@@ -240,6 +240,114 @@ TEST(what_was_begun_in_one_group_goes_on_while_its_rank_waits_in_another)
     }
 }
 
+/* What another thread of a rank that waits has begun meanwhile. */
+typedef struct newcomer {
+    dtrain_comm *group;
+    uint32_t leave;
+    pthread_t thread;
+} newcomer;
+
+static void *comes_later(void *pointer)
+{
+    newcomer *n = (newcomer *)pointer;
+    int32_t x = 1;
+    dtrain_work *work;
+    usleep(30000);
+    CHECK_EQ(dtrain_all_reduce_async(n->group, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM, &work), DTRAIN_OK);
+    while (!__atomic_load_n(&n->leave, __ATOMIC_SEQ_CST)) /* computes */
+        usleep(500);
+    CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+    CHECK(x == 2);
+    return NULL;
+}
+
+static int begun_meanwhile(dtrain_comm *world, scene *s)
+{
+    float y = 0;
+    newcomer n = {NULL, 0, 0};
+    dtrain_work *work;
+    (void)s;
+    CHECK_EQ(dtrain_comm_duplicate(world, &n.group), DTRAIN_OK);
+    for (int queued = 0; queued < 2; queued++) {
+        n.leave = 0;
+        if (dtrain_comm_rank(world) == 1) {
+            CHECK_EQ(sum(n.group, 1), 2);
+            y = 7;
+            CHECK_EQ(dtrain_send(world, &y, 1, DTRAIN_F32, 0), DTRAIN_OK);
+            continue;
+        }
+        pthread_create(&n.thread, NULL, comes_later, &n);
+        if (queued) {
+            CHECK_EQ(dtrain_recv_async(world, &y, 1, DTRAIN_F32, 1, &work), DTRAIN_OK);
+            CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        } else {
+            CHECK_EQ(dtrain_recv(world, &y, 1, DTRAIN_F32, 1), DTRAIN_OK);
+        }
+        CHECK(y == 7);
+        __atomic_store_n(&n.leave, 1, __ATOMIC_SEQ_CST);
+        pthread_join(n.thread, NULL);
+    }
+    dtrain_comm_destroy(n.group);
+    return 0;
+}
+
+/* On threads and on processes, with progress by poll. */
+static void by_poll(int ranks, rank_body body, int64_t timeout_ms)
+{
+    scene s;
+    play p = {body, NULL};
+    for (int tcp = 0; tcp < 2; tcp++) {
+        scene_begin(&s, ranks, tcp);
+        s.desc.progress = DTRAIN_PROGRESS_POLL;
+        s.desc.timeout_ms = timeout_ms;
+        run_ranks(&s, body);
+    }
+    for (int tree = 0; tree < 2; tree++) {
+        s.desc.algorithm = tree ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_AUTO;
+        CHECK_EQ(dtrain_run_threads(ranks, play_rank, &p, &s.desc), DTRAIN_OK);
+    }
+}
+
+TEST(what_another_thread_begins_while_one_waits_goes_on_too)
+{
+    by_poll(2, begun_meanwhile, 4000);
+}
+
+/* How long two ranks take for an operation of 8 MiB when rank 0 waits for it, and when it waits in another group. */
+static int beside(dtrain_comm *world, scene *s)
+{
+    enum { COUNT = 1 << 21 };
+    static float sums[2][COUNT]; /* one for each of two ranks of one process */
+    int rank = dtrain_comm_rank(world);
+    float *x = sums[rank];
+    double best[2] = {1e9, 1e9};
+    dtrain_comm *other;
+    dtrain_work *work;
+    (void)s;
+    CHECK_EQ(dtrain_comm_duplicate(world, &other), DTRAIN_OK);
+    for (int turn = 0; turn < 10; turn++) {
+        CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+        double began = now_s();
+        CHECK_EQ(dtrain_all_reduce_async(world, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+        if (rank == 1 || turn % 2 == 0)
+            CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        CHECK_EQ(dtrain_barrier(other), DTRAIN_OK);
+        if (rank == 0 && turn % 2 == 1)
+            CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        double took = now_s() - began;
+        best[turn % 2] = took < best[turn % 2] ? took : best[turn % 2];
+    }
+    if (best[1] > 4 * best[0])
+        TEST_FAIL("waited for it takes %.1f ms, beside another wait %.1f ms", best[0] * 1e3, best[1] * 1e3);
+    dtrain_comm_destroy(other);
+    return 0;
+}
+
+TEST(a_wait_in_one_group_does_not_slow_down_what_moves_in_another)
+{
+    by_poll(2, beside, 20000);
+}
+
 static int one_breaks(dtrain_comm *world, scene *s)
 {
     int rank = dtrain_comm_rank(world);
@@ -450,23 +558,6 @@ TEST(two_hundred_rounds_leave_no_descriptor_thread_or_byte)
     on_threads(4, again_and_again, NULL);
     scene_begin(&s, 4, 1);
     run_ranks(&s, again_and_again);
-}
-
-/* On threads and on processes, with progress by poll. */
-static void by_poll(int ranks, rank_body body, int64_t timeout_ms)
-{
-    scene s;
-    play p = {body, NULL};
-    for (int tcp = 0; tcp < 2; tcp++) {
-        scene_begin(&s, ranks, tcp);
-        s.desc.progress = DTRAIN_PROGRESS_POLL;
-        s.desc.timeout_ms = timeout_ms;
-        run_ranks(&s, body);
-    }
-    for (int tree = 0; tree < 2; tree++) {
-        s.desc.algorithm = tree ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_AUTO;
-        CHECK_EQ(dtrain_run_threads(ranks, play_rank, &p, &s.desc), DTRAIN_OK);
-    }
 }
 
 /* Waits by turns that end at once, from a group's first message on. */
