@@ -16832,6 +16832,8 @@ static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail
     dtrain__comm_wait wait = {comm, op, mail, until_ns, 0, 0};
     int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
     int bell = dtrain__comm_fused(op) || (mail != NULL && comm->transport.board != NULL);
+    int sleeps = bell || (comm->transport.board != NULL && until_ns != INT64_MAX &&
+                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* as dtrain__comm_advance does not */
     size_t progress = dtrain__op_progress(op);
     for (unsigned turn = 0;; turn++) {
         int64_t span = INT64_MAX, soon = INT64_MAX; /* then this rank's other groups are looked at again */
@@ -16853,7 +16855,7 @@ static int dtrain__comm_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mail
         }
         if (span == 0)
             sched_yield();
-        else if (bell)
+        else if (sleeps)
             dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__comm_ready, &wait);
         if (wait.ended)
             return 1;

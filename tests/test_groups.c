@@ -584,6 +584,37 @@ TEST(waits_of_no_time_come_to_an_end_as_well)
     by_poll(2, in_no_time, 4000);
 }
 
+/* A bounded wait of a fifth of a second for a peer that is late; who waits sleeps. */
+static dtrain_status sleeps(dtrain_comm *world, void *user)
+{
+    float x = 1;
+    struct timespec from, to;
+    dtrain_work *work;
+    (void)user;
+    if (dtrain_comm_rank(world) == 1)
+        usleep(300000);
+    CHECK_EQ(dtrain_all_reduce_async(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &from);
+    if (dtrain_comm_rank(world) == 0)
+        CHECK_EQ(dtrain_work_wait_for(work, 200), DTRAIN_ERR_TIMEOUT);
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &to);
+    CHECK((double)(to.tv_sec - from.tv_sec) + (double)(to.tv_nsec - from.tv_nsec) * 1e-9 < 0.05);
+    CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+    CHECK(x == 2);
+    return DTRAIN_OK;
+}
+
+TEST(a_bounded_wait_for_another_thread_sleeps)
+{
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    for (int way = 0; way < 4; way++) {
+        desc.progress = way & 1 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        desc.algorithm = way & 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_AUTO;
+        CHECK_EQ(dtrain_run_threads(2, sleeps, NULL, &desc), DTRAIN_OK);
+    }
+}
+
 static void *drives(void *pointer)
 {
     dtrain_comm *group = (dtrain_comm *)pointer;
