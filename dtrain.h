@@ -46146,6 +46146,7 @@ struct dtrain_checkpoint {
     char *text;
     size_t text_room;
     dtrain__save_note *notes; /* of all ranks */
+    int unheard;              /* the last agreement broke off: other ranks may have come to one */
     unsigned char *seen;      /* ranks whose mark is there */
     uint64_t *steps;          /* found in the directory */
     size_t step_room, step_count;
@@ -46175,6 +46176,7 @@ static dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status s
                                         const char *compared)
 {
     dtrain__save_note *notes = ckpt->notes, *mine = &notes[ckpt->rank];
+    ckpt->unheard = 0;
     if (dtrain__save_alone(ckpt))
         return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
     memset(mine, 0, sizeof *mine);
@@ -46183,6 +46185,7 @@ static dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status s
     mine->status = (int32_t)status;
     snprintf(mine->text, sizeof mine->text, "%s", status != DTRAIN_OK ? dtrain__thread_error.text : "");
     dtrain_status sent = dtrain_all_gather(ckpt->comm, mine, notes, (size_t)ckpt->ranks * sizeof *notes, DTRAIN_U8);
+    ckpt->unheard = sent != DTRAIN_OK;
     if (sent != DTRAIN_OK)
         return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
     for (int rank = 0; rank < ckpt->ranks; rank++)
@@ -46269,7 +46272,19 @@ static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
     }
 }
 
-/* Writes this rank's files, and the mark last; with local, an index of this rank's own. */
+static int dtrain__save_same(const dtrain__save_id *a, const dtrain__save_id *b)
+{
+    return a->nonce == b->nonce && a->counter == b->counter;
+}
+
+static int dtrain__save_is_there(int directory, const char *name)
+{
+    struct stat there;
+    return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
+}
+
+/* Writes this rank's files, and the mark last; with local, an index of this rank's own. A mark that is there, though
+ * its directory did not reach the disk, may have been seen: the files stay. */
 static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain__portion *portion = &ckpt->portion;
@@ -46281,7 +46296,7 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int directory)
     if (status == DTRAIN_OK)
         status = dtrain__file_put(directory, ckpt->local ? DTRAIN__SAVE_INDEX : mark, portion->text, bytes,
                                   ckpt->no_sync, "checkpoint");
-    if (status != DTRAIN_OK && !ckpt->local)
+    if (status != DTRAIN_OK && !ckpt->local && !dtrain__save_is_there(directory, mark))
         dtrain__save_discard(ckpt, directory);
     return status;
 }
@@ -46419,6 +46434,14 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
 
 /* ---- making it visible ---- */
 
+/* Whether the index may list the files of this save: it is in place before its directory is synced. */
+static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain__save_id id;
+    return dtrain__save_read_id(ckpt, directory, &id) ? dtrain__save_same(&id, dtrain__save_current(ckpt))
+                                                      : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
+}
+
 /* Reads all marks, and writes the index. */
 static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
 {
@@ -46465,11 +46488,6 @@ typedef struct dtrain__save_tidy {
     dtrain__save_id first, visible;
     int prunes;
 } dtrain__save_tidy;
-
-static int dtrain__save_same(const dtrain__save_id *a, const dtrain__save_id *b)
-{
-    return a->nonce == b->nonce && a->counter == b->counter;
-}
 
 static int dtrain__save_look(void *user, const char *name)
 {
@@ -46637,7 +46655,7 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
 {
     char mark[DTRAIN__PORTION_NAME], shown[DTRAIN__PORTION_NAME];
     dtrain_status status = ckpt->local ? DTRAIN_OK : dtrain__save_index(ckpt, directory);
-    *visible = status == DTRAIN_OK;
+    *visible = status == DTRAIN_OK || (!ckpt->local && dtrain__save_listed(ckpt, directory));
     if (status == DTRAIN_OK && !ckpt->local)
         status = dtrain__save_latest(ckpt);
     if (status != DTRAIN_OK)
@@ -48449,9 +48467,12 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
     else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
         status = dtrain__save_await(ckpt, directory, 0);
+    int agrees = status == DTRAIN_OK;
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status != DTRAIN_OK) {
-        if (directory >= 0 && !ckpt->local)
+        /* rank 0 lists the files of a rank that agrees as soon as it has heard all, whatever that rank has heard */
+        int listed = agrees && ckpt->unheard && ckpt->rank > 0;
+        if (directory >= 0 && !ckpt->local && !listed)
             dtrain__save_discard(ckpt, directory);
         dtrain__file_close(directory);
         return status;

@@ -152,6 +152,7 @@ static dtrain_status save_once(dtrain_checkpoint *ckpt, holding *h, int async)
 typedef struct sweep {
     job job;
     int faults, errors, done;
+    int replaces; /* the same step again and again */
     dtrain_status statuses[8];
 } sweep;
 
@@ -168,7 +169,7 @@ static dtrain_status sweep_body(dtrain_comm *world, void *user)
     holding_fill(h, 1);
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &h->state), DTRAIN_OK);
     for (int at = 0; !s->done && test_failures == 0; at++) {
-        uint64_t step = 2 + (uint64_t)at * 2;
+        uint64_t step = s->replaces ? 1 : 2 + (uint64_t)at * 2;
         dtrain_barrier(world);
         if (rank == 0)
             arm(at);
@@ -192,11 +193,12 @@ static dtrain_status sweep_body(dtrain_comm *world, void *user)
         dtrain_barrier(world);
         if (!s->job.async)
             CHECK_EQ(s->statuses[rank], s->statuses[0]);
-        holding_fill(h, step + 1);
+        step += !s->replaces;
+        holding_fill(h, step);
         dtrain_status again = save_once(ckpt, h, s->job.async);
         if (again != DTRAIN_OK)
             TEST_FAIL("the save after a fault at call %d, on rank %d: %s", at, rank, dtrain_last_error());
-        before = (long)step + 1;
+        before = (long)step;
         dtrain_barrier(world);
         if (rank == 0)
             CHECK_EQ(newest(s->job.directory), before);
@@ -207,7 +209,7 @@ static dtrain_status sweep_body(dtrain_comm *world, void *user)
     return DTRAIN_OK;
 }
 
-static void a_sweep(int ranks, int async, int no_sync)
+static void a_sweep(int ranks, int async, int no_sync, int replaces)
 {
     int before = test_failures;
     sweep s;
@@ -217,6 +219,7 @@ static void a_sweep(int ranks, int async, int no_sync)
     s.job.desc.directory = s.job.directory;
     s.job.desc.keep_last = 2;
     s.job.desc.no_sync = no_sync;
+    s.replaces = replaces;
     s.job.desc.timeout_ms = 300; /* of an asynchronous save, when a mark cannot be written */
     test_failures = 0;
     CHECK_EQ(dtrain_run_threads(ranks, sweep_body, &s, NULL), DTRAIN_OK);
@@ -229,10 +232,17 @@ static void a_sweep(int ranks, int async, int no_sync)
 
 TEST(an_error_at_any_call_is_told_and_costs_no_checkpoint)
 {
-    a_sweep(1, 0, 0);
-    a_sweep(1, 1, 1);
-    a_sweep(3, 0, 1);
-    a_sweep(2, 1, 1);
+    a_sweep(1, 0, 0, 0);
+    a_sweep(1, 1, 1, 0);
+    a_sweep(3, 0, 1, 0);
+    a_sweep(2, 1, 1, 0);
+}
+
+TEST(an_error_at_any_call_of_a_save_that_replaces_a_checkpoint_leaves_one_of_both)
+{
+    a_sweep(1, 0, 0, 1);
+    a_sweep(2, 0, 0, 1);
+    a_sweep(2, 1, 0, 1);
 }
 
 TEST(reads_and_writes_in_small_pieces_give_the_same)

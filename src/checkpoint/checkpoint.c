@@ -326,9 +326,12 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
     else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
         status = dtrain__save_await(ckpt, directory, 0);
+    int agrees = status == DTRAIN_OK;
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status != DTRAIN_OK) {
-        if (directory >= 0 && !ckpt->local)
+        /* rank 0 lists the files of a rank that agrees as soon as it has heard all, whatever that rank has heard */
+        int listed = agrees && ckpt->unheard && ckpt->rank > 0;
+        if (directory >= 0 && !ckpt->local && !listed)
             dtrain__save_discard(ckpt, directory);
         dtrain__file_close(directory);
         return status;
