@@ -123,6 +123,41 @@ TEST(resync_copies_the_furthest_state_of_the_lowest_rank_that_has_it)
     run_ranks(&s, in_step);
 }
 
+/* The source of the state dies while it sends: the last page of its large buffer cannot be read. */
+static int loses_the_source(dtrain_comm *world, scene *s)
+{
+    enum { BYTES = 1 << 24, PAGE = 65536 };
+    int rank = dtrain_comm_rank(world), small = rank, wrong = 0;
+    uint64_t step = rank == 2 ? 7 : 3;
+    unsigned char *large = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *buffers[] = {&small, large};
+    size_t bytes[] = {sizeof small, BYTES};
+    memset(large, rank, BYTES);
+    scene_meet(s->ranks);
+    if (rank == 2)
+        CHECK_EQ(mprotect(large + BYTES - PAGE, PAGE, PROT_NONE), 0);
+    if (dtrain_resync(world, step, buffers, bytes, 2, &step) == DTRAIN_OK)
+        TEST_FAIL("rank %d has the state of a rank that died while it sent it", rank);
+    if (rank == 2)
+        raise(SIGKILL);
+    for (size_t i = 0; i < BYTES; i++)
+        wrong |= large[i] != rank;
+    CHECK(step == 3 && small == rank && !wrong);
+    return 0;
+}
+
+TEST(a_source_that_dies_on_the_way_leaves_every_state_as_it_was)
+{
+    scene s;
+    pid_t pids[3];
+    scene_begin(&s, 3, 1);
+    for (int rank = 0; rank < 3; rank++)
+        pids[rank] = start_rank(&s, rank, loses_the_source);
+    for (int rank = 0; rank < 2; rank++)
+        CHECK_EQ(end_of(pids[rank], 30), 0);
+    CHECK(end_of(pids[2], 30) != 0);
+}
+
 /* A random collective; the same on all ranks for the same dice. */
 static dtrain_status random_call(dtrain_comm *group, uint64_t dice, float *x)
 {
@@ -216,6 +251,7 @@ static void kill_round(uint64_t seed)
     pid_t pids[8];
     int first = (int)(dtrain_random_u64(seed, 0) % 12) % 8, second; /* rank 0 more often than others */
     char byte;
+    int before = test_failures;
     memset(&m, 0, sizeof m);
     m.seed = seed;
     m.victims = 1 + (int)(dtrain_random_u64(seed, 1) % 2);
@@ -226,7 +262,7 @@ static void kill_round(uint64_t seed)
     fflush(stdout);
     for (int rank = 0; rank < 8; rank++)
         if ((pids[rank] = fork()) == 0)
-            _exit(at_risk(&s, rank));
+            _exit(at_risk(&s, rank) || test_failures != before);
     for (int rank = 0; rank < 8; rank++)
         CHECK_EQ(read(m.ready[0], &byte, 1), 1);
     usleep((useconds_t)(dtrain_random_u64(seed, 3) % 30000));

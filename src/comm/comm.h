@@ -236,8 +236,9 @@ DTRAIN_API dtrain_status dtrain_comm_agree(dtrain_comm *comm, uint64_t *flags);
  *
  *   step       of this rank's state
  *   buffers    count of them, buffers[i] of bytes[i] bytes, the same sizes on every rank; overwritten on the others
- *   step_out   out: the highest step; may be NULL
- *   errors     DTRAIN_ERR_MISMATCH  sizes differ; others as dtrain_broadcast
+ *              when all has come, for which they take as much memory as all buffers; unchanged on an error
+ *   step_out   out: the highest step, unchanged on an error; may be NULL
+ *   errors     DTRAIN_ERR_MISMATCH  sizes differ; DTRAIN_ERR_MEMORY, on all ranks; others as dtrain_broadcast
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *const *buffers, const size_t *bytes,

@@ -263,12 +263,37 @@ static dtrain_status dtrain__resync_source(dtrain_comm *comm, const dtrain__prog
     return DTRAIN_OK;
 }
 
+/* Room for what a rank receives, *total bytes, or an error on all ranks where one has none: what it has itself stays
+ * whole until all has come, as the source may be lost on the way. */
+static dtrain_status dtrain__resync_room(dtrain__draft *draft, int source, const size_t *bytes, int count,
+                                         unsigned char **room, size_t *total)
+{
+    dtrain_comm *comm = draft->parent;
+    uint64_t *all = (uint64_t *)(void *)draft->seats, fits = 1;
+    for (int i = 0; i < count && fits; i++) {
+        fits = bytes[i] <= SIZE_MAX - *total;
+        *total += bytes[i];
+    }
+    if (comm->rank != source && *total > 0) {
+        *room = fits ? (unsigned char *)dtrain__alloc(comm->allocator, *total) : NULL;
+        fits = *room != NULL;
+    }
+    dtrain_status status = dtrain__draft_gather(draft, &fits, all, 1);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++)
+        if (!all[rank])
+            status = dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
+                                  "resync on rank %d: rank %d has no memory to receive %zu bytes beside its own",
+                                  comm->rank, rank, *total);
+    return status;
+}
+
 DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *const *buffers, const size_t *bytes,
                                        int count, uint64_t *step_out)
 {
     dtrain__draft draft;
     dtrain__progress mine, *all;
-    unsigned char digest[32];
+    unsigned char digest[32], *room = NULL;
+    size_t total = 0, at = 0;
     dtrain_status status;
     int source = 0, flaw = count < 0 || (count > 0 && (buffers == NULL || bytes == NULL));
     for (int i = 0; !flaw && i < count; i++)
@@ -286,10 +311,23 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
     status = dtrain__draft_gather(&draft, &mine, all, sizeof mine / sizeof(uint64_t));
     if (status == DTRAIN_OK)
         status = dtrain__resync_source(comm, all, &source);
+    if (status == DTRAIN_OK) {
+        step = all[source].step;
+        status = dtrain__resync_room(&draft, source, bytes, count, &room, &total);
+    }
+    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
+        status = dtrain_broadcast(comm, room != NULL ? room + at : buffers[i], bytes[i], DTRAIN_U8, source);
+        at += bytes[i];
+    }
+    at = 0;
+    for (int i = 0; status == DTRAIN_OK && room != NULL && i < count; i++) {
+        if (bytes[i] > 0)
+            memcpy(buffers[i], room + at, bytes[i]);
+        at += bytes[i];
+    }
     if (status == DTRAIN_OK && step_out != NULL)
-        *step_out = all[source].step;
-    for (int i = 0; status == DTRAIN_OK && i < count; i++)
-        status = dtrain_broadcast(comm, buffers[i], bytes[i], DTRAIN_U8, source);
+        *step_out = step;
+    dtrain__free(comm->allocator, room, total);
     dtrain__draft_end(&draft);
     return status;
 }
