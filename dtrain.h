@@ -16965,12 +16965,12 @@ static void dtrain__service_stop(void *pointer)
 static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **out)
 {
     dtrain__service *service = (dtrain__service *)dtrain__alloc(comm->allocator, sizeof *service);
+    *out = service;
     if (service == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for %zu bytes that serve its groups",
                             comm->rank, sizeof *service);
     service->allocator = comm->allocator;
     pthread_mutex_init(&service->mutex, NULL);
-    *out = service;
     return DTRAIN_OK;
 }
 
