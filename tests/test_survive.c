@@ -158,6 +158,45 @@ TEST(a_source_that_dies_on_the_way_leaves_every_state_as_it_was)
     CHECK(end_of(pids[2], 30) != 0);
 }
 
+enum { STATE = 1 << 20 };
+static int starves;
+
+static void *has_no_room_for_the_state(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    (void)user;
+    return starves && new_bytes == STATE ? NULL : test_resize(pointer, old_bytes, new_bytes, align);
+}
+
+static int short_of_memory(dtrain_comm *world, scene *s)
+{
+    static unsigned char state[STATE];
+    int rank = dtrain_comm_rank(world), wrong = 0;
+    uint64_t step = (uint64_t)rank;
+    void *buffers[] = {state};
+    size_t bytes[] = {STATE};
+    (void)s;
+    memset(state, rank, STATE);
+    starves = rank == 1;
+    CHECK_EQ(dtrain_resync(world, step, buffers, bytes, 1, &step), DTRAIN_ERR_MEMORY);
+    CHECK_CONTAINS(dtrain_comm_error(world), "rank 1 has no memory to receive 1048576 bytes");
+    CHECK(step == (uint64_t)rank && state[0] == rank && state[STATE - 1] == rank);
+    starves = 0;
+    CHECK_EQ(dtrain_resync(world, step, buffers, bytes, 1, &step), DTRAIN_OK);
+    for (size_t i = 0; i < STATE; i++)
+        wrong |= state[i] != 2;
+    CHECK(step == 2 && !wrong);
+    return 0;
+}
+
+TEST(no_memory_for_the_state_on_one_rank_is_an_error_on_all_and_harms_nothing)
+{
+    dtrain_allocator allocator = {has_no_room_for_the_state, NULL, 0, 0};
+    scene s;
+    scene_begin(&s, 3, 0);
+    s.desc.allocator = &allocator;
+    run_ranks(&s, short_of_memory);
+}
+
 /* A random collective; the same on all ranks for the same dice. */
 static dtrain_status random_call(dtrain_comm *group, uint64_t dice, float *x)
 {
